@@ -1,0 +1,214 @@
+/* neuronpipe: the one header of the native library.
+ *
+ * Everything between the two cdef markers is also read by cffi (bind.py), so it holds plain declarations only.
+ * Conventions: sizes are in bytes where the name says _bytes, else in elements; functions that can fail return
+ * a negative NP_E_* code; nothing allocates except where the comment says so; nothing here takes the Python lock.
+ */
+#ifndef NEURONPIPE_H
+#define NEURONPIPE_H
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* cdef begin */
+
+/* ---- errors -------------------------------------------------------------------------------------------- */
+enum {
+    NP_OK = 0,
+    NP_E_EPOCH = -1,    /* the epoch changed while waiting: leave the step */
+    NP_E_TIMEOUT = -2,  /* the wait ran out of time */
+    NP_E_ARGUMENT = -3, /* an argument is outside its documented range */
+    NP_E_IO = -4,       /* a read failed; the errno is in the completion */
+    NP_E_CHECKSUM = -5, /* bytes read do not match their checksum */
+    NP_E_DAMAGED = -6,  /* a cluster that the step needs is marked failed */
+    NP_E_MEMORY = -7    /* out of memory */
+};
+
+/* ---- weights ------------------------------------------------------------------------------------------- */
+/* A matrix is rows of `n` weights. Quantized rows come in groups of 32: the quants of a row are contiguous, its
+ * fp16 scales lie apart. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low nibble) and
+ * j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. */
+enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2 };
+
+size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
+size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
+
+/* ---- kernels (kernels/) -------------------------------------------------------------------------------- */
+/* Choose the instruction set: "scalar", "avx2", "avx512", "neon", "dotprod", or NULL for the best one here. Returns the name
+ * in use, or NULL (and changes nothing) when this machine lacks it. np_isa_names lists what this machine can run, comma separated. */
+const char *np_isa_select(const char *name);
+const char *np_isa_name(void);
+const char *np_isa_names(void);
+
+/* A prepared activation vector: what a dot product with rows of `type` reads. f16 rows read float32; q8 and q4 rows read
+ * int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. 64-byte aligned buffers of np_activation_bytes. */
+size_t np_activation_bytes(int type, size_t n);
+void np_activation_prepare(int type, const float *x, size_t n, void *activation);
+
+/* out[t*out_stride + r] = dot(row r, activation t) + (bias ? bias[r] : 0), for r < rows, t < tokens.
+ * The value for one (row, token) has the same bits whatever rows and tokens are asked for together. */
+void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, size_t n,
+                 const void *activations, size_t activation_stride_bytes, size_t tokens,
+                 const float *bias, float *out, size_t out_stride);
+
+/* y[j] += a * w[j] for the n weights of one row. */
+void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
+
+/* w[j] as float32. */
+void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);
+
+/* out = x / rms(x) * weight, rms with epsilon under the root. out may be x. */
+void np_rms_norm(const float *x, const float *weight, size_t n, float epsilon, float *out);
+
+/* Rotate one head in place: pairs (j, j+width/2) by angle position * inverse_frequency[j]. */
+void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t position);
+
+void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
+void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
+
+/* One query head over keys and values [positions, width] fp16, contiguous. scores: scratch of `positions` floats. */
+void np_attend(const float *query, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
+               float scale, float *scores, float *out);
+
+/* y[j] += x[j]. */
+void np_add(const float *x, size_t n, float *y);
+
+/* out[j] = sum over i < count of rows[i*stride + j], pairwise in a fixed tree over i: ((0+1)+(2+3))+((4+5)+...). */
+void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
+
+/* ---- sampling (kernels/sample.c) ------------------------------------------------------------------------ */
+/* Greedy (lowest id among equals) when temperature <= 0. Otherwise softmax at `temperature` over the top_k most likely (0: all),
+ * cut to the smallest set whose probability reaches top_p (1: no cut), drawn with `uniform` in [0, 1).
+ * Returns the id, or NP_E_ARGUMENT when a logit is NaN or n is 0. scratch: 2*n int32. */
+int32_t np_sample(const float *logits, size_t n, float temperature, int32_t top_k, float top_p, double uniform, int32_t *scratch);
+/* The uniform number of (seed, counter): counter-based, so that a repeated step draws the same number. */
+double np_uniform(uint64_t seed, uint64_t counter);
+/* Natural log of the softmax probability of id, in double precision. */
+double np_log_probability(const float *logits, size_t n, int32_t id);
+
+/* ---- waiting (sync/) ------------------------------------------------------------------------------------- */
+/* All words live in shared memory; every wait gives up with NP_E_EPOCH as soon as *epoch != expected_epoch,
+ * spins for at most spin_us, then sleeps on a futex (plain futex, not private: several processes wait on it). */
+typedef struct {
+    uint32_t arrived;    /* number of members that arrived in the current phase */
+    uint32_t phase;      /* grows by one when the last member arrives; the futex word */
+    uint32_t waiters;    /* members asleep on `phase` */
+    uint32_t unused[13]; /* one cache line */
+} np_barrier;
+
+void np_barrier_reset(np_barrier *barrier);
+/* Returns 1 to the last member, 0 to the others, or NP_E_EPOCH / NP_E_TIMEOUT. */
+int np_barrier_wait(np_barrier *barrier, uint32_t members, const uint32_t *epoch, uint32_t expected_epoch,
+                    uint32_t spin_us, uint32_t timeout_ms);
+
+uint32_t np_word_load(const uint32_t *word);                 /* acquire */
+void np_word_store(uint32_t *word, uint32_t value);          /* release */
+uint32_t np_word_add(uint32_t *word, uint32_t value);        /* acquire-release; returns the new value */
+uint32_t np_word_or(uint32_t *word, uint32_t value);         /* acquire-release; returns the old value */
+int np_word_swap(uint32_t *word, uint32_t from, uint32_t to);/* compare and set, acquire-release; 1 when it was `from` */
+uint64_t np_long_load(const uint64_t *word);                 /* sequentially consistent */
+void np_long_store(uint64_t *word, uint64_t value);          /* sequentially consistent */
+void np_word_wake(uint32_t *word);                           /* wake everybody asleep on the word */
+/* Wait until *word != seen. */
+int np_word_wait(const uint32_t *word, uint32_t seen, const uint32_t *epoch, uint32_t expected_epoch,
+                 uint32_t spin_us, uint32_t timeout_ms);
+/* New epoch (returns it) and wake every sleeper on the `count` words given, so that all waits are abandoned. */
+uint32_t np_epoch_advance(uint32_t *epoch, uint32_t **words, size_t count);
+
+/* ---- flash reader (flash/) -------------------------------------------------------------------------------- */
+/* One file, direct I/O where the file system allows, io_uring ("io_uring") or a pool of pread threads ("threads").
+ * One thread uses a reader; completions come back in any order. */
+typedef struct np_reader np_reader;
+typedef struct {
+    uint64_t tag;
+    int32_t result; /* bytes read, or -errno */
+    uint32_t unused;
+} np_completion;
+
+/* engine: "io_uring", "threads" or NULL for the best allowed. Returns NULL and sets *error to errno. Allocates. */
+np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error);
+void np_reader_close(np_reader *reader);
+const char *np_reader_engine(const np_reader *reader);
+int np_reader_direct(const np_reader *reader);        /* 1 when the page cache is bypassed */
+uint32_t np_reader_alignment(const np_reader *reader); /* of offset, length and address, in bytes */
+/* Number of requests taken, from the first on: fewer than count when the queue is full; NP_E_ARGUMENT when misaligned. */
+int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t *bytes, void *const *targets,
+                     const uint64_t *tags, size_t count);
+/* Up to `most` completions; waits until `least` are there, at most timeout_ms (-1: for ever). Returns how many. */
+int np_reader_reap(np_reader *reader, np_completion *out, size_t least, size_t most, int timeout_ms);
+int np_reader_event_fd(np_reader *reader); /* readable when completions wait; read it before reaping */
+uint32_t np_reader_in_flight(const np_reader *reader);
+
+uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli; start with 0 */
+
+/* ---- residency (residency/) -------------------------------------------------------------------------------- */
+/* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned.
+ *   from     to       by      ordering
+ *   absent   loading  loader  claims the cluster
+ *   loading  present  loader  release: the bytes in the slot come before the word
+ *   loading  failed   loader  I/O error or checksum
+ *   loading  absent   loader  after a restart
+ *   present  absent   cache   only when no worker's window covers the cluster (see np_clock_take)
+ *   bit 26   set      decode, prefill; cleared by cache
+ */
+enum {
+    NP_WORD_SLOT_MASK = 0xffffff,
+    NP_WORD_STATE_MASK = 0x3000000,
+    NP_WORD_ABSENT = 0x0000000,
+    NP_WORD_LOADING = 0x1000000,
+    NP_WORD_PRESENT = 0x2000000,
+    NP_WORD_FAILED = 0x3000000,
+    NP_WORD_REFERENCED = 0x4000000,
+    NP_WORD_PINNED = 0x8000000
+};
+
+/* A worker's window: the clusters it may be reading, published before it looks at their words.
+ * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word array of a part. */
+/* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
+ * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */
+size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count,
+                     size_t want, uint32_t *slots);
+/* Of the clusters [first, end): append those whose word is absent or loading to `ids` (absent ones only) and return the count of
+ * absent ones; referenced bit is set on present ones. *failed gets the first failed cluster or -1. */
+size_t np_words_missing(uint32_t *words, uint32_t first, uint32_t end, uint32_t *ids, int64_t *failed);
+
+/* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
+/* Takes cluster ids, claims their words, reads them into free slots, verifies checksums, publishes them, wakes waiters.
+ * One part of one bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots + s*slot_bytes. */
+typedef struct np_loader np_loader;
+typedef struct {
+    uint64_t base_offset, stride_bytes; /* of the bundle file */
+    uint64_t part_offset;               /* within a cluster */
+    uint32_t part_bytes;                /* multiple of the reader's alignment; also the slot's size */
+    uint32_t slot_count;
+    uint8_t *slots;
+    uint32_t *words;
+    uint32_t cluster_count;
+    const uint32_t *checksums;          /* crc32c of each cluster's part, cluster_count entries */
+} np_loader_part;
+typedef struct {
+    uint64_t reads, bytes, checksum_failures, io_errors, already_there;
+    uint32_t free_slots[2], waiting[2], in_flight, unused;
+} np_loader_state;
+
+/* Two parts: 0 gate, 1 rest. arrivals: futex word advanced after words become present. Allocates; keeps the reader. */
+np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, uint32_t *arrivals, uint32_t queue_capacity);
+void np_loader_destroy(np_loader *loader);
+void np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count); /* more free slots */
+/* Queue ids; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets that bit. Returns how many fit in the queue. */
+int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t count, int priority, uint32_t flags);
+/* Submit what can be submitted, reap what is done, publish. Waits up to timeout_ms for one completion when any is in flight.
+ * Returns the number of clusters published or failed. */
+int np_loader_turn(np_loader *loader, int timeout_ms);
+/* Forget queued requests and free slots, finish what is in flight (published as usual); loading words are left absent. */
+void np_loader_reset(np_loader *loader);
+void np_loader_read_state(const np_loader *loader, np_loader_state *out);
+
+/* cdef end */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,8 @@
+# The native library's sources, relative to this file; used by the extension and by the C tests.
+file(GLOB NP_SOURCES CONFIGURE_DEPENDS
+  ${CMAKE_CURRENT_LIST_DIR}/kernels/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/sync/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/flash/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/residency/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/engine/*.c)
+set(NP_COMPILE_OPTIONS -O3 -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
