@@ -1,0 +1,1 @@
+"""Offline work: packages and conversion, profiles, the planner and the reference engine."""

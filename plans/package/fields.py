@@ -1,0 +1,144 @@
+"""Strict reading of JSON written by somebody else: every complaint names the file and the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from neuronpipe.protocol.errors import UserError
+
+MOST_JSON_BYTES = 64 << 20
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number here")
+
+
+def parse_json(data: bytes, where: str) -> Record:
+    """The JSON object in `data`. Duplicate fields, NaN and infinities are refused. Errors start with `where`."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object")
+    return Record(value, where)
+
+
+def read_json(path: Path) -> Record:
+    """The JSON object in a file of at most MOST_JSON_BYTES."""
+    return parse_json(read_file(path, MOST_JSON_BYTES), str(path))
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """A whole file, refused when it is missing or larger than `most_bytes`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > most_bytes:
+        raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
+    return data
+
+
+class Record:
+    """A JSON object read field by field; `finish` refuses what nobody asked for."""
+
+    def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
+        self._values, self._where, self._prefix = values, where, prefix
+        self._seen: set[str] = set()
+
+    def fail(self, name: str, problem: str) -> NoReturn:
+        """Raise a UserError about one field."""
+        raise UserError(f"{self._where}: {self._prefix}{name}: {problem}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        self._seen.add(name)
+        return self._values.get(name) is not None
+
+    def value(self, name: str) -> Any:
+        """The field as it is."""
+        self._seen.add(name)
+        if name not in self._values:
+            self.fail(name, "missing")
+        return self._values[name]
+
+    def integer(self, name: str, least: int, most: int) -> int:
+        """A whole number in least..most."""
+        value = self.value(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            self.fail(name, f"expected a whole number, found {_shown(value)}")
+        if not least <= value <= most:
+            self.fail(name, f"{value} is outside {least}..{most}")
+        return int(value)
+
+    def number(self, name: str, least: float, most: float) -> float:
+        """A finite number in least..most."""
+        value = self.value(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            self.fail(name, f"expected a number, found {_shown(value)}")
+        if not (least <= value <= most and math.isfinite(value)):
+            self.fail(name, f"{_shown(value)} is outside {least}..{most}")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        """A string."""
+        value = self.value(name)
+        if not isinstance(value, str):
+            self.fail(name, f"expected a string, found {_shown(value)}")
+        return value
+
+    def choice(self, name: str, *allowed: str) -> str:
+        """One of the strings in `allowed`."""
+        value = self.text(name)
+        if value not in allowed:
+            self.fail(name, f"{_shown(value)} is not one of {', '.join(allowed)}")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        """true or false."""
+        value = self.value(name)
+        if not isinstance(value, bool):
+            self.fail(name, f"expected true or false, found {_shown(value)}")
+        return value
+
+    def record(self, name: str) -> Record:
+        """An object."""
+        value = self.value(name)
+        if not isinstance(value, dict):
+            self.fail(name, f"expected an object, found {_shown(value)}")
+        return Record(value, self._where, f"{self._prefix}{name}.")
+
+    def items(self, name: str) -> list[Any]:
+        """A list."""
+        value = self.value(name)
+        if not isinstance(value, list):
+            self.fail(name, f"expected a list, found {_shown(value)}")
+        return value
+
+    def without(self, name: str) -> dict[str, Any]:
+        """All fields but one, as they are."""
+        return {key: value for key, value in self._values.items() if key != name}
+
+    def finish(self) -> None:
+        """Refuse fields that nobody read: they might change the meaning of the others."""
+        unknown = sorted(set(self._values) - self._seen)
+        if unknown:
+            self.fail(unknown[0], "unknown field; a newer version may understand it")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,155 @@
+"""manifest.json: what a package holds and where. README.md of plans/ states every field.
+
+The manifest names every other file with its size and hash, and carries the hash of itself as `id`; a plan is made for one id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from neuronpipe.plans.package.layout import Layout, Quantization
+
+FORMAT = "neuronpipe-package"
+VERSION = 1
+MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS = (
+    "manifest.json",
+    "tokenizer.json",
+    "fixed.safetensors",
+    "bundles.bin",
+    "checksums.bin",
+)
+HASHED_FILES = (TOKENIZER, FIXED, CHECKSUMS)
+ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
+
+Activation = Literal["relu", "drelu", "relu2", "silu"]
+ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
+QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the package was converted from."""
+
+    kind: str
+    name: str
+    architecture: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The model's dimensions. `neurons` are those of one expert; window_tokens 0 means that a token attends to all before it."""
+
+    width: int
+    neurons: int
+    layers: int
+    experts: int
+    query_heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    context_tokens: int
+    norm_epsilon: float
+    window_tokens: int
+
+    @property
+    def query_width(self) -> int:
+        """Columns of attention_output."""
+        return self.query_heads * self.head_width
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the joined query, key and value matrix."""
+        return (self.query_heads + 2 * self.key_heads) * self.head_width
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and hash of one file; bundles.bin has no hash, its clusters have checksums."""
+
+    bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A package's manifest; `id` is empty until `sealed` has computed it."""
+
+    name: str
+    source: Source
+    activation: Activation
+    quantization: Quantization
+    shape: Shape
+    attention_bias: bool
+    tied_embeddings: bool
+    end_tokens: tuple[int, ...]
+    layout: Layout
+    files: Mapping[str, FileEntry]
+    quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
+    activity_by_layer: tuple[float, ...] | None  # mean firing share, when it was measured
+    id: str = ""
+
+    @property
+    def words(self) -> int:
+        """Clusters of the whole package: entries of checksums.bin and residency words of one part."""
+        return self.shape.layers * self.shape.experts * self.layout.clusters
+
+    def sealed(self) -> Manifest:
+        """The same manifest with its id."""
+        return replace(self, id=identity(_without_id(self)))
+
+    def to_bytes(self) -> bytes:
+        """manifest.json as it is written."""
+        return json.dumps({**_without_id(self), "id": self.id}, indent=1, ensure_ascii=True).encode() + b"\n"
+
+
+def identity(values: Mapping[str, Any]) -> str:
+    """The id of a manifest: SHA-256 of its JSON without `id`, keys sorted, no spaces, ASCII."""
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _without_id(manifest: Manifest) -> dict[str, Any]:
+    layout = manifest.layout
+    values: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": manifest.name,
+        "source": asdict(manifest.source),
+        "architecture": "llama",
+        "activation": manifest.activation,
+        "quantization": manifest.quantization,
+        "shape": asdict(manifest.shape),
+        "attention_bias": manifest.attention_bias,
+        "tied_embeddings": manifest.tied_embeddings,
+        "special_tokens": {"end": list(manifest.end_tokens)},
+        "layout": {
+            "cluster_neurons": layout.cluster_neurons,
+            "clusters": layout.clusters,
+            "gate_part_bytes": layout.gate_part_bytes,
+            "rest_part_bytes": layout.rest_part_bytes,
+            "cluster_stride_bytes": layout.cluster_stride_bytes,
+            "block_neurons": layout.block_neurons,
+            "blocks": layout.blocks,
+            "neuron_order": layout.neuron_order,
+            "gate": {"quants": layout.gate_quants, "scales": layout.gate_scales},
+            **{
+                matrix: {"part": "rest", "quants": quants, "scales": scales, "scales_part": layout.scales_part}
+                for matrix, quants, scales in (
+                    ("up", layout.up_quants, layout.up_scales),
+                    ("down", layout.down_quants, layout.down_scales),
+                )
+            },
+        },
+        "files": {
+            name: {"bytes": entry.bytes} | ({"sha256": entry.sha256} if entry.sha256 else {})
+            for name, entry in manifest.files.items()
+        },
+        "quantization_error": dict(manifest.quantization_error),
+    }
+    if manifest.activity_by_layer is not None:
+        values["activity"] = {"mean_by_layer": list(manifest.activity_by_layer)}
+    return values

@@ -1,0 +1,95 @@
+"""Opening a package: the manifest and every size are checked at once, contents when somebody needs them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from neuronpipe.plans.package.fixed import fixed_tensors
+from neuronpipe.plans.package.manifest import BUNDLES, CHECKSUMS, FIXED, HASHED_FILES, MANIFEST, TOKENIZER, Manifest
+from neuronpipe.plans.package.parse import read_manifest, require_package
+from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
+from neuronpipe.protocol.errors import UserError
+
+HASH_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package on disk. Nothing large is read before it is asked for."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: Path) -> Package:
+        """Check the manifest and the files' sizes. Raises UserError naming the file and the field."""
+        require_package(path)
+        manifest = read_manifest(path / MANIFEST)
+        for name, entry in manifest.files.items():
+            file = path / name
+            if not file.is_file():
+                raise UserError(f"{file}: missing; convert the model again")
+            if (found := file.stat().st_size) != entry.bytes:
+                raise UserError(f"{file}: {found} bytes, but the manifest says {entry.bytes}: truncated or replaced")
+        return cls(path, manifest)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer's own file."""
+        return self.path / TOKENIZER
+
+    @property
+    def fixed_path(self) -> Path:
+        """Attention, norms, embeddings, output and the rope table."""
+        return self.path / FIXED
+
+    @property
+    def bundles_path(self) -> Path:
+        """The neurons."""
+        return self.path / BUNDLES
+
+    @cached_property
+    def fixed(self) -> dict[str, TensorEntry]:
+        """Where each fixed tensor lies; exactly the tensors that the manifest's shape calls for."""
+        manifest, entries = self.manifest, read_header(self.fixed_path)
+        expected = fixed_tensors(
+            manifest.shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings
+        )
+        for name in sorted(expected.keys() | entries.keys()):
+            found = (entries[name].dtype, entries[name].shape) if name in entries else None
+            if found != expected.get(name):
+                raise UserError(
+                    f"{self.fixed_path}: {name}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}"
+                )
+        return entries
+
+    def verify_fixed(self) -> None:
+        """Compare the tokenizer, the fixed tensors and the table of checksums with the manifest's hashes."""
+        for name in HASHED_FILES:
+            if sha256_of(self.path / name) != self.manifest.files[name].sha256:
+                raise UserError(
+                    f"{self.path / name}: its content does not match the manifest's sha256: damaged; convert the model again"
+                )
+
+    def checksums(self) -> bytes:
+        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part."""
+        return (self.path / CHECKSUMS).read_bytes()
+
+
+def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "nothing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(HASH_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""The header of a safetensors file, read with suspicion: where each tensor lies, checked against the file before use.
+
+A safetensors file is 8 bytes of little-endian header length, a JSON header, and the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuronpipe.plans.package.fields import Record, parse_json
+from neuronpipe.protocol.errors import UserError
+
+MOST_HEADER_BYTES = 100 << 20
+DATA_ALIGNMENT_BYTES = 64
+DTYPE_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: element type, shape, and its bytes [start, stop) counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """All tensors of a file by name. Raises UserError when the header contradicts itself or the file's size."""
+    try:
+        with path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size_bytes < 8 or length > min(size_bytes - 8, MOST_HEADER_BYTES):
+                raise UserError(
+                    f"{path}: header length {length} does not fit a file of {size_bytes} bytes: damaged or truncated"
+                )
+            header = parse_json(file.read(length), f"{path}: header")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    entries = {name: _entry(header.record(name), 8 + length) for name in header.without("__metadata__")}
+    _check_coverage(entries, 8 + length, size_bytes, path)
+    return entries
+
+
+def _entry(record: Record, data_start: int) -> TensorEntry:
+    dtype = record.choice("dtype", *DTYPE_BYTES)
+    shape = record.items("shape")
+    offsets = record.items("data_offsets")
+    record.finish()
+    for name, values in (("shape", shape), ("data_offsets", offsets)):
+        if not all(type(value) is int and 0 <= value < 1 << 60 for value in values):
+            record.fail(name, "expected whole numbers")
+    if len(offsets) != 2 or len(shape) > 8 or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
+        record.fail("data_offsets", f"{offsets} do not hold {dtype} of shape {shape}")
+    return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_bytes: int, path: Path) -> None:
+    """The tensors must lie back to back and end with the file."""
+    end = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise UserError(f"{path}: {name}: data_offsets overlap another tensor or leave a gap: damaged header")
+        end = entry.stop
+    if end != size_bytes:
+        raise UserError(f"{path}: {size_bytes} bytes, but its header describes {end}: truncated or damaged")
+
+
+def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Header bytes and entries of a file holding `tensors` (name -> dtype, shape) in that order, data aligned to 64 bytes."""
+    described, offset = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        stop = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT_BYTES)
+    start = 8 + len(text)
+    entries = {}
+    for name, (dtype, shape) in tensors.items():
+        stop = start + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = TensorEntry(dtype, tuple(shape), start, stop)
+        start = stop
+    return len(text).to_bytes(8, "little") + text, entries
