@@ -206,6 +206,105 @@ int np_loader_turn(np_loader *loader, int timeout_ms);
 void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
+/* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
+/* One member of a step: it owns a share of every matrix's rows, of the attention heads and of the neuron blocks. `members` engines
+ * over the same exchange compute one step together; a prefill worker is a step of its own with one member and many tokens.
+ * Nothing a member computes depends on how the work was shared out: a row, a head, a block is always computed whole. */
+enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
+
+typedef struct {
+    uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
+    uint32_t window_tokens; /* a token attends to this many positions at most; 0: to all */
+    float norm_epsilon;
+    int32_t type;       /* NP_F16, NP_Q8, NP_Q4: of every matrix */
+    int32_t activation; /* NP_RELU ... */
+    uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer */
+    uint32_t gate_part_bytes, rest_part_bytes;
+    uint32_t gate_quants, gate_scales;                           /* offsets in the gate part */
+    uint32_t up_quants, down_quants;                             /* offsets in the rest part */
+    uint32_t up_scales, down_scales;                             /* offsets in the part that holds them */
+    uint32_t scales_in_gate;                                     /* 1: up and down scales lie in the gate part */
+} np_shape;
+
+typedef struct {
+    const void *quants, *scales;
+} np_matrix;
+
+typedef struct {
+    np_matrix qkv, attention_output;
+    const float *qkv_bias; /* NULL: none */
+    const float *attention_norm, *ffn_norm;
+} np_layer;
+
+typedef struct {
+    np_matrix embedding, output;
+    const float *output_norm, *inverse_frequency;
+    const np_layer *layers;
+} np_fixed;
+
+/* Shared memory as this member maps it. T: most tokens of a step. */
+typedef struct {
+    float *residual;   /* [T][width] */
+    float *queries;    /* [T][query_heads*head_width] */
+    float *attention;  /* [T][query_heads*head_width] */
+    float *partials;   /* [T][blocks][width] */
+    float *logits;     /* [logit_rows][vocabulary] */
+    uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
+    const uint8_t *gate_slots, *rest_slots;
+    uint32_t *gate_words, *rest_words;     /* [layers*clusters] */
+    uint64_t *gate_window, *rest_window;   /* this member's own */
+    uint32_t *arrivals;
+    const uint32_t *epoch;
+    np_barrier *barrier;
+} np_shared;
+
+typedef struct np_engine np_engine;
+
+/* share_from, share_to: this member's part of the work, 0..1; the members' parts are disjoint and cover it. max_tokens: T.
+ * All pointers are kept. Allocates; NULL when out of memory or when the shape is inconsistent. */
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, uint32_t sequences,
+                            uint32_t max_tokens, uint32_t logit_rows, uint32_t members, double share_from, double share_to,
+                            uint32_t spin_us);
+void np_engine_destroy(np_engine *engine);
+
+/* Start a step of `count` tokens; every argument is checked. Returns NP_OK or NP_E_ARGUMENT. */
+int np_engine_begin(np_engine *engine, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
+                    const int32_t *tokens, uint32_t count);
+/* The tokens' embeddings into the residual stream, then meet. */
+int np_engine_embed(np_engine *engine);
+/* Attention of one layer, residual included; meets three times. */
+int np_engine_attention(np_engine *engine, uint32_t layer);
+
+/* Feed-forward of one layer. Order of calls: ffn; then for each window of own blocks: open, gates, rest_missing, blocks, close;
+ * then combine. Lists of missing clusters are word indices for the loader; `ids` has room for the window's clusters. */
+int np_engine_ffn(np_engine *engine, uint32_t layer);
+void np_engine_own_blocks(const np_engine *engine, uint32_t *first, uint32_t *end);
+/* Publish the window [first, end) of blocks; returns how many gate parts are absent (written to ids). */
+int np_engine_open(np_engine *engine, uint32_t first_block, uint32_t end_block, uint32_t *ids);
+/* Compute the gates that are there; with wait != 0 all of them, as they arrive. Returns how many clusters are still to come. */
+int np_engine_gates(np_engine *engine, int wait);
+/* The rest parts that fired neurons need and that were not asked for yet. */
+int np_engine_rest_missing(np_engine *engine, uint32_t *ids);
+/* Compute the blocks whose clusters are there; with wait != 0 all of them, as they arrive. Returns how many are still to come. */
+int np_engine_blocks(np_engine *engine, int wait);
+void np_engine_close(np_engine *engine);
+/* Meet, add the sum of all blocks to the residual stream, meet. */
+int np_engine_combine(np_engine *engine);
+/* Of the blocks [first, end) of any layer: the part's absent clusters (0 gate, 1 rest), for prefetching. Opens no window. */
+int np_engine_absent(np_engine *engine, int part, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t *ids);
+/* Logits of the `count` tokens from `first` on into logit rows from `row` on, then meet. Returns 1 to the member that met last. */
+int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count, uint32_t row);
+
+typedef struct {
+    uint64_t neurons_fired, neurons_total;       /* (neuron, token) pairs of own blocks */
+    uint64_t gate_clusters, gate_missed;         /* cluster parts looked up and found absent or loading */
+    uint64_t rest_clusters, rest_missed;
+    uint64_t wait_us, meet_us;                   /* time spent waiting for flash and for other members */
+    int64_t damaged_word;                        /* word index of the failed part, or -1 */
+    int32_t damaged_part, unused;
+} np_engine_counters;
+void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and resets them */
+
 /* cdef end */
 
 #ifdef __cplusplus

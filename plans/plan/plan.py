@@ -1,0 +1,184 @@
+"""The plan: the planner's output, which the services obey. JSON with a version; refused for another package or device."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.protocol.errors import UserError
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One process of the run: its role, its core, and its share of every matrix's rows and blocks (0..1, decode only)."""
+
+    role: str
+    index: int
+    core: int | None
+    share_from: float = 0.0
+    share_to: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Who computes what, where."""
+
+    mode: str
+    seats: tuple[Seat, ...]
+    sequences: int  # KV slots: most sequences of one step
+    context_tokens: int
+    prefill_chunk_tokens: int
+    logit_rows: int
+    decode_window_blocks: int  # blocks a decode worker has open at once
+    prefill_window_blocks: int
+    spin_us: int
+
+    def decode_workers(self) -> tuple[Seat, ...]:
+        """The decode seats in index order."""
+        return tuple(seat for seat in self.seats if seat.role == "decode")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is resident. All sizes in bytes; slots hold one cluster part each."""
+
+    limit_bytes: int
+    interpreters_bytes: int
+    fixed_bytes: int
+    kv_bytes: int
+    exchange_bytes: int
+    residency_bytes: int
+    private_bytes: int
+    gate_slots: int
+    rest_slots: int
+    slots_bytes: int
+    ffn_bytes: int  # of all slots, were everything resident
+    pinned_gates_per_layer: int  # the first clusters of each layer stay for good
+    pinned_rests_per_layer: int
+    least_bytes: int  # the smallest limit this package accepts with these seats
+
+    def total_bytes(self) -> int:
+        """What the run takes at most, by the planner's account."""
+        return (
+            self.interpreters_bytes
+            + self.fixed_bytes
+            + self.kv_bytes
+            + self.exchange_bytes
+            + self.residency_bytes
+            + self.private_bytes
+            + self.slots_bytes
+        )
+
+    @property
+    def everything_resident(self) -> bool:
+        """Whether no neuron is read again after start-up."""
+        return self.slots_bytes >= self.ffn_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flash:
+    """How flash is read."""
+
+    engine: str  # "io_uring" or "threads"
+    depth: int
+    stock_gates: int  # free slots that the cache keeps ready in the loader
+    stock_rests: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the planner expects of one token, from the package's activity and the device's measured flash curve."""
+
+    dram_bytes_per_token: int
+    flash_bytes_per_token: int
+    flash_ms_per_token: float
+    miss_rate: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One plan. `id` is a hash of everything else."""
+
+    version: int
+    package_id: str
+    device_id: str
+    compute: Compute
+    memory: Memory
+    flash: Flash
+    expected: Expected
+    reasons: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """Sixteen hexadecimal digits that name this plan."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The plan as a person may read and keep it."""
+        return json.dumps({"id": self.id, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    def check(self, *, package_id: str, device_id: str, where: str) -> None:
+        """Refuse a plan made for something else (UserError, with the command that makes the right one)."""
+        for name, mine, theirs in (("package", self.package_id, package_id), ("device", self.device_id, device_id)):
+            if mine != theirs:
+                raise UserError(
+                    f"{where}: field '{name}_id': the plan was made for another {name}; "
+                    f"make a new one with `neuronpipe plan PACKAGE -o {where}`"
+                )
+
+
+def parse_plan(text: str, where: str) -> Plan:
+    """Read a plan; `where` names its file in errors. Raises UserError naming the field."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); make a plan with `neuronpipe plan`") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{where}: a plan is a JSON object; make one with `neuronpipe plan`")
+    if data.get("version") != VERSION:
+        raise UserError(f"{where}: field 'version': {data.get('version')!r}, this program reads {VERSION}; make a new plan")
+    plan_id = data.pop("id", None)
+    plan: Plan = _build(Plan, data, where, "")
+    if plan_id != plan.id:
+        raise UserError(f"{where}: field 'id' does not match the content; make a new plan with `neuronpipe plan`")
+    return plan
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file."""
+    try:
+        return parse_plan(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a plan: {error}") from None
+
+
+def _build(kind: Any, value: Any, where: str, field: str) -> Any:
+    """`value` as `kind`: dataclass, tuple of one kind, optional or scalar, checked strictly."""
+    wrong = UserError(f"{where}: field '{field}': expected {getattr(kind, '__name__', kind)}, found {value!r:.60}")
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong
+        hints = typing.get_type_hints(kind)
+        if missing := hints.keys() - value.keys():
+            raise UserError(f"{where}: field '{field + min(missing)}' is missing")
+        if unknown := value.keys() - hints.keys():
+            raise UserError(f"{where}: field '{field + min(unknown)}' is unknown")
+        return kind(**{name: _build(hint, value[name], where, f"{field}{name}.") for name, hint in hints.items()})  # type: ignore[operator]
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise wrong
+        return tuple(_build(typing.get_args(kind)[0], item, where, f"{field}{i}.") for i, item in enumerate(value))
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _build(typing.get_args(kind)[0], value, where, field)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise wrong
+    return value

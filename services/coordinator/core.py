@@ -1,0 +1,464 @@
+"""The coordinator's decisions, without sockets and without a clock: `handle(event, now) -> actions`.
+
+One step is outstanding at a time, a prefill chunk or a decode step over every generating sequence:
+
+    state       event                       next
+    idle        work is ready               step sent, every member of the step busy
+    busy        StepDone of every member    logits read: Sample or Likelihoods; its answer makes the core idle
+    busy        EpochChanged                void: wait until every member left the step and every seat is ready
+    void        all settled                 the same step again, under the new epoch
+
+A step is the same every time it is sent: tokens and positions are kept until it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from neuronpipe.protocol.messages import (
+    Accepted,
+    Cancel,
+    Finished,
+    Generate,
+    Message,
+    Next,
+    Prefill,
+    Refused,
+    Score,
+    Scored,
+    ScoreFinished,
+    Step,
+    Token,
+)
+
+from .sequences import Generation, Scoring, Work, quantiles_ms
+from .text import TextStream, Tokenizer
+
+Seat = tuple[str, int]
+
+
+# ---- events -----------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A client sent a request."""
+
+    client: bytes
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class SeatReady:
+    """A service finished its start, or its restart."""
+
+    seat: Seat
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochChanged:
+    """Everybody leaves the step; `lost` are the seats whose process is gone."""
+
+    epoch: int
+    lost: tuple[Seat, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A member is through with a step: done, or abandoned because of the epoch."""
+
+    seat: Seat
+    step: int
+    epoch: int
+    done: bool
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A member cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
+
+    seat: Seat
+    step: int
+    epoch: int
+    code: str
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """The shell's answer to Sample, in the same order."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The shell's answer to Likelihoods: nats per target."""
+
+    nll: tuple[float, ...]
+
+
+Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured
+
+
+# ---- actions ----------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class SendStep:
+    """Send the message to these seats, under the present epoch."""
+
+    seats: tuple[Seat, ...]
+    message: Step | Prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Tell:
+    """Send the message to a client."""
+
+    client: bytes
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Sampling of one logit row; `counter` makes a repeated draw the same."""
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    counter: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Read the logit rows and answer with Sampled."""
+
+    draws: tuple[Draw, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihoods:
+    """Read logit rows 0.. and answer with Measured: one nll per target (a row without a target is not measured)."""
+
+    targets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandon:
+    """Advance the epoch: the other members of a broken step must not wait for the one that gave up."""
+
+
+Action = SendStep | Tell | Sample | Likelihoods | Abandon
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the plan and the package fix."""
+
+    mode: str
+    sequences: int
+    context_tokens: int
+    prefill_chunk_tokens: int
+    logit_rows: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+    plan_id: str
+
+
+class Core:
+    """Requests, sequences and the one outstanding step."""
+
+    def __init__(self, limits: Limits, seats: Iterable[Seat], tokenizer: Tokenizer) -> None:
+        self._limits = limits
+        self._seats = frozenset(seats)
+        self._decoders = tuple(sorted(seat for seat in self._seats if seat[0] == "decode"))
+        self._tokenizer = tokenizer
+        self.ready: set[Seat] = set()
+        self.waiting: list[tuple[bytes, Generate | Score, list[int], float]] = []
+        self.works: list[Work] = []
+        self._texts: dict[int, TextStream] = {}
+        self.epoch = 0
+        self.steps = 0
+        self._outstanding: SendStep | None = None
+        self._outstanding_works: list[Work] = []
+        self._busy: set[Seat] = set()
+        self._void = False
+        self._reading = False
+        self._prefill_turn = True
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every seat of the plan is taken by a process that is ready."""
+        return self.ready >= self._seats
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; returns what the shell is to do, in order."""
+        actions: list[Action] = []
+        match event:
+            case Asked():
+                actions += self._asked(event, now)
+            case SeatReady(seat):
+                self.ready.add(seat)
+                self._busy.discard(seat)
+            case EpochChanged(epoch, lost):
+                self.epoch = epoch
+                self.ready -= set(lost)
+                self._busy -= set(lost)
+                self._void = self._outstanding is not None and not self._reading
+            case Left():
+                actions += self._left(event)
+            case Broken():
+                actions += self._broken(event)
+            case Sampled(tokens):
+                actions += self._sampled(tokens, now)
+            case Measured(nll):
+                actions += self._measured(nll)
+        return actions + self._proceed(now)
+
+    # ---- requests -----------------------------------------------------------------------------------------------------
+    def _asked(self, event: Asked, now: float) -> list[Action]:
+        message = event.message
+        if isinstance(message, Generate | Score):
+            return self._admit(event.client, message, now)
+        request = getattr(message, "request", None)
+        for work in self.works:
+            if work.client == event.client and work.request == request:
+                work.cancelled |= isinstance(message, Cancel)
+                if isinstance(work, Scoring) and isinstance(message, Next):
+                    work.waiting = False
+                    if work.computed_tokens == len(work.tokens):
+                        return self._score_finished(work)
+        if isinstance(message, Cancel):
+            self.waiting = [w for w in self.waiting if not (w[0] == event.client and w[1].request == request)]
+        return []
+
+    def _admit(self, client: bytes, ask: Generate | Score, now: float) -> list[Action]:
+        """Check a request and queue it."""
+        text = ask.prompt if isinstance(ask, Generate) else ask.text
+        tokens = list(ask.tokens) if ask.tokens is not None else self._tokenizer.encode(text or "")
+        limit = self._limits.context_tokens
+        problem = None
+        if not tokens:
+            problem = ("empty", "the prompt is empty; give at least one token")
+        elif len(tokens) > limit:
+            problem = ("context", f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it")
+        elif max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
+            problem = ("token", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
+        if problem:
+            return [Tell(client, Refused(request=ask.request, code=problem[0], message=problem[1]))]
+        self.waiting.append((client, ask, tokens, now))
+        return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(tokens)))]
+
+    def _seat_waiting(self) -> None:
+        """Give free KV slots to waiting requests, in order of arrival."""
+        while self.waiting and len(self.works) < self._limits.sequences:
+            client, ask, tokens, arrived_at = self.waiting.pop(0)
+            slot = min(set(range(self._limits.sequences)) - {work.slot for work in self.works})
+            work: Work
+            if isinstance(ask, Generate):
+                most = min(self._limits.context_tokens + 1, len(tokens) + ask.max_tokens)
+                work = Generation(client=client, request=ask.request, slot=slot, arrived_at=arrived_at, tokens=tokens, ask=ask,
+                                  prompt_tokens=len(tokens), most_tokens=most)  # fmt: skip
+                self._texts[slot] = TextStream(self._tokenizer, tokens, ask.stop)
+            else:
+                work = Scoring(client=client, request=ask.request, slot=slot, arrived_at=arrived_at, tokens=tokens, ask=ask)
+            self.works.append(work)
+
+    # ---- steps --------------------------------------------------------------------------------------------------------
+    def _proceed(self, now: float) -> list[Action]:
+        """Send the next step, or the voided one again, when nothing stands against it."""
+        if self._reading or not self.all_ready:
+            return []
+        if self._outstanding is not None:
+            if not self._void or self._busy:
+                return []
+            self._void = False
+            if not self._outstanding_works:  # everybody in it was refused or went away
+                self._outstanding = None
+                return self._proceed(now)
+            message = dataclasses.replace(self._outstanding.message, epoch=self.epoch)
+            return self._send(SendStep(self._outstanding.seats, message), self._outstanding_works)
+        actions: list[Action] = []
+        for work in [w for w in self.works if w.cancelled]:
+            actions += self._finish(work, "cancelled", now)
+        self._seat_waiting()
+        if any(isinstance(w, Scoring) and w.waiting for w in self.works):
+            return actions  # a client is copying logits out of the exchange segment: no step may overwrite them
+        prefills = [w for w in self.works if self._wants_prefill(w)]
+        decodes = [w for w in self.works if self._wants_decode(w)]
+        if prefills and (self._prefill_turn or not decodes):
+            self._prefill_turn = False
+            return actions + self._send_prefill(prefills[0])
+        self._prefill_turn = True
+        return actions + (self._send_decode(decodes) if decodes else [])
+
+    @staticmethod
+    def _wants_prefill(work: Work) -> bool:
+        if isinstance(work, Scoring):
+            return work.ask.path == "prefill"
+        return isinstance(work, Generation) and work.prefilling
+
+    @staticmethod
+    def _wants_decode(work: Work) -> bool:
+        if isinstance(work, Scoring):
+            return work.ask.path == "decode"
+        return isinstance(work, Generation) and not work.prefilling
+
+    def _send_prefill(self, work: Work) -> list[Action]:
+        first = work.computed_tokens
+        if isinstance(work, Scoring):
+            chunk, logits = list(work.next_chunk(self._limits.logit_rows)), "all"
+        else:
+            assert isinstance(work, Generation)
+            chunk = work.tokens[first : min(work.prompt_tokens, first + self._limits.prefill_chunk_tokens)]
+            logits = "last" if first + len(chunk) == work.prompt_tokens else "none"
+        self.steps += 1
+        message = Prefill(step=self.steps, epoch=self.epoch, sequence=work.slot, position=first, tokens=tuple(chunk), logits=logits)  # type: ignore[arg-type]
+        return self._send(SendStep((("prefill", 0),), message), [work])
+
+    def _send_decode(self, works: list[Work]) -> list[Action]:
+        works = works[: self._limits.logit_rows]
+        self.steps += 1
+        message = Step(
+            step=self.steps,
+            epoch=self.epoch,
+            sequences=tuple(w.slot for w in works),
+            positions=tuple(w.computed_tokens for w in works),
+            tokens=tuple(w.tokens[w.computed_tokens] for w in works),
+        )
+        return self._send(SendStep(self._decoders, message), works)
+
+    def _send(self, action: SendStep, works: list[Work]) -> list[Action]:
+        self._outstanding, self._outstanding_works = action, works
+        self._busy = set(action.seats)
+        return [action]
+
+    def _left(self, event: Left) -> list[Action]:
+        """A member left a step. Only the outstanding step under its own epoch counts as done."""
+        sent = self._outstanding
+        if sent is None or event.step != sent.message.step or event.epoch != sent.message.epoch:
+            return []
+        self._busy.discard(event.seat)
+        if not event.done:
+            self._void = True
+        for work in self._outstanding_works:
+            if isinstance(work, Generation):
+                for name, value in event.counters.items():
+                    work.misses[name] = work.misses.get(name, 0.0) + value
+        if self._busy or self._void:
+            return []
+        return self._read_logits(sent.message)
+
+    def _read_logits(self, message: Step | Prefill) -> list[Action]:
+        """Every member is done: advance the works, and ask for what their logits say."""
+        self._reading = True
+        count = len(message.tokens) if isinstance(message, Prefill) else 1
+        for work in self._outstanding_works:
+            work.computed_tokens += count
+        first = self._outstanding_works[0]
+        if isinstance(first, Scoring):
+            targets = first.tokens[first.computed_tokens - count + 1 : first.computed_tokens + 1]
+            return [Likelihoods(tuple(targets))]
+        rows = range(len(self._outstanding_works))
+        if isinstance(message, Prefill) and message.logits == "none":
+            rows = range(0)
+        return [Sample(tuple(self._draw(row, self._outstanding_works[row]) for row in rows))]
+
+    @staticmethod
+    def _draw(row: int, work: Work) -> Draw:
+        assert isinstance(work, Generation)
+        ask = work.ask
+        return Draw(row, ask.temperature, ask.top_k, ask.top_p, ask.seed, len(work.tokens))
+
+    def _take_step(self) -> list[Work]:
+        works, self._outstanding_works, self._outstanding, self._reading = self._outstanding_works, [], None, False
+        return works
+
+    # ---- results ------------------------------------------------------------------------------------------------------
+    def _sampled(self, tokens: tuple[int, ...], now: float) -> list[Action]:
+        works = self._take_step()
+        actions: list[Action] = []
+        for work, token in zip(works, tokens, strict=False):
+            assert isinstance(work, Generation)
+            work.token_times.append(now)
+            ended = token in self._limits.end_tokens
+            work.tokens.append(token)
+            stream = self._texts[work.slot]
+            text = "" if ended else stream.push(token)
+            reason = None
+            if ended:
+                reason = "end"
+            elif stream.stopped:
+                reason = "stop"
+            elif len(work.tokens) >= work.most_tokens:
+                reason = "context" if len(work.tokens) > self._limits.context_tokens else "length"
+            if reason:
+                text += stream.finish()
+            ms = 1000 * (now - (work.token_times[-2] if len(work.token_times) > 1 else work.arrived_at))
+            actions.append(
+                Tell(work.client, Token(request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3)))
+            )
+            if reason:
+                actions += self._finish(work, reason, now)
+        return actions
+
+    def _measured(self, nll: tuple[float, ...]) -> list[Action]:
+        (work,) = self._take_step()
+        assert isinstance(work, Scoring)
+        work.total_nll += sum(nll)
+        last = work.computed_tokens >= len(work.tokens)
+        rows = len(nll) + last  # the text's last token has logits and no target
+        work.waiting = work.ask.logits
+        scored = Scored(request=work.request, position=work.computed_tokens - rows, row=0, rows=rows, nll=nll)
+        actions: list[Action] = [Tell(work.client, scored)]
+        if last and not work.waiting:
+            actions += self._score_finished(work)
+        return actions
+
+    def _score_finished(self, work: Scoring) -> list[Action]:
+        self.works.remove(work)
+        targets = len(work.tokens) - 1
+        mean = work.total_nll / targets if targets else 0.0
+        return [Tell(work.client, ScoreFinished(request=work.request, tokens=len(work.tokens), nll_mean=mean))]
+
+    def _broken(self, event: Broken) -> list[Action]:
+        """The step cannot be computed: its requests are refused, everybody else goes on."""
+        sent = self._outstanding
+        if sent is None or event.step != sent.message.step or event.epoch != sent.message.epoch:
+            return []
+        actions: list[Action] = []
+        for work in self._outstanding_works:
+            self._drop(work)
+            actions.append(Tell(work.client, Refused(request=work.request, code=event.code, message=event.message)))
+        self._outstanding_works = []
+        self._busy.discard(event.seat)
+        return [*actions, Abandon()]
+
+    def _drop(self, work: Work) -> None:
+        self.works.remove(work)
+        self._texts.pop(work.slot, None)
+
+    def _finish(self, work: Work, reason: str, now: float) -> list[Action]:
+        text = self._texts[work.slot].shown if work.slot in self._texts else ""
+        self._drop(work)
+        if not isinstance(work, Generation):
+            return [Tell(work.client, Refused(request=work.request, code="cancelled", message="cancelled by the client"))]
+        times = work.token_times
+        span_s = times[-1] - times[0] if len(times) > 1 else 0.0
+        tokens = tuple(work.tokens[work.prompt_tokens :])
+        finished = Finished(
+            request=work.request,
+            reason=reason,  # type: ignore[arg-type]
+            text=text,
+            tokens=tokens,
+            prompt_tokens=work.prompt_tokens,
+            ttft_ms=round(1000 * (times[0] - work.arrived_at), 3) if times else 0.0,
+            tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
+            tbt_ms=quantiles_ms(times),
+            memory={},
+            flash=dict(work.misses),
+            plan=self._limits.plan_id,
+            mode=self._limits.mode,
+        )
+        return [Tell(work.client, finished)]

@@ -1,0 +1,69 @@
+"""What the coordinator knows of one piece of work: a text being generated, or a text being scored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from neuronpipe.protocol.messages import Generate, Score
+
+
+@dataclasses.dataclass(kw_only=True)
+class Work:
+    """Work on one KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values."""
+
+    client: bytes
+    request: str
+    slot: int
+    arrived_at: float
+    tokens: list[int]
+    computed_tokens: int = 0
+    cancelled: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class Generation(Work):
+    """A text being generated: the prompt, then a token per step."""
+
+    ask: Generate
+    prompt_tokens: int
+    most_tokens: int  # prompt included: what the context and the request allow
+    token_times: list[float] = dataclasses.field(default_factory=list)
+    flash_at_start: dict[str, float] = dataclasses.field(default_factory=dict)
+    misses: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompt tokens are left to compute (a decode step computes the last one it sampled)."""
+        return self.computed_tokens < self.prompt_tokens
+
+
+@dataclasses.dataclass(kw_only=True)
+class Scoring(Work):
+    """A text whose tokens' likelihoods are asked for; `waiting` while its client copies logits."""
+
+    ask: Score
+    total_nll: float = 0.0
+    waiting: bool = False
+
+    def next_chunk(self, rows: int) -> Sequence[int]:
+        """The tokens of the next step: one through decode, at most `rows` through prefill."""
+        size = 1 if self.ask.path == "decode" else rows
+        return self.tokens[self.computed_tokens : self.computed_tokens + size]
+
+
+def quantiles_ms(times: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
+    gaps = sorted(1000 * (b - a) for a, b in zip(times, times[1:], strict=False))
+    if not gaps:
+        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+
+    def quantile(share: float) -> float:
+        return round(gaps[min(len(gaps) - 1, int(share * len(gaps)))], 3)
+
+    return {"p50": quantile(0.50), "p90": quantile(0.90), "p99": quantile(0.99)}

@@ -1,0 +1,90 @@
+"""From tokens to text, piece by piece: what may be shown now, and what must wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+    """What the core needs of a tokenizer. `tokenizer.json` alone decides about special tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids."""
+        ...
+
+
+class FileTokenizer:
+    """A package's tokenizer.json through the `tokenizers` library."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Library  # 10 MB of code: only the process that reads text loads it
+
+        self._library = Library.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens as the file's post-processor says."""
+        return list(self._library.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._library.decode(list(tokens), skip_special_tokens=True))
+
+
+class TextStream:
+    """The text of a growing token list. Holds back incomplete UTF-8 and what may become a stop string.
+
+    Only a short tail is decoded per token: `_anchor` moves along so that the work per token does not grow.
+    """
+
+    TAIL_TOKENS = 16
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-self.TAIL_TOKENS :])
+        self._seen = tokenizer.decode(self._ids)
+        self._held = ""
+        self.shown = ""  # everything that was given out so far
+        self._stop = tuple(s for s in stop if s)
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take a token; returns the text that may be shown. Sets `stopped` when a stop string was met."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("�"):
+            return ""  # a character that is not complete yet
+        self._held += text[len(self._seen) :]
+        self._seen = text
+        if len(self._ids) > 2 * self.TAIL_TOKENS:
+            self._ids = self._ids[-self.TAIL_TOKENS :]
+            self._seen = self._tokenizer.decode(self._ids)
+        return self._release()
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text."""
+        rest = "" if self.stopped else self._held + self._tokenizer.decode(self._ids)[len(self._seen) :]
+        self._held = ""
+        self.shown += rest
+        return rest
+
+    def _release(self) -> str:
+        """Cut the held text at a stop string; keep back its longest end that begins one."""
+        for stop in self._stop:
+            at = self._held.find(stop)
+            if at >= 0:
+                self.stopped = True
+                self._held = self._held[:at]
+        keep = 0
+        if not self.stopped:
+            ends = (n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n]))
+            keep = max(ends, default=0)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        self.shown += out
+        return out
