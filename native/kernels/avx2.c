@@ -1,0 +1,82 @@
+/* AVX2 with FMA and F16C: everything but the dot products, and the table. */
+#include "kernels/activation.h"
+#include "kernels/exponential.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+static NP_AVX2 void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *w = (const uint16_t *)(const void *)quants;
+    const __m256 factor = _mm256_set1_ps(a);
+    size_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        const __m256 weights = _mm256_cvtph_ps(_mm_loadu_si128((const void *)(w + j)));
+        _mm256_storeu_ps(y + j, _mm256_fmadd_ps(factor, weights, _mm256_loadu_ps(y + j)));
+    }
+    for (; j < n; j++) y[j] = __builtin_fmaf(a, np_half_to_float(w[j]), y[j]); /* rounds once, like the body */
+}
+
+static NP_AVX2 void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (size_t g = 0; g < n / NP_GROUP; g++) {
+        const __m256 factor = _mm256_set1_ps(a * _cvtsh_ss(s[g]));
+        for (size_t j = g * NP_GROUP; j < (g + 1) * NP_GROUP; j += 8) {
+            const __m256 w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(quants + j))));
+            _mm256_storeu_ps(y + j, _mm256_fmadd_ps(factor, w, _mm256_loadu_ps(y + j)));
+        }
+    }
+}
+
+static NP_AVX2 void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    const __m128i nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+    for (size_t g = 0; g < n / NP_GROUP; g++, y += NP_GROUP) {
+        const __m256 factor = _mm256_set1_ps(a * _cvtsh_ss(s[g]));
+        const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
+        const __m128i low = _mm_sub_epi8(_mm_and_si128(packed, nibble), eight);
+        const __m128i high = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(packed, 4), nibble), eight);
+        const __m128i eights[4] = {low, _mm_unpackhi_epi64(low, low), high, _mm_unpackhi_epi64(high, high)};
+        for (int k = 0; k < 4; k++) {
+            const __m256 w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eights[k]));
+            _mm256_storeu_ps(y + 8 * k, _mm256_fmadd_ps(factor, w, _mm256_loadu_ps(y + 8 * k)));
+        }
+    }
+}
+
+static NP_AVX2 void prepare(int type, const float *x, size_t n, uint8_t *activation) {
+    np_prepare_body(type, x, n, activation);
+}
+
+static NP_AVX2 float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
+
+static NP_AVX2 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
+    size_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(x + j), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128((void *)(out + j), half);
+    }
+    for (; j < n; j++) out[j] = np_float_to_half(x[j]);
+}
+
+static NP_AVX2 void f16_to_f32(const uint16_t *x, size_t n, float *out) {
+    size_t j = 0;
+    for (; j + 8 <= n; j += 8) _mm256_storeu_ps(out + j, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(x + j))));
+    for (; j < n; j++) out[j] = np_half_to_float(x[j]);
+}
+
+static int runs_here(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+const np_isa np_isa_avx2 = {
+    "avx2",
+    runs_here,
+    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4},
+    {add_f16, add_q8, add_q4},
+    prepare,
+    softmax_weights,
+    f32_to_f16,
+    f16_to_f32,
+};
+#endif

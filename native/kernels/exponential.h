@@ -1,0 +1,42 @@
+/* exp for softmax and sampling: arguments <= 0, relative error below 1.2e-7, 0 below -87. Plain operations in a fixed order, so
+ * that every instruction set and every C library gives the same bits, and the compiler can vectorize loops of it. */
+#ifndef NP_KERNELS_EXPONENTIAL_H
+#define NP_KERNELS_EXPONENTIAL_H
+#include "kernels/half.h"
+#include "kernels/isa.h"
+
+NP_INLINE float np_exponential(float x) {
+    /* x = k ln 2 + r with |r| <= ln 2 / 2; k by adding 1.5 * 2^23, which rounds and leaves k in the low bits. ln 2 in two parts,
+     * the first short enough for an exact product. */
+    const float shifted = x * 1.44269504f + 12582912.0f;
+    const float k = shifted - 12582912.0f;
+    const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    float p = 1.9875691500e-4f; /* (exp(r) - 1 - r) / r^2, minimax on that interval */
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const float value = (p * r * r + r) + 1.0f;
+    const float power = np_float_of((np_bits_of(shifted) << 23) + 0x3f800000u); /* 2^k */
+    return x < -87.0f ? 0.0f : value * power;
+}
+
+/* The body of np_isa.softmax_weights. Sixteen partial sums, combined in a fixed order. */
+NP_INLINE float np_softmax_body(float *scores, size_t count) {
+    float most[16], sum[16];
+    for (int j = 0; j < 16; j++) most[j] = -__builtin_inff(), sum[j] = 0.0f;
+    size_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
+    for (size_t j = 0; i + j < count; j++) most[j] = scores[i + j] > most[j] ? scores[i + j] : most[j];
+    float greatest = most[0];
+    for (int j = 1; j < 16; j++) greatest = most[j] > greatest ? most[j] : greatest;
+    for (i = 0; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);
+    for (size_t j = 0; i + j < count; j++) sum[j] += scores[i + j] = np_exponential(scores[i + j] - greatest);
+    for (int width = 8; width; width /= 2)
+        for (int j = 0; j < width; j++) sum[j] += sum[j + width];
+    return sum[0];
+}
+#endif

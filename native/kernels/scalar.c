@@ -1,0 +1,94 @@
+/* The reference kernels: plain C, one operation after the other. */
+#include "kernels/activation.h"
+#include "kernels/exponential.h"
+
+NP_INLINE void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation, size_t stride,
+                       const int tokens, float *sums) {
+    const uint16_t *w = (const uint16_t *)(const void *)quants;
+    for (int t = 0; t < tokens; t++) {
+        const float *x = (const float *)(const void *)(activation + t * stride);
+        float sum = 0.0f;
+        for (size_t j = 0; j < n; j++) sum += np_half_to_float(w[j]) * x[j];
+        sums[t] = sum;
+    }
+}
+
+NP_INLINE void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation, size_t stride,
+                      const int tokens, float *sums) {
+    const int8_t *w = (const int8_t *)quants;
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (int t = 0; t < tokens; t++) {
+        const np_activation x = np_activation_at(activation + t * stride, n);
+        float sum = 0.0f;
+        for (size_t g = 0; g < n / NP_GROUP; g++) {
+            int32_t dot = 0;
+            for (int j = 0; j < NP_GROUP; j++) dot += w[g * NP_GROUP + j] * x.quants[g * NP_GROUP + j];
+            sum += (float)dot * (np_half_to_float(s[g]) * x.scales[g]);
+        }
+        sums[t] = sum;
+    }
+}
+
+NP_INLINE void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation, size_t stride,
+                      const int tokens, float *sums) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (int t = 0; t < tokens; t++) {
+        const np_activation x = np_activation_at(activation + t * stride, n);
+        float sum = 0.0f;
+        for (size_t g = 0; g < n / NP_GROUP; g++) {
+            const uint8_t *w = quants + g * 16;
+            const int8_t *low = x.quants + np_q4_place(g), *high = low + 64;
+            int32_t dot = 0;
+            for (int j = 0; j < 16; j++) dot += ((w[j] & 15) - 8) * low[j] + ((w[j] >> 4) - 8) * high[j];
+            sum += (float)dot * (np_half_to_float(s[g]) * x.scales[g]);
+        }
+        sums[t] = sum;
+    }
+}
+
+static NP_DEFINE_DOT_ROWS(, dot_f16, f16_row)
+static NP_DEFINE_DOT_ROWS(, dot_q8, q8_row)
+static NP_DEFINE_DOT_ROWS(, dot_q4, q4_row)
+
+static void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *w = (const uint16_t *)(const void *)quants;
+    for (size_t j = 0; j < n; j++) y[j] += a * np_half_to_float(w[j]);
+}
+
+static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const int8_t *w = (const int8_t *)quants;
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (size_t g = 0; g < n / NP_GROUP; g++, w += NP_GROUP, y += NP_GROUP) {
+        const float scale = a * np_half_to_float(s[g]);
+        for (int j = 0; j < NP_GROUP; j++) y[j] += scale * (float)w[j];
+    }
+}
+
+static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
+        const float scale = a * np_half_to_float(s[g]);
+        for (int j = 0; j < 16; j++) {
+            y[j] += scale * (float)((quants[j] & 15) - 8);
+            y[j + 16] += scale * (float)((quants[j] >> 4) - 8);
+        }
+    }
+}
+
+static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
+
+static float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
+
+static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
+    for (size_t j = 0; j < n; j++) out[j] = np_float_to_half(x[j]);
+}
+
+static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
+    for (size_t j = 0; j < n; j++) out[j] = np_half_to_float(x[j]);
+}
+
+static int runs_here(void) { return 1; }
+
+const np_isa np_isa_scalar = {
+    "scalar", runs_here, {dot_f16, dot_q8, dot_q4}, {add_f16, add_q8, add_q4}, prepare, softmax_weights, f32_to_f16, f16_to_f32,
+};

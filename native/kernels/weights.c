@@ -1,0 +1,76 @@
+/* Sizes of rows, and the public kernels that hand over to the instruction set in use. */
+#include "kernels/activation.h"
+
+size_t np_quant_bytes(int type, size_t n) {
+    if (type == NP_F16) return 2 * n;
+    if (n % NP_GROUP) return 0;
+    return type == NP_Q8 ? n : type == NP_Q4 ? n / 2 : 0;
+}
+
+size_t np_scale_bytes(int type, size_t n) {
+    return (type == NP_Q8 || type == NP_Q4) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
+}
+
+size_t np_activation_bytes(int type, size_t n) {
+    if (type == NP_F16) return np_padded(4 * n, 64);
+    if (!np_quant_bytes(type, n)) return 0;
+    return np_padded(n, 128) + 8 * np_padded(n / NP_GROUP, 16);
+}
+
+void np_activation_prepare(int type, const float *x, size_t n, void *activation) {
+    if (type == NP_F16) {
+        memcpy(activation, x, 4 * n);
+    } else if (np_quant_bytes(type, n)) {
+        np_isa_current()->prepare(type, x, n, activation);
+    }
+}
+
+void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, size_t n, const void *activations,
+                 size_t activation_stride_bytes, size_t tokens, const float *bias, float *out, size_t out_stride) {
+    const np_dot_job job = {
+        .quants = quants,
+        .scales = scales,
+        .quant_bytes = np_quant_bytes(type, n),
+        .scale_bytes = np_scale_bytes(type, n),
+        .rows = rows,
+        .n = n,
+        .activations = activations,
+        .activation_stride_bytes = activation_stride_bytes,
+        .tokens = tokens,
+        .bias = bias,
+        .out = out,
+        .out_stride = out_stride,
+    };
+    if (job.quant_bytes) np_isa_current()->dot_rows[type](&job);
+}
+
+void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y) {
+    if (np_quant_bytes(type, n)) np_isa_current()->add_row[type](quants, scales, n, a, y);
+}
+
+/* Products of an fp16 scale and a small integer are exact, so that this needs no version for each instruction set. */
+void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w) {
+    if (type == NP_F16) {
+        np_f16_to_f32(quants, n, w);
+        return;
+    }
+    const uint16_t *s = scales;
+    const size_t groups = np_quant_bytes(type, n) ? n / NP_GROUP : 0;
+    for (size_t g = 0; g < groups; g++, w += NP_GROUP) {
+        const float scale = np_half_to_float(s[g]);
+        if (type == NP_Q8) {
+            const int8_t *q = (const int8_t *)quants + g * NP_GROUP;
+            for (int j = 0; j < NP_GROUP; j++) w[j] = scale * (float)q[j];
+        } else {
+            const uint8_t *q = (const uint8_t *)quants + g * 16;
+            for (int j = 0; j < 16; j++) {
+                w[j] = scale * (float)((q[j] & 15) - 8);
+                w[j + 16] = scale * (float)((q[j] >> 4) - 8);
+            }
+        }
+    }
+}
+
+void np_f32_to_f16(const float *x, size_t n, uint16_t *out) { np_isa_current()->f32_to_f16(x, n, out); }
+
+void np_f16_to_f32(const uint16_t *x, size_t n, float *out) { np_isa_current()->f16_to_f32(x, n, out); }
