@@ -1,0 +1,32 @@
+"""What the cache receives from the loader."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.codec import Message, message
+
+
+@message
+class ResetDone(Message):
+    """No read is in flight and no word is loading; every slot that no present word names is the cache's.
+
+    generation: as in `Reset`
+    """
+
+    generation: int
+
+
+@message
+class Stock(Message):
+    """How many granted slots are left, sent whenever that changed, after at most one turn of the loader. A loader
+    that was given no generation yet says so, every 50 ms, with generation 0.
+
+    generation: that of the last `Reset`; 0 before the first
+    gate_free: free slots of part 0
+    rest_free: free slots of part 1
+    waiting: clusters that wait for a slot, both parts
+    """
+
+    generation: int
+    gate_free: int
+    rest_free: int
+    waiting: int = 0

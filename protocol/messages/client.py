@@ -1,0 +1,186 @@
+"""What clients receive from the coordinator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.messages.lifecycle import State
+
+RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "failed"]
+
+
+@message
+class Accepted(Message):
+    """The request is queued.
+
+    request: as in the request
+    prompt_tokens: length of its text in tokens
+    """
+
+    request: str
+    prompt_tokens: int
+
+
+@message
+class Refused(Message):
+    """The request is not served, or not any more.
+
+    request: as in the request
+    code: "bad_request" will never be served, "too_long" exceeds the context; "busy", "starting" and "draining" may be
+        tried again; "failed" is trouble inside the run
+    message: one line for a person
+    """
+
+    request: str
+    code: RefusalCode
+    message: str
+
+
+@message
+class Token(Message):
+    """One more token.
+
+    request: as in `Generate`
+    index: number of the token in the answer, from 0
+    token: its id
+    text: what it adds to the text; empty while a character is incomplete or may become part of a stop text
+    ms: time since the token before, or since `Generate` for the first
+    """
+
+    request: str
+    index: int
+    token: int
+    text: str
+    ms: float
+
+
+@message
+class Finished(Message):
+    """The answer is complete.
+
+    request: as in `Generate`
+    reason: max_tokens reached, a stop text, an end token, cancelled by the client, or the context is full
+    text: the whole answer
+    tokens: number of generated tokens
+    prompt_tokens: length of the prompt in tokens
+    ttft_ms: from `Generate` to the first token
+    tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is but one
+    tbt_ms: time between tokens: mean, p50, p90, p99
+    memory: bytes by what they are used for; "peak" and "limit" are of the whole run
+    flash: figures of this request: bytes, reads, missed_activated, missed_loaded, ...
+    plan: id of the plan
+    mode: "exact" or "predicted"
+    """
+
+    request: str
+    reason: Literal["length", "stop", "end", "cancelled", "context"]
+    text: str
+    tokens: int
+    prompt_tokens: int
+    ttft_ms: float
+    tokens_per_s: float
+    tbt_ms: dict[str, float]
+    memory: dict[str, int]
+    flash: dict[str, float]
+    plan: str
+    mode: Literal["exact", "predicted"]
+
+
+@message
+class Scored(Message):
+    """One stretch of the text is rated.
+
+    request: as in `Score`
+    position: position of its first token in the text
+    row: row of the exchange segment's logits that holds those after the first token, until `Next`
+    rows: length of the stretch in tokens
+    nll: negative natural logarithm of the probability of each token that follows; one less than rows at the end of
+        the text
+    """
+
+    request: str
+    position: int
+    row: int
+    rows: int
+    nll: tuple[float, ...]
+
+
+@message
+class ScoreFinished(Message):
+    """The whole text is rated.
+
+    request: as in `Score`
+    tokens: number of tokens that were rated: all but the first
+    nll_mean: mean over these; the perplexity is its exponential
+    seconds: from `Score` to here
+    """
+
+    request: str
+    tokens: int
+    nll_mean: float
+    seconds: float
+
+
+@message
+class ProcessStatus(Message):
+    """One process, in `Status`.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    pid: process id; 0 when there is none at the moment
+    state: the coordinator's verdict: "silent" and "stuck" are what a process cannot say of itself
+    step: as in `Beat`
+    busy_ms: as in `Beat`
+    slots: how many requests it takes at once
+    outstanding: how many it has not answered
+    restarts: how often it was started again
+    memory_bytes: what only this process occupies, segments not counted
+    """
+
+    role: str
+    index: int
+    pid: int
+    state: State
+    step: int = 0
+    busy_ms: float = 0.0
+    slots: int = 0
+    outstanding: int = 0
+    restarts: int = 0
+    memory_bytes: int = 0
+
+
+@message
+class Status(Message):
+    """The run as the coordinator sees it.
+
+    run: id of the run
+    ready: whether requests are served
+    plan: id of the plan
+    mode: "exact" or "predicted"
+    processes: all that said `Hello`
+    memory_bytes: processes and segments together
+    memory_peak_bytes: the most it was
+    memory_limit_bytes: what the plan allows
+    sequences_active: sequences that hold a KV slot
+    sequences_most: KV slots there are
+    sequences_waiting: requests that wait for one
+    steps: steps done
+    tokens: tokens generated
+    uptime_s: since the coordinator started
+    """
+
+    run: str
+    ready: bool
+    plan: str
+    mode: Literal["exact", "predicted"]
+    processes: tuple[ProcessStatus, ...]
+    memory_bytes: int
+    memory_peak_bytes: int
+    memory_limit_bytes: int
+    sequences_active: int
+    sequences_most: int
+    sequences_waiting: int
+    steps: int
+    tokens: int
+    uptime_s: float

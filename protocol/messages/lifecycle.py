@@ -1,0 +1,158 @@
+"""The life of a process: between every service and the coordinator, and from the supervisor to the coordinator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, message
+
+State = Literal["starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck"]
+STATES: tuple[State, ...] = ("starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck")
+
+FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "internal"]
+
+
+@message
+class Hello(Message):
+    """The first message of a service. Until `Welcome` arrives nothing else is sent.
+
+    role: what the process does: "prefill", "decode", "loader", "cache", "gateway", or a name of its own
+    index: number among the processes of this role, from 0
+    pid: process id
+    incarnation: how often the supervisor had started this role and index before
+    protocol: version of the wire it speaks, "major.minor"
+    slots: how many requests it takes before it has answered the first; 0 for one that takes no work
+    core: the processor it is pinned to
+    """
+
+    role: str
+    index: int
+    pid: int
+    incarnation: int
+    protocol: str
+    slots: int
+    core: int | None = None
+
+
+@message
+class Welcome(Message):
+    """The answer to `Hello`: the service belongs to the run and may load what it needs.
+
+    run: id of the run
+    coordinator_pid: process id of the coordinator; another one than before means that it was restarted
+    protocol: version of the wire the coordinator speaks
+    """
+
+    run: str
+    coordinator_pid: int
+    protocol: str
+
+
+@message
+class Reject(Message):
+    """The peer is not taken: another major version, another run, or a role and index that lives already.
+
+    reason: one line for a person
+    """
+
+    reason: str
+
+
+@message
+class Ready(Message):
+    """The service has loaded what it needs and takes work.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    """
+
+    role: str
+    index: int
+
+
+@message
+class Beat(Message):
+    """A sign of life, every 250 ms, from the thread that talks and not from the one that works. Three that are
+    missing make a process silent; one that is busy while `step` stays the same for too long is stuck.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    state: what the process says of itself
+    step: the step under way, or the last one done; any number that grows with the work where there are no steps
+    busy_ms: for how long it has been at it; 0 when idle
+    counters: figures of this role since it started, for monitors
+    """
+
+    role: str
+    index: int
+    state: State
+    step: int = 0
+    busy_ms: float = 0.0
+    counters: dict[str, float]
+
+
+@message
+class Drain(Message):
+    """Finish what is under way, take nothing new, answer `Drained` and exit with status 0. To the coordinator it
+    comes from the supervisor, and means the whole run."""
+
+
+@message
+class Drained(Message):
+    """Nothing is left to do; the process exits.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    """
+
+    role: str
+    index: int
+
+
+@message
+class Failed(Message):
+    """The last message of a process that cannot go on.
+
+    code: what kind of trouble; "damaged" is data whose checksum is wrong, "mismatch" a plan, package or segment that
+        does not belong here
+    message: one line for a person
+    detail: the traceback, or what else explains it
+    """
+
+    code: FailureCode
+    message: str
+    detail: str = ""
+
+
+@message
+class Exited(Message):
+    """From the supervisor to the coordinator: a process has ended without being asked to.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    pid: process id of the one that ended
+    reason: how it ended, one line, the last line of its standard error included
+    restarting: whether another one is being started
+    """
+
+    role: str
+    index: int
+    pid: int
+    reason: str
+    restarting: bool
+
+
+@message
+class Restart(Message):
+    """From the coordinator to the supervisor: end this process (it is silent or stuck) and start another.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    pid: the process meant; when it is not this one any more, nothing is done
+    reason: one line for a person
+    """
+
+    role: str
+    index: int
+    pid: int
+    reason: str

@@ -1,0 +1,81 @@
+"""What the loader receives: from workers the clusters they miss, from the cache free slots and what to load ahead."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, message
+
+Part = Literal[0, 1]
+
+
+def _whole_words(name: str, packed: bytes) -> None:
+    if len(packed) % 4:
+        raise ValueError(f"{name}: expected a multiple of 4 bytes")
+
+
+@message
+class Fetch(Message):
+    """From a worker: load these clusters. There is no answer; the residency words change and the arrivals word wakes
+    the waiters. Clusters that are present or under way already are passed over, as is one that is out of range.
+
+    part: 0 gate, 1 rest
+    clusters: residency word indices, little-endian uint32
+    epoch: epoch of the step that needs them; of an epoch that is over, a demand becomes a prefetch
+    priority: 0 the step waits for them, 1 a guess of what it will need
+    """
+
+    part: Part
+    clusters: bytes
+    epoch: int
+    priority: Literal[0, 1] = 0
+
+    def __post_init__(self) -> None:
+        _whole_words("clusters", self.clusters)
+
+
+@message
+class Reset(Message):
+    """From the cache, before anything else and whenever one of the two was restarted: forget all slots and all
+    queued requests, finish the reads in flight, leave no word loading, then answer `ResetDone`.
+
+    generation: grows with every reset; from now on messages of another generation are dropped
+    """
+
+    generation: int
+
+
+@message
+class Grant(Message):
+    """From the cache: these slots are free and now the loader's, until it has put a cluster into them.
+
+    generation: that of the last `Reset`
+    part: 0 gate, 1 rest
+    slots: slot numbers, little-endian uint32
+    """
+
+    generation: int
+    part: Part
+    slots: bytes
+
+    def __post_init__(self) -> None:
+        _whole_words("slots", self.slots)
+
+
+@message
+class Warm(Message):
+    """From the cache: load these clusters when nothing more urgent waits.
+
+    generation: that of the last `Reset`
+    part: 0 gate, 1 rest
+    clusters: residency word indices, little-endian uint32
+    pinned: whether they are never to be evicted
+    """
+
+    generation: int
+    part: Part
+    clusters: bytes
+    pinned: bool = False
+
+    def __post_init__(self) -> None:
+        _whole_words("clusters", self.clusters)

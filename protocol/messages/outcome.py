@@ -1,0 +1,72 @@
+"""What the coordinator receives from workers: the outcome of a `Step` or a `Prefill`. Each is answered by exactly one
+of these, which gives the credit back."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.messages.lifecycle import FailureCode
+
+
+@message
+class StepDone(Message):
+    """This worker's share of the step is done. When all members have said so the logits are complete.
+
+    step: as in `Step`
+    epoch: as in `Step`
+    index: which decode worker
+    counters: figures of this step: ms, wait_ms, clusters, missed, bytes, ...
+    """
+
+    step: int
+    epoch: int
+    index: int
+    counters: dict[str, float]
+
+
+@message
+class Prefilled(Message):
+    """The keys and values of all tokens are in place, and the logits that were asked for.
+
+    step: as in `Prefill`
+    epoch: as in `Prefill`
+    index: which prefill worker
+    counters: figures of this step, as in `StepDone`
+    """
+
+    step: int
+    epoch: int
+    index: int
+    counters: dict[str, float]
+
+
+@message
+class StepAbandoned(Message):
+    """The worker left the step because the epoch word changed; nothing it wrote counts. Workers that have no step
+    under way when the epoch changes say nothing.
+
+    step: as in the request
+    epoch: as in the request
+    index: which worker of its role
+    """
+
+    step: int
+    epoch: int
+    index: int
+
+
+@message
+class StepFailed(Message):
+    """The worker cannot compute this step, and another attempt may fare no better.
+
+    step: as in the request
+    epoch: as in the request
+    index: which worker of its role
+    code: what kind of trouble, as in `Failed`
+    message: one line for a person
+    """
+
+    step: int
+    epoch: int
+    index: int
+    code: FailureCode
+    message: str

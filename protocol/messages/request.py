@@ -1,0 +1,87 @@
+"""What the coordinator receives from clients. A client names each request; the name is unique within the client."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, message
+
+
+@message
+class Generate(Message):
+    """Continue a text. Answered by `Accepted`, then one `Token` each, then `Finished`; or by `Refused` alone.
+
+    request: the client's name for it
+    prompt: the text; exactly one of prompt and tokens is given
+    tokens: the text as token ids, taken as they are: no token is put before them
+    max_tokens: most tokens to generate
+    temperature: 0 takes the most likely token
+    top_k: draw from the k most likely tokens; 0 from all
+    top_p: draw from the smallest set of tokens whose probability reaches this; 1 from all
+    seed: of the random numbers; the same request with the same seed yields the same text
+    stop: texts that end the generation; they are not part of the answer
+    """
+
+    request: str
+    prompt: str | None = None
+    tokens: tuple[int, ...] | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.tokens is None):
+            raise ValueError("prompt, tokens: expected exactly one of the two")
+
+
+@message
+class Cancel(Message):
+    """End a request. It is answered as usual, by `Finished` with reason "cancelled"; a name that is not known is
+    passed over, since the request may just have ended.
+
+    request: as in `Generate` or `Score`
+    """
+
+    request: str
+
+
+@message
+class Score(Message):
+    """Rate a text that is given: how unlikely the model finds each token after those before it. Answered by
+    `Scored` for one stretch after the other, each on `Next`, then `ScoreFinished`; or by `Refused`.
+
+    request: the client's name for it
+    tokens: the text as token ids; exactly one of tokens and text is given
+    text: the text
+    path: who computes: the decode workers, token by token, or a prefill worker, a chunk at a time
+    logits: whether the client reads the logits of each stretch from the exchange segment
+    """
+
+    request: str
+    tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    path: Literal["decode", "prefill"] = "prefill"
+    logits: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.tokens is None):
+            raise ValueError("tokens, text: expected exactly one of the two")
+
+
+@message
+class Next(Message):
+    """The client has read the logits of the last `Scored`; the rows may be written again. Needed only when logits
+    were asked for.
+
+    request: as in `Score`
+    """
+
+    request: str
+
+
+@message
+class AskStatus(Message):
+    """How is the run? Answered by `Status`."""

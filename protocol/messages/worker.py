@@ -1,0 +1,55 @@
+"""What decode and prefill workers receive from the coordinator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, message
+
+
+@message
+class Step(Message):
+    """To every decode worker: compute one token of each of these sequences, together. The three lists have one
+    entry per sequence and the same order; the logits of entry i go to row i of the exchange segment.
+
+    step: number of the step; a step that is run again after a failure keeps its number
+    epoch: value of the epoch word for which this attempt is valid
+    sequences: KV slot of each sequence
+    positions: position of each token in its sequence, from 0
+    tokens: the tokens whose successors are wanted
+    """
+
+    step: int
+    epoch: int
+    sequences: tuple[int, ...]
+    positions: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
+            raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
+
+
+@message
+class Prefill(Message):
+    """To a prefill worker: run these tokens of one sequence through all layers and leave their keys and values in
+    the KV segment. Logits go to the rows of the exchange segment that belong to the worker, from their first on.
+
+    step: number of the step, from the same count as that of `Step`
+    epoch: value of the epoch word for which this attempt is valid
+    sequence: KV slot
+    position: position of the first token
+    tokens: at most as many as the plan's prefill chunk
+    logits: of which tokens logits are wanted
+    """
+
+    step: int
+    epoch: int
+    sequence: int
+    position: int
+    tokens: tuple[int, ...]
+    logits: Literal["none", "last", "all"]
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("tokens: expected at least one")
