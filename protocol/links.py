@@ -1,0 +1,92 @@
+"""All links between processes, in one table: who binds, what may travel in each direction, how much may wait, and what
+happens when more than that wants to.
+
+A link has a ROUTER where it is bound and DEALERs that connect to it, or an XPUB and SUBs. A peer on a ROUTER is called
+by its routing id: "decode-0" for a service, "client-" and something random for a client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from neuronpipe.protocol.codec import Message, Vocabulary
+from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
+
+WhenFull = Literal["wait", "refuse", "drop"]
+WAIT_MS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direction:
+    """One way of a link: what it carries, how many messages may wait per peer, and what to do with one more.
+
+    "wait": the sender waits up to WAIT_MS, then gets Full. "refuse": the sender gets Full at once. "drop": the message
+    is dropped and counted.
+    """
+
+    carries: Vocabulary
+    limit_messages: int = 1
+    when_full: WhenFull = "refuse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One link. `name` is also the file name of its socket in the run directory."""
+
+    name: str
+    bound_by: str
+    connected_by: tuple[str, ...]
+    inward: Direction
+    outward: Direction
+
+
+def _direction(limit_messages: int, when_full: WhenFull, *carries: type[Message]) -> Direction:
+    return Direction(carries=Vocabulary(*carries), limit_messages=limit_messages, when_full=when_full)
+
+
+_LIFE_OF_A_SERVICE = (lifecycle.Hello, lifecycle.Ready, lifecycle.Beat, lifecycle.Drained, lifecycle.Failed)
+_FROM_WORKERS = (outcome.StepDone, outcome.Prefilled, outcome.StepAbandoned, outcome.StepFailed)
+_FROM_SUPERVISOR = (lifecycle.Exited, lifecycle.Drain)
+_FROM_CLIENTS = (request.Generate, request.Cancel, request.Score, request.Next, request.AskStatus)
+_TO_SERVICES = (lifecycle.Welcome, lifecycle.Reject, lifecycle.Drain, worker.Step, worker.Prefill)
+_TO_SUPERVISOR = (lifecycle.Restart,)
+_TO_CLIENTS = (
+    client.Accepted,
+    client.Refused,
+    client.Token,
+    client.Finished,
+    client.Scored,
+    client.ScoreFinished,
+    client.Status,
+)
+
+CONTROL = Link(
+    name="control",
+    bound_by="coordinator",
+    connected_by=("prefill", "decode", "loader", "cache", "gateway", "supervisor", "client"),
+    inward=_direction(256, "wait", *_LIFE_OF_A_SERVICE, *_FROM_WORKERS, *_FROM_SUPERVISOR, *_FROM_CLIENTS),
+    outward=_direction(1024, "refuse", *_TO_SERVICES, *_TO_SUPERVISOR, *_TO_CLIENTS),
+)
+LOADER = Link(
+    name="loader",
+    bound_by="loader",
+    connected_by=("decode", "prefill"),
+    inward=_direction(64, "wait", loader.Fetch),
+    outward=_direction(1, "refuse"),
+)
+CACHE = Link(
+    name="cache",
+    bound_by="loader",
+    connected_by=("cache",),
+    inward=_direction(64, "wait", loader.Reset, loader.Grant, loader.Warm),
+    outward=_direction(64, "drop", cache.Stock, cache.ResetDone),
+)
+EVENTS = Link(
+    name="events",
+    bound_by="coordinator",
+    connected_by=("monitor",),
+    inward=_direction(1, "refuse"),
+    outward=_direction(1024, "drop", event.Life, event.StepEvent, lifecycle.Beat),
+)
+LINKS = (CONTROL, LOADER, CACHE, EVENTS)
