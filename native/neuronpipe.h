@@ -109,7 +109,7 @@ uint32_t np_word_add(uint32_t *word, uint32_t value);        /* acquire-release;
 uint32_t np_word_or(uint32_t *word, uint32_t value);         /* acquire-release; returns the old value */
 int np_word_swap(uint32_t *word, uint32_t from, uint32_t to);/* compare and set, acquire-release; 1 when it was `from` */
 uint64_t np_long_load(const uint64_t *word);                 /* sequentially consistent */
-void np_long_store(uint64_t *word, uint64_t value);          /* sequentially consistent */
+void np_long_store(uint64_t *word, uint64_t value);          /* sequentially consistent, and a full fence after it */
 void np_word_wake(uint32_t *word);                           /* wake everybody asleep on the word */
 /* Wait until *word != seen. */
 int np_word_wait(const uint32_t *word, uint32_t seen, const uint32_t *epoch, uint32_t expected_epoch,
@@ -150,8 +150,11 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
  *   loading  present  loader  release: the bytes in the slot come before the word
  *   loading  failed   loader  I/O error or checksum
  *   loading  absent   loader  after a restart
- *   present  absent   cache   only when no worker's window covers the cluster (see np_clock_take)
- *   bit 26   set      decode, prefill; cleared by cache
+ *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
+ *   bit 26   set      decode, prefill: by np_word_look alone; cleared by cache. It also keeps a slot from being taken
+ *                     between a worker's look and the cache's (residency/clock.c has the argument)
+ *   bit 27   set      loader, on request
+ * Bits outside the state say nothing about an absent word: compare states with NP_WORD_STATE_MASK.
  */
 enum {
     NP_WORD_SLOT_MASK = 0xffffff,
@@ -164,7 +167,11 @@ enum {
     NP_WORD_PINNED = 0x8000000
 };
 
-/* A worker's window: the clusters it may be reading, published before it looks at their words.
+/* Look a cluster up: marks a present word as referenced and returns what the word then was. When it says present, the slot stays
+ * as it is while this worker's window covers the cluster; a word that was read in any other way promises nothing. */
+uint32_t np_word_look(uint32_t *word);
+
+/* A worker's window: the clusters it may be reading, published by np_long_store before it looks at their words.
  * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word array of a part. */
 /* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
  * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */

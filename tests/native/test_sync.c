@@ -4,7 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "require.h"
 #include "neuronpipe.h"
 #include "sync/clock.h"
 
@@ -28,8 +28,8 @@ static void join(const pid_t *children, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
         int status = 0;
-        CHECK(waitpid(children[i], &status, 0) == children[i]);
-        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        REQUIRE(waitpid(children[i], &status, 0) == children[i]);
+        REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     }
 }
 
@@ -39,13 +39,13 @@ static void rounds_of(uint32_t member, uint32_t members, uint32_t rounds, uint32
     for (uint32_t round = 1; round <= rounds; round++) {
         shared->totals[member] = round;
         const int first = np_barrier_wait(&shared->barrier, members, &shared->epoch, 0, spin_us, 10000);
-        CHECK(first == 0 || first == 1);
+        REQUIRE(first == 0 || first == 1);
         for (uint32_t other = 0; other < members; other++)
-            CHECK_EQUAL(shared->totals[other], round);
+            REQUIRE_EQUAL(shared->totals[other], round);
         if (first == 1)
             np_word_add(&shared->lasts, 1);
         const int second = np_barrier_wait(&shared->barrier, members, &shared->epoch, 0, spin_us, 10000);
-        CHECK(second == 0 || second == 1);
+        REQUIRE(second == 0 || second == 1);
     }
 }
 
@@ -56,16 +56,16 @@ static void test_members_meet(uint32_t members, uint32_t rounds, uint32_t spin_u
     const uint64_t start = np_clock_ns();
     for (uint32_t member = 0; member < members; member++) {
         children[member] = fork();
-        CHECK(children[member] >= 0);
+        REQUIRE(children[member] >= 0);
         if (children[member] == 0) {
             rounds_of(member, members, rounds, spin_us);
             _exit(0);
         }
     }
     join(children, members);
-    CHECK_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one member is the last of each meeting */
-    CHECK_EQUAL(shared->barrier.arrived, 0);
-    CHECK_EQUAL(shared->barrier.waiters, 0);
+    REQUIRE_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one member is the last of each meeting */
+    REQUIRE_EQUAL(shared->barrier.arrived, 0);
+    REQUIRE_EQUAL(shared->barrier.waiters, 0);
     printf("  barrier: %u members, spin %u us: %.2f us each\n", members, spin_us, (double)(np_clock_ns() - start) / 2e3 / rounds);
 }
 
@@ -77,8 +77,8 @@ static void test_epoch_abandons_a_barrier(uint32_t spin_us)
         children[i] = fork();
         if (children[i] == 0) {
             np_word_add(&shared->ready, 1);
-            CHECK_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, spin_us, 0), NP_E_EPOCH);
-            CHECK_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, spin_us, 0), NP_E_EPOCH);
+            REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, spin_us, 0), NP_E_EPOCH);
+            REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, spin_us, 0), NP_E_EPOCH);
             _exit(0);
         }
     }
@@ -86,12 +86,12 @@ static void test_epoch_abandons_a_barrier(uint32_t spin_us)
         usleep(1000);
     usleep(30000);
     uint32_t *words[] = {&shared->barrier.phase, &shared->word};
-    CHECK_EQUAL(np_epoch_advance(&shared->epoch, words, 2), 1);
+    REQUIRE_EQUAL(np_epoch_advance(&shared->epoch, words, 2), 1);
     join(children, 2);
-    CHECK_EQUAL(shared->barrier.arrived, 2); /* late members of the old epoch touched nothing */
+    REQUIRE_EQUAL(shared->barrier.arrived, 2); /* late members of the old epoch touched nothing */
 
     np_barrier_reset(&shared->barrier); /* and after a reset it works again */
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 1, 0, 100), 1);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 1, 0, 100), 1);
 }
 
 /* The wake-up may fall between a sleeper's look at the epoch and its system call; the sleeper must leave all the same. */
@@ -101,13 +101,13 @@ static void test_epoch_without_a_wake_up_is_noticed(void)
     const pid_t child = fork();
     if (child == 0) {
         np_word_store(&shared->ready, 1);
-        CHECK_EQUAL(np_word_wait(&shared->word, 0, &shared->epoch, 0, 0, 0), NP_E_EPOCH);
+        REQUIRE_EQUAL(np_word_wait(&shared->word, 0, &shared->epoch, 0, 0, 0), NP_E_EPOCH);
         _exit(0);
     }
     while (!np_word_load(&shared->ready))
         usleep(1000);
     usleep(5000);
-    CHECK_EQUAL(np_epoch_advance(&shared->epoch, NULL, 0), 1);
+    REQUIRE_EQUAL(np_epoch_advance(&shared->epoch, NULL, 0), 1);
     join(&child, 1);
 }
 
@@ -118,8 +118,8 @@ static void test_word_wait_sees_the_change_and_the_data(uint32_t spin_us)
     const pid_t child = fork();
     if (child == 0) {
         for (uint32_t round = 0; round < ROUNDS; round++) {
-            CHECK_EQUAL(np_word_wait(&shared->word, round, &shared->epoch, 0, spin_us, 10000), NP_OK);
-            CHECK_EQUAL(shared->totals[0], round + 1);
+            REQUIRE_EQUAL(np_word_wait(&shared->word, round, &shared->epoch, 0, spin_us, 10000), NP_OK);
+            REQUIRE_EQUAL(shared->totals[0], round + 1);
             np_word_store(&shared->ready, round + 1);
             np_word_wake(&shared->ready);
         }
@@ -127,9 +127,9 @@ static void test_word_wait_sees_the_change_and_the_data(uint32_t spin_us)
     }
     for (uint32_t round = 0; round < ROUNDS; round++) {
         shared->totals[0] = round + 1;
-        CHECK_EQUAL(np_word_add(&shared->word, 1), round + 1);
+        REQUIRE_EQUAL(np_word_add(&shared->word, 1), round + 1);
         np_word_wake(&shared->word);
-        CHECK_EQUAL(np_word_wait(&shared->ready, round, &shared->epoch, 0, spin_us, 10000), NP_OK);
+        REQUIRE_EQUAL(np_word_wait(&shared->ready, round, &shared->epoch, 0, spin_us, 10000), NP_OK);
     }
     join(&child, 1);
 }
@@ -138,40 +138,40 @@ static void test_time_limit(uint32_t spin_us)
 {
     start_over();
     const uint64_t start = np_clock_ns();
-    CHECK_EQUAL(np_word_wait(&shared->word, 0, &shared->epoch, 0, spin_us, 30), NP_E_TIMEOUT);
-    CHECK(np_clock_ns() - start >= 30000000u);
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 2, &shared->epoch, 0, spin_us, 5), NP_E_TIMEOUT);
-    CHECK_EQUAL(shared->barrier.waiters, 0);
+    REQUIRE_EQUAL(np_word_wait(&shared->word, 0, &shared->epoch, 0, spin_us, 30), NP_E_TIMEOUT);
+    REQUIRE(np_clock_ns() - start >= 30000000u);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 2, &shared->epoch, 0, spin_us, 5), NP_E_TIMEOUT);
+    REQUIRE_EQUAL(shared->barrier.waiters, 0);
 }
 
 static void test_misuse_is_refused(void)
 {
     start_over();
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 0, &shared->epoch, 0, 0, 1), NP_E_ARGUMENT);
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 7, 0, 1), NP_E_EPOCH);
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, 0, 1), NP_E_TIMEOUT);
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, 0, 1), NP_E_TIMEOUT);
-    CHECK_EQUAL(np_barrier_wait(&shared->barrier, 2, &shared->epoch, 0, 0, 1), NP_E_ARGUMENT); /* a third of two */
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 0, &shared->epoch, 0, 0, 1), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 7, 0, 1), NP_E_EPOCH);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, 0, 1), NP_E_TIMEOUT);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 3, &shared->epoch, 0, 0, 1), NP_E_TIMEOUT);
+    REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 2, &shared->epoch, 0, 0, 1), NP_E_ARGUMENT); /* a third of two */
 }
 
 static void test_word_operations(void)
 {
     uint32_t word = 5;
-    CHECK_EQUAL(np_word_or(&word, 2), 5);
-    CHECK_EQUAL(np_word_load(&word), 7);
-    CHECK_EQUAL(np_word_swap(&word, 6, 9), 0);
-    CHECK_EQUAL(np_word_swap(&word, 7, 9), 1);
-    CHECK_EQUAL(np_word_load(&word), 9);
+    REQUIRE_EQUAL(np_word_or(&word, 2), 5);
+    REQUIRE_EQUAL(np_word_load(&word), 7);
+    REQUIRE_EQUAL(np_word_swap(&word, 6, 9), 0);
+    REQUIRE_EQUAL(np_word_swap(&word, 7, 9), 1);
+    REQUIRE_EQUAL(np_word_load(&word), 9);
     uint64_t window = 0;
     np_long_store(&window, 1ull << 40 | 3);
-    CHECK(np_long_load(&window) == (1ull << 40 | 3));
-    CHECK_EQUAL(sizeof(np_barrier), 64);
+    REQUIRE(np_long_load(&window) == (1ull << 40 | 3));
+    REQUIRE_EQUAL(sizeof(np_barrier), 64);
 }
 
 int main(void)
 {
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(shared != MAP_FAILED);
+    REQUIRE(shared != MAP_FAILED);
     setvbuf(stdout, NULL, _IONBF, 0); /* forked children must not print the parent's lines again */
     test_word_operations();
     for (uint32_t members = 1; members <= MEMBERS_MOST; members++) {

@@ -1,0 +1,47 @@
+/* CLOCK, the replacement rule, and why a slot is never taken from under a worker.
+ *
+ *   worker                                        cache
+ *   W  window := [first, end)                     C  clear the reference bit of a present word
+ *   L  look: present and referenced, or           ...                  (one turn of the hand later, perhaps in a new process)
+ *      R  present: set the reference bit          P  the word is present and unreferenced
+ *   ...read the slot...                           S  no window covers it
+ *   Z  window := another or none                  E  present, unreferenced -> absent, if the word is still as in P
+ *
+ * All of these are sequentially consistent, so they have one order, and E replaces a word without the bit.
+ *   Looked and found it referenced (L): the clearing C that E builds on comes after L, or L would not have seen the bit. So
+ *     W < L < C < P < S: the cache sees the window, or a later one.
+ *   Set the bit (R): R comes after E and sees absent; or before it, and then a clearing C lies between them (E would fail
+ *     otherwise): W < R < C < P < S again.
+ * When S sees a later window, Z has happened, and with it all reading of the slot: only then may the slot be written again.
+ * No word ever turns absent and back, so that neither worker nor loader meets a state which does not last. */
+#include "neuronpipe.h"
+
+static int covered(const uint64_t *windows, size_t window_count, size_t id)
+{
+    for (size_t i = 0; i < window_count; i++) {
+        const uint64_t window = __atomic_load_n(&windows[i], __ATOMIC_SEQ_CST);
+        if (id >= window >> 32 && id < (window & 0xffffffffu))
+            return 1;
+    }
+    return 0;
+}
+
+size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
+                     uint32_t *slots)
+{
+    if (count == 0)
+        return 0;
+    size_t taken = 0, at = *hand % count;
+    for (size_t visited = 0; visited < 2 * count && taken < want; visited++) {
+        uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
+        if ((value & (NP_WORD_STATE_MASK | NP_WORD_PINNED)) == NP_WORD_PRESENT && !covered(windows, window_count, at)) {
+            if (value & NP_WORD_REFERENCED)
+                __atomic_fetch_and(&words[at], ~(uint32_t)NP_WORD_REFERENCED, __ATOMIC_SEQ_CST);
+            else if (__atomic_compare_exchange_n(&words[at], &value, NP_WORD_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                slots[taken++] = value & NP_WORD_SLOT_MASK;
+        }
+        at = at + 1 == count ? 0 : at + 1;
+    }
+    *hand = at;
+    return taken;
+}

@@ -1,0 +1,152 @@
+/* Residency words: looking up, CLOCK, and that no slot is reused under a worker's window. */
+#include <pthread.h>
+
+#include "require.h"
+#include "neuronpipe.h"
+#include "sync/clock.h"
+
+static void test_look_marks_present_words_only(void)
+{
+    uint32_t present = NP_WORD_PRESENT | 7, absent = NP_WORD_ABSENT, loading = NP_WORD_LOADING, failed = NP_WORD_FAILED;
+    REQUIRE_EQUAL(np_word_look(&present), NP_WORD_PRESENT | NP_WORD_REFERENCED | 7);
+    REQUIRE_EQUAL(present, NP_WORD_PRESENT | NP_WORD_REFERENCED | 7);
+    REQUIRE_EQUAL(np_word_look(&absent), NP_WORD_ABSENT);
+    REQUIRE_EQUAL(np_word_look(&loading), NP_WORD_LOADING);
+    REQUIRE_EQUAL(np_word_look(&failed), NP_WORD_FAILED);
+    REQUIRE(absent == NP_WORD_ABSENT && loading == NP_WORD_LOADING && failed == NP_WORD_FAILED);
+}
+
+static void test_missing_lists_absent_words(void)
+{
+    uint32_t words[] = {NP_WORD_ABSENT,  NP_WORD_PRESENT | 1, NP_WORD_LOADING, NP_WORD_ABSENT | NP_WORD_REFERENCED,
+                        NP_WORD_FAILED, NP_WORD_FAILED,      NP_WORD_ABSENT};
+    uint32_t ids[7];
+    int64_t failed;
+    REQUIRE_EQUAL(np_words_missing(words, 0, 4, ids, &failed), 2);
+    REQUIRE(ids[0] == 0 && ids[1] == 3 && failed == -1);
+    REQUIRE_EQUAL(words[1], NP_WORD_PRESENT | NP_WORD_REFERENCED | 1);
+    REQUIRE_EQUAL(np_words_missing(words, 1, 7, ids, &failed), 2);
+    REQUIRE(ids[0] == 3 && ids[1] == 6 && failed == 4);
+    REQUIRE_EQUAL(np_words_missing(words, 3, 3, ids, &failed), 0);
+}
+
+static void test_clock_gives_a_second_chance(void)
+{
+    uint32_t words[] = {NP_WORD_PRESENT | NP_WORD_REFERENCED | 10, NP_WORD_PRESENT | 11, NP_WORD_ABSENT,
+                        NP_WORD_PRESENT | NP_WORD_PINNED | 13,     NP_WORD_LOADING,      NP_WORD_PRESENT | NP_WORD_REFERENCED | 15};
+    uint32_t slots[6];
+    size_t hand = 0;
+    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 1, slots), 1);
+    REQUIRE(slots[0] == 11 && hand == 2 && words[1] == NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[0], NP_WORD_PRESENT | 10);
+    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 2); /* pinned and loading words stay */
+    REQUIRE(slots[0] == 10 && slots[1] == 15);
+    REQUIRE_EQUAL(words[3], NP_WORD_PRESENT | NP_WORD_PINNED | 13);
+    REQUIRE_EQUAL(words[4], NP_WORD_LOADING);
+    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 0);
+    REQUIRE_EQUAL(np_clock_take(words, 0, &hand, NULL, 0, 6, slots), 0);
+    hand = 1000; /* a hand from before the word array shrank */
+    REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 0, slots), 0);
+    REQUIRE(hand < 6);
+}
+
+static void test_clock_spares_windows(void)
+{
+    uint32_t words[8], slots[8];
+    for (uint32_t i = 0; i < 8; i++)
+        words[i] = NP_WORD_PRESENT | i;
+    uint64_t windows[] = {0, (uint64_t)2 << 32 | 4, (uint64_t)7 << 32 | 8};
+    size_t hand = 0;
+    REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 5);
+    for (uint32_t i = 0; i < 8; i++)
+        REQUIRE_EQUAL(words[i], i == 2 || i == 3 || i == 7 ? NP_WORD_PRESENT | i : (uint32_t)NP_WORD_ABSENT);
+    np_long_store(&windows[1], 0);
+    REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 2);
+}
+
+/* The race: readers against a thread that takes slots and fills them at once with other clusters (cache and loader in one, so that
+ * a slot taken too early is overwritten too early). A slot holds its cluster's id in every element. */
+enum { CLUSTERS = 24, SLOTS = 12, SLOT_LONGS = 64, READERS = 2, WINDOW = 3, RACE_MS = 400 };
+static uint32_t race_words[CLUSTERS];
+static uint64_t race_slots[SLOTS][SLOT_LONGS], race_windows[READERS];
+static uint32_t race_over, race_reads[READERS];
+
+static uint32_t random_next(uint32_t *state)
+{
+    *state = *state * 1664525u + 1013904223u;
+    return *state >> 8;
+}
+
+static void *race_reader(void *argument)
+{
+    const uint32_t self = (uint32_t)(uintptr_t)argument;
+    uint32_t random = self + 1;
+    while (!np_word_load(&race_over)) {
+        const uint32_t first = random_next(&random) % (CLUSTERS - WINDOW);
+        np_long_store(&race_windows[self], (uint64_t)first << 32 | (first + WINDOW));
+        for (uint32_t id = first; id < first + WINDOW; id++) {
+            const uint32_t value = np_word_look(&race_words[id]);
+            if ((value & NP_WORD_STATE_MASK) != NP_WORD_PRESENT)
+                continue;
+            for (uint32_t i = 0; i < SLOT_LONGS; i++)
+                REQUIRE_EQUAL(__atomic_load_n(&race_slots[value & NP_WORD_SLOT_MASK][i], __ATOMIC_RELAXED), id);
+            race_reads[self]++;
+        }
+        np_long_store(&race_windows[self], 0);
+    }
+    return NULL;
+}
+
+static void race_load(uint32_t slot, uint32_t *random)
+{
+    uint32_t id, value;
+    do {
+        id = random_next(random) % CLUSTERS;
+        value = np_word_load(&race_words[id]);
+    } while ((value & NP_WORD_STATE_MASK) != NP_WORD_ABSENT || !np_word_swap(&race_words[id], value, NP_WORD_LOADING));
+    for (uint32_t i = 0; i < SLOT_LONGS; i++)
+        __atomic_store_n(&race_slots[slot][i], id, __ATOMIC_RELAXED);
+    np_word_store(&race_words[id], NP_WORD_PRESENT | NP_WORD_REFERENCED | slot);
+}
+
+static void test_no_slot_changes_under_a_window(void)
+{
+    pthread_t readers[READERS];
+    uint32_t random = 77, loads = SLOTS;
+    for (uint32_t slot = 0; slot < SLOTS; slot++)
+        race_load(slot, &random);
+    for (uintptr_t i = 0; i < READERS; i++)
+        REQUIRE(pthread_create(&readers[i], NULL, race_reader, (void *)i) == 0);
+    size_t hand = 0;
+    const uint64_t end = np_clock_ns() + RACE_MS * 1000000ull;
+    while (np_clock_ns() < end) {
+        uint32_t slots[2];
+        const size_t taken = np_clock_take(race_words, CLUSTERS, &hand, race_windows, READERS, 2, slots);
+        for (size_t i = 0; i < taken; i++)
+            race_load(slots[i], &random);
+        loads += (uint32_t)taken;
+    }
+    np_word_store(&race_over, 1);
+    for (int i = 0; i < READERS; i++)
+        pthread_join(readers[i], NULL);
+    REQUIRE(race_reads[0] > 100 && race_reads[1] > 100 && loads > 1000); /* it was a race */
+    uint32_t seen[SLOTS] = {0}, present = 0;
+    for (uint32_t id = 0; id < CLUSTERS; id++)
+        if ((race_words[id] & NP_WORD_STATE_MASK) == NP_WORD_PRESENT) {
+            REQUIRE_EQUAL(seen[race_words[id] & NP_WORD_SLOT_MASK]++, 0);
+            present++;
+        }
+    REQUIRE_EQUAL(present, SLOTS); /* no slot was lost or doubled */
+    printf("  race: %u reads, %u loads\n", race_reads[0] + race_reads[1], loads);
+}
+
+int main(void)
+{
+    test_look_marks_present_words_only();
+    test_missing_lists_absent_words();
+    test_clock_gives_a_second_chance();
+    test_clock_spares_windows();
+    test_no_slot_changes_under_a_window();
+    printf("residency: all passed\n");
+    return 0;
+}
