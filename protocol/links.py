@@ -49,7 +49,14 @@ _LIFE_OF_A_SERVICE = (lifecycle.Hello, lifecycle.Ready, lifecycle.Beat, lifecycl
 _FROM_WORKERS = (outcome.StepDone, outcome.Prefilled, outcome.StepAbandoned, outcome.StepFailed)
 _FROM_SUPERVISOR = (lifecycle.Exited, lifecycle.Drain)
 _FROM_CLIENTS = (request.Generate, request.Cancel, request.Score, request.Next, request.AskStatus)
-_TO_SERVICES = (lifecycle.Welcome, lifecycle.Reject, lifecycle.Drain, worker.Step, worker.Prefill)
+_TO_SERVICES = (
+    lifecycle.Welcome,
+    lifecycle.Reject,
+    lifecycle.AskHello,
+    lifecycle.Drain,
+    worker.Step,
+    worker.Prefill,
+)
 _TO_SUPERVISOR = (lifecycle.Restart,)
 _TO_CLIENTS = (
     client.Accepted,
@@ -80,7 +87,7 @@ CACHE = Link(
     bound_by="loader",
     connected_by=("cache",),
     inward=_direction(64, "wait", loader.Reset, loader.Grant, loader.Warm),
-    outward=_direction(64, "drop", cache.Stock, cache.ResetDone),
+    outward=_direction(64, "refuse", cache.Stock, cache.ResetDone),
 )
 EVENTS = Link(
     name="events",

@@ -59,6 +59,11 @@ class Reject(Message):
 
 
 @message
+class AskHello(Message):
+    """Say `Hello` (again): a service sent something that the coordinator, which was restarted, cannot place."""
+
+
+@message
 class Ready(Message):
     """The service has loaded what it needs and takes work.
 

@@ -1,0 +1,295 @@
+"""Channels: typed, bounded, unexcitable ends of a link. The only module that knows ZeroMQ.
+
+    Listener    the bound end of a ROUTER link: sends to a named peer
+    Connection  the other end: a DEALER
+    Publisher   the bound end of an XPUB link: whoever does not keep up misses messages
+    Subscriber  the other end: a SUB
+    Poller      waits for several channels and plain file descriptors at once
+
+A message is two frames, the magic with the major version and one msgpack map. What cannot be decoded is counted,
+logged once and dropped. A channel belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import zmq
+from neuronpipe.protocol.codec import MAX_FRAME_BYTES, Message, encode
+from neuronpipe.protocol.errors import Full, Lost, UnknownType, UserError, WireError
+from neuronpipe.protocol.links import WAIT_MS, Direction, Link
+from neuronpipe.protocol.messages.lifecycle import Reject
+from neuronpipe.protocol.version import MAGIC, VERSION
+
+LINGER_MS = 500
+RECONNECT_MS = 20
+RECONNECT_MOST_MS = 500
+BAD_FRAMES_PER_CALL = 64
+TOLD_MOST = 16
+
+log = logging.getLogger(__name__)
+
+
+class Context:
+    """The ZeroMQ of one process. Threads do not survive a fork, so every process opens its own."""
+
+    def __init__(self) -> None:
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._pid = os.getpid()
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket that cannot hang the process at its end, nor be made to swallow a message without limit."""
+        if os.getpid() != self._pid:
+            raise RuntimeError("this context was opened before a fork; open another one in this process")
+        socket = self._zmq.socket(kind)
+        socket.linger = LINGER_MS
+        socket.maxmsgsize = MAX_FRAME_BYTES
+        self._sockets = [other for other in self._sockets if not other.closed] + [socket]
+        return socket
+
+    def close(self) -> None:
+        """Close all sockets, wait at most LINGER_MS for what is still to be sent, and end ZeroMQ's threads. Threads
+        of this process must not use their channels any more."""
+        if os.getpid() == self._pid:
+            for socket in self._sockets:
+                socket.close()
+            self._zmq.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_context() -> Context:
+    """The context of this process; open it after the last fork."""
+    return Context()
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went through a channel, in messages. garbage: could not be decoded; unknown: of a type this link does not
+    carry; foreign: of another major version; dropped: the queue was full."""
+
+    sent: int = 0
+    received: int = 0
+    dropped: int = 0
+    garbage: int = 0
+    unknown: int = 0
+    foreign: int = 0
+
+
+class Channel:
+    """What the ends of all links share."""
+
+    def __init__(self, socket: zmq.Socket[bytes], link: Link, incoming: Direction, outgoing: Direction) -> None:
+        self.link = link
+        self.traffic = Traffic()
+        self._socket = socket
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._told: set[str] = set()
+        socket.rcvhwm = incoming.limit_messages
+        socket.sndhwm = outgoing.limit_messages
+        socket.sndtimeo = WAIT_MS if outgoing.when_full == "wait" else 0
+        socket.rcvtimeo = 0
+
+    def close(self) -> None:
+        """Close the socket; what was sent still leaves, for at most LINGER_MS."""
+        self._socket.close()
+
+    def _bind(self, endpoint: str) -> None:
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise UserError(f"{endpoint}: cannot bind the {self.link.name} link: {error}") from error
+
+    def _send(self, route: Sequence[bytes], content: Message) -> None:
+        if type(content) not in self._outgoing.carries:
+            raise TypeError(f"{type(content).__name__} does not travel this way on the {self.link.name} link")
+        try:
+            self._socket.send_multipart([*route, MAGIC, encode(content)])
+        except zmq.Again:
+            if self._outgoing.when_full != "drop":
+                raise Full(f"{self.link.name} link: the queue is full") from None
+            self.traffic.dropped += 1
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                raise Lost(f"{self.link.name} link: {_name(route[0])} is gone") from None
+            raise
+        else:
+            self.traffic.sent += 1
+
+    def _receive(self, timeout_ms: int, route_frames: int) -> tuple[list[bytes], Message] | None:
+        """The next legal message and the frames before it. A flood of garbage ends the call, so that whoever polls
+        several channels gets round to the others."""
+        if timeout_ms > 0 and not self._socket.poll(timeout_ms):
+            return None
+        for _ in range(BAD_FRAMES_PER_CALL):
+            try:
+                frames = self._socket.recv_multipart()
+            except zmq.Again:
+                return None
+            route, rest = frames[:route_frames], frames[route_frames:]
+            if (content := self._accept(route, rest)) is not None:
+                self.traffic.received += 1
+                return route, content
+        return None
+
+    def _accept(self, route: Sequence[bytes], frames: Sequence[bytes]) -> Message | None:
+        try:
+            if len(frames) != 2:
+                raise WireError(f"{len(frames)} frames, expected 2")
+            if frames[0] != MAGIC:
+                self._refuse_foreign(route, frames[0])
+                return None
+            return self._incoming.carries.decode(frames[1])
+        except UnknownType as error:
+            self.traffic.unknown += 1
+            self._tell(route, error)
+        except WireError as error:
+            self.traffic.garbage += 1
+            self._tell(route, error)
+        return None
+
+    def _refuse_foreign(self, route: Sequence[bytes], magic: bytes) -> None:
+        if not (len(magic) <= 8 and magic[:2] == MAGIC[:2] and magic[2:].isdigit()):
+            raise WireError("the first frame is not the magic")
+        self.traffic.foreign += 1
+        if route and Reject in self._outgoing.carries:
+            theirs = magic[2:].decode()
+            try:
+                self._send(route, Reject(reason=f"protocol {theirs} is not spoken here; this run speaks {VERSION}"))
+            except (Full, Lost) as error:
+                log.debug("%s", error)
+
+    def _tell(self, route: Sequence[bytes], error: WireError) -> None:
+        text = str(error)
+        if text not in self._told and len(self._told) < TOLD_MOST:
+            self._told.add(text)
+            log.warning("%s link: dropped a message from %s: %s", self.link.name, _name(*route) or "the peer", text)
+
+
+def _name(*route: bytes) -> str:
+    return ", ".join(part.decode("latin-1") for part in route)
+
+
+class Listener(Channel):
+    """The bound end of a link; its peers are known by their routing ids. A peer that comes back under the same id
+    takes the place of its former self."""
+
+    def __init__(self, context: Context, link: Link, endpoint: str) -> None:
+        socket = context.socket(zmq.ROUTER)
+        super().__init__(socket, link, link.inward, link.outward)
+        socket.router_mandatory = True
+        socket.router_handover = True
+        self._bind(endpoint)
+
+    def send(self, peer: str, content: Message) -> None:
+        """Raises Lost when there is no such peer, Full when it does not keep up."""
+        self._send([peer.encode("latin-1")], content)
+
+    def receive(self, timeout_ms: int = 0) -> tuple[str, Message] | None:
+        """The next message and its sender; None when there is none within the time, or sooner after garbage."""
+        received = self._receive(timeout_ms, 1)
+        return None if received is None else (_name(received[0][0]), received[1])
+
+
+class Connection(Channel):
+    """The connected end of a link. It may be opened before the other end exists, and outlives its restarts."""
+
+    def __init__(self, context: Context, link: Link, endpoint: str, name: str) -> None:
+        socket = context.socket(zmq.DEALER)
+        super().__init__(socket, link, link.outward, link.inward)
+        socket.routing_id = name.encode("latin-1")
+        socket.reconnect_ivl = RECONNECT_MS
+        socket.reconnect_ivl_max = RECONNECT_MOST_MS
+        socket.connect(endpoint)
+
+    def send(self, content: Message) -> None:
+        """Raises Full when the link's limit is reached and stays so."""
+        self._send([], content)
+
+    def receive(self, timeout_ms: int = 0) -> Message | None:
+        """The next message; None when there is none within the time, or sooner after garbage."""
+        received = self._receive(timeout_ms, 0)
+        return None if received is None else received[1]
+
+
+class Publisher(Channel):
+    """The bound end of the events link. Costs next to nothing while nobody listens."""
+
+    def __init__(self, context: Context, link: Link, endpoint: str) -> None:
+        super().__init__(context.socket(zmq.XPUB), link, link.inward, link.outward)
+        self._watched = False
+        self._bind(endpoint)
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody listens."""
+        while True:
+            try:
+                # The first subscription to this major version and the end of the last one: b"\1NP1", b"\0NP1".
+                frame = self._socket.recv()
+            except zmq.Again:
+                return self._watched
+            if frame[1:] in (b"", MAGIC):
+                self._watched = frame[:1] == b"\1"
+
+    def send(self, content: Message) -> None:
+        """Never waits: a subscriber that does not keep up misses the message."""
+        if self.watched:
+            self._send([], content)
+
+
+class Subscriber(Channel):
+    """The connected end of the events link."""
+
+    def __init__(self, context: Context, link: Link, endpoint: str) -> None:
+        socket = context.socket(zmq.SUB)
+        super().__init__(socket, link, link.outward, link.inward)
+        socket.subscribe(MAGIC)
+        socket.reconnect_ivl = RECONNECT_MS
+        socket.reconnect_ivl_max = RECONNECT_MOST_MS
+        socket.connect(endpoint)
+
+    def receive(self, timeout_ms: int = 0) -> Message | None:
+        """The next event; None when there is none within the time, or sooner after garbage."""
+        received = self._receive(timeout_ms, 0)
+        return None if received is None else received[1]
+
+
+class Poller:
+    """Waits until one of several channels or file descriptors has something to read."""
+
+    def __init__(self) -> None:
+        self._zmq = zmq.Poller()
+        self._sources: dict[object, Channel | int] = {}
+
+    def add(self, source: Channel | int) -> None:
+        """Wait for this one too."""
+        handle = source if isinstance(source, int) else source._socket
+        self._zmq.register(handle, zmq.POLLIN)
+        self._sources[handle] = source
+
+    def remove(self, source: Channel | int) -> None:
+        """Do not wait for this one any more; before it is closed."""
+        handle = source if isinstance(source, int) else source._socket
+        self._zmq.unregister(handle)
+        del self._sources[handle]
+
+    def wait(self, timeout_ms: int | None = None) -> list[Channel | int]:
+        """The sources that can be read, none when the time (None: no limit) is over first. Read a channel until it
+        yields None: its messages may have come as one."""
+        return [self._sources[handle] for handle, _ in self._zmq.poll(timeout_ms)]
