@@ -1,0 +1,1 @@
+"""The device profile: what this machine is and may do (probe.py), and who runs on which core (cores.py)."""

@@ -1,0 +1,102 @@
+"""Measuring flash: random reads of a package's own file through the native reader, a few milliseconds per point.
+
+The package's file is the right one to ask: same storage, same file system, same direct I/O as the loader's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint
+from neuronpipe.protocol.errors import UserError
+
+KIB = 1 << 10
+# (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
+BRIEF_POINTS = ((4 * KIB, 1), (4 * KIB, 32), (16 * KIB, 32), (64 * KIB, 32))
+BRIEF_BUDGET_S = 0.12
+FULL_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth in (1, 8, 32))
+FULL_BUDGET_S = 0.48
+# In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
+LEAST_FILE_BYTES = 1 << 20
+
+
+def io_uring_allowed(path: Path) -> bool:
+    """Whether the kernel lets this process read `path` through io_uring (app sandboxes forbid it)."""
+    error = ffi.new("int *")
+    reader = lib.np_reader_open(os.fsencode(path), b"io_uring", 1, error)
+    if reader == ffi.NULL:
+        return False
+    lib.np_reader_close(reader)
+    return True
+
+
+def measure(path: Path, *, brief: bool) -> FlashCurve | None:
+    """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S; None for a file too small to tell.
+
+    Raises UserError when the file cannot be read.
+    """
+    points, budget_s = (BRIEF_POINTS, BRIEF_BUDGET_S) if brief else (FULL_POINTS, FULL_BUDGET_S)
+    file_bytes = path.stat().st_size
+    if file_bytes < LEAST_FILE_BYTES:
+        return None
+    error = ffi.new("int *")
+    deepest = max(depth for _, depth in points)
+    reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, deepest, error)
+    if reader == ffi.NULL:
+        raise UserError(f"{path}: cannot be opened ({os.strerror(error[0])}); check the path and its permissions")
+    try:
+        memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
+        measured = [
+            FlashPoint(
+                request_bytes=size,
+                depth=depth,
+                bytes_per_s=_measure_point(reader, path, memory, size, depth, budget_s / len(points)),
+            )
+            for size, depth in points
+        ]
+        return FlashCurve(
+            engine=ffi.string(lib.np_reader_engine(reader)).decode(),
+            direct=bool(lib.np_reader_direct(reader)),
+            points=tuple(measured),
+        )
+    finally:
+        lib.np_reader_close(reader)
+
+
+def _measure_point(reader: Any, path: Path, memory: Any, size: int, depth: int, budget_s: float) -> float:
+    """Bytes per second, with `depth` reads under way from start to end."""
+    step = max(4096, lib.np_reader_alignment(reader))
+    places = (path.stat().st_size - size) // step + 1
+    targets = [ffi.cast("void *", memory + slot * size) for slot in range(depth)]
+    done = ffi.new("np_completion[]", depth)
+
+    def submit(slots: list[int]) -> None:
+        offsets = [random.randrange(places) * step for _ in slots]
+        addresses = [targets[slot] for slot in slots]
+        taken = lib.np_reader_submit(reader, offsets, [size] * len(slots), addresses, slots, len(slots))
+        if taken != len(slots):
+            raise UserError(f"{path}: the reader took {taken} of {len(slots)} reads; run `neuronpipe doctor`")
+
+    reads = 0
+    started = now = time.perf_counter()
+    submit(list(range(depth)))
+    under_way = depth
+    while under_way:
+        count = lib.np_reader_reap(reader, done, 1, depth, -1)
+        for completion in done[0:count]:
+            if completion.result != size:
+                reason = os.strerror(-completion.result) if completion.result < 0 else "the file ends early"
+                raise UserError(f"{path}: reading failed ({reason}); check the storage or convert the model again")
+        now = time.perf_counter()
+        reads += count
+        under_way -= count
+        if now - started < budget_s:
+            submit([completion.tag for completion in done[0:count]])
+            under_way += count
+    return reads * size / (now - started)
