@@ -312,6 +312,13 @@ typedef struct {
 } np_engine_counters;
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and resets them */
 
+/* ---- processes (process/) ------------------------------------------------------------------------------------- */
+/* The kernel kills this process as soon as `parent` is gone, whatever it is waiting for. */
+int np_process_die_with(int32_t parent);
+int np_process_name(const char *name); /* as `ps` and `top` show it; 15 characters */
+/* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
+int np_memory_advise_huge(void *memory, size_t bytes);
+
 /* cdef end */
 
 #ifdef __cplusplus

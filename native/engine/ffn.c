@@ -7,7 +7,6 @@
 #include "engine.h"
 
 #include <math.h>
-#include <stdatomic.h>
 #include <string.h>
 
 static uint32_t clusters_per_block(const np_engine *engine)
@@ -41,15 +40,13 @@ static float *hidden_of(np_engine *engine, uint32_t token, uint32_t cluster)
     return engine->hidden + token * engine->hidden_stride + local * engine->shape.cluster_neurons;
 }
 
-/* 1 when the part is present (its slot in *slot), 0 when it is not, NP_E_DAMAGED when it failed. Marks it referenced. */
+/* 1 when the part is present (its slot in *slot, good while the window is open), 0 when it is not, NP_E_DAMAGED when it failed. */
 static int look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot)
 {
     uint32_t *word = (part ? engine->shared.rest_words : engine->shared.gate_words) + word_index(engine, cluster);
-    const uint32_t value = np_word_load(word);
+    const uint32_t value = np_word_look(word);
     switch (value & NP_WORD_STATE_MASK) {
     case NP_WORD_PRESENT:
-        if (!(value & NP_WORD_REFERENCED))
-            np_word_or(word, NP_WORD_REFERENCED);
         *slot = value & NP_WORD_SLOT_MASK;
         return 1;
     case NP_WORD_FAILED:
@@ -85,12 +82,12 @@ int np_engine_open(np_engine *engine, uint32_t first_block, uint32_t end_block, 
     const uint64_t window = (uint64_t)word_index(engine, clusters.from) << 32 | word_index(engine, clusters.to);
     np_long_store(engine->shared.gate_window, window);
     np_long_store(engine->shared.rest_window, window);
-    atomic_thread_fence(memory_order_seq_cst); /* the windows are seen before any word below is read; see np_clock_take */
     if (clusters.from == clusters.to)
         return 0;
     memset(state_of(engine, clusters.from), 0, clusters.to - clusters.from);
     memset(engine->block_done + (first_block - engine->own_blocks.from), 0, end_block - first_block);
-    return np_engine_absent(engine, 0, engine->layer, first_block, end_block, ids);
+    int64_t failed;
+    return (int)np_words_missing(engine->shared.gate_words, (uint32_t)(window >> 32), (uint32_t)window, ids, &failed);
 }
 
 int np_engine_absent(np_engine *engine, int part, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t *ids)
@@ -206,7 +203,7 @@ int np_engine_rest_missing(np_engine *engine, uint32_t *ids)
             continue;
         *state |= NP_CLUSTER_ASKED;
         engine->counters.rest_clusters++;
-        const uint32_t value = np_word_load(engine->shared.rest_words + word_index(engine, cluster)) & NP_WORD_STATE_MASK;
+        const uint32_t value = np_word_look(engine->shared.rest_words + word_index(engine, cluster)) & NP_WORD_STATE_MASK;
         if (value == NP_WORD_ABSENT)
             ids[missing++] = word_index(engine, cluster);
         if (value == NP_WORD_ABSENT || value == NP_WORD_LOADING)

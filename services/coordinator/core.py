@@ -16,21 +16,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from neuronpipe.protocol.messages import (
-    Accepted,
-    Cancel,
-    Finished,
-    Generate,
-    Message,
-    Next,
-    Prefill,
-    Refused,
-    Score,
-    Scored,
-    ScoreFinished,
-    Step,
-    Token,
-)
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode, Refused, Scored, ScoreFinished, Token
+from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.worker import Prefill, Step
 
 from .sequences import Generation, Scoring, Work, quantiles_ms
 from .text import TextStream, Tokenizer
@@ -80,7 +69,6 @@ class Broken:
     seat: Seat
     step: int
     epoch: int
-    code: str
     message: str
 
 
@@ -213,7 +201,7 @@ class Core:
             case Sampled(tokens):
                 actions += self._sampled(tokens, now)
             case Measured(nll):
-                actions += self._measured(nll)
+                actions += self._measured(nll, now)
         return actions + self._proceed(now)
 
     # ---- requests -----------------------------------------------------------------------------------------------------
@@ -228,7 +216,7 @@ class Core:
                 if isinstance(work, Scoring) and isinstance(message, Next):
                     work.waiting = False
                     if work.computed_tokens == len(work.tokens):
-                        return self._score_finished(work)
+                        return self._score_finished(work, now)
         if isinstance(message, Cancel):
             self.waiting = [w for w in self.waiting if not (w[0] == event.client and w[1].request == request)]
         return []
@@ -238,13 +226,13 @@ class Core:
         text = ask.prompt if isinstance(ask, Generate) else ask.text
         tokens = list(ask.tokens) if ask.tokens is not None else self._tokenizer.encode(text or "")
         limit = self._limits.context_tokens
-        problem = None
+        problem: tuple[RefusalCode, str] | None = None
         if not tokens:
-            problem = ("empty", "the prompt is empty; give at least one token")
+            problem = ("bad_request", "the prompt is empty; give at least one token")
         elif len(tokens) > limit:
-            problem = ("context", f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it")
+            problem = ("too_long", f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it")
         elif max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
-            problem = ("token", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
+            problem = ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         if problem:
             return [Tell(client, Refused(request=ask.request, code=problem[0], message=problem[1]))]
         self.waiting.append((client, ask, tokens, now))
@@ -403,7 +391,7 @@ class Core:
                 actions += self._finish(work, reason, now)
         return actions
 
-    def _measured(self, nll: tuple[float, ...]) -> list[Action]:
+    def _measured(self, nll: tuple[float, ...], now: float) -> list[Action]:
         (work,) = self._take_step()
         assert isinstance(work, Scoring)
         work.total_nll += sum(nll)
@@ -413,14 +401,15 @@ class Core:
         scored = Scored(request=work.request, position=work.computed_tokens - rows, row=0, rows=rows, nll=nll)
         actions: list[Action] = [Tell(work.client, scored)]
         if last and not work.waiting:
-            actions += self._score_finished(work)
+            actions += self._score_finished(work, now)
         return actions
 
-    def _score_finished(self, work: Scoring) -> list[Action]:
+    def _score_finished(self, work: Scoring, now: float) -> list[Action]:
         self.works.remove(work)
         targets = len(work.tokens) - 1
         mean = work.total_nll / targets if targets else 0.0
-        return [Tell(work.client, ScoreFinished(request=work.request, tokens=len(work.tokens), nll_mean=mean))]
+        seconds = round(now - work.arrived_at, 3)
+        return [Tell(work.client, ScoreFinished(request=work.request, tokens=targets, nll_mean=mean, seconds=seconds))]
 
     def _broken(self, event: Broken) -> list[Action]:
         """The step cannot be computed: its requests are refused, everybody else goes on."""
@@ -430,7 +419,7 @@ class Core:
         actions: list[Action] = []
         for work in self._outstanding_works:
             self._drop(work)
-            actions.append(Tell(work.client, Refused(request=work.request, code=event.code, message=event.message)))
+            actions.append(Tell(work.client, Refused(request=work.request, code="failed", message=event.message)))
         self._outstanding_works = []
         self._busy.discard(event.seat)
         return [*actions, Abandon()]
@@ -443,15 +432,14 @@ class Core:
         text = self._texts[work.slot].shown if work.slot in self._texts else ""
         self._drop(work)
         if not isinstance(work, Generation):
-            return [Tell(work.client, Refused(request=work.request, code="cancelled", message="cancelled by the client"))]
+            return [Tell(work.client, Refused(request=work.request, code="failed", message="cancelled by the client"))]
         times = work.token_times
         span_s = times[-1] - times[0] if len(times) > 1 else 0.0
-        tokens = tuple(work.tokens[work.prompt_tokens :])
         finished = Finished(
             request=work.request,
             reason=reason,  # type: ignore[arg-type]
             text=text,
-            tokens=tokens,
+            tokens=work.generated_tokens,
             prompt_tokens=work.prompt_tokens,
             ttft_ms=round(1000 * (times[0] - work.arrived_at), 3) if times else 0.0,
             tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,

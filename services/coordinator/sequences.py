@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from neuronpipe.protocol.messages import Generate, Score
+from neuronpipe.protocol.messages.request import Generate, Score
 
 
 @dataclasses.dataclass(kw_only=True)

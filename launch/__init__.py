@@ -1,0 +1,1 @@
+"""What a person types: the command line, the supervisor and the client that every verb uses."""

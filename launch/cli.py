@@ -1,0 +1,64 @@
+"""The command line: `neuronpipe VERB ...`. One file per verb in verbs/; only the verb that runs is imported.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from importlib.metadata import version
+
+from neuronpipe.protocol.errors import UserError
+
+VERBS = {
+    "run": "generate text from a prompt, with a pipeline started for it",
+    "up": "start a run that stays",
+    "ask": "generate text with a run that is up",
+    "status": "show a live run's processes, memory and counters",
+    "down": "stop a run",
+    "convert": "make a package from a Hugging Face directory or a GGUF file",
+    "inspect": "show what a package holds and how it lies on flash",
+    "plan": "show or write the plan for a package on this device",
+    "perplexity": "measure how well a package predicts a text",
+    "doctor": "check this machine and say what to do about it",
+}
+
+
+def _parser(verb: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="neuronpipe", description="Runs language models that are larger than the memory they may use."
+    )
+    parser.add_argument("--version", action="version", version=f"neuronpipe {version('neuronpipe')}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, purpose in VERBS.items():
+        verb_parser = verbs.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb)
+        if name == verb:
+            importlib.import_module(f"neuronpipe.launch.verbs.{name}").add_arguments(verb_parser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code. A person's mistake is one line on stderr, never a traceback."""
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if word in VERBS), None)
+    asked = _parser(verb).parse_args(words)
+    try:
+        code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
+        sys.stdout.flush()
+        return int(code)
+    except UserError as error:
+        print(f"neuronpipe: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("neuronpipe: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: not an error worth a word
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""From a command line to a package and a plan for it: the arguments that `run`, `up`, `plan` and `perplexity` share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from neuronpipe.launch.sizes import parse_bytes, parse_share
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.facts import device_facts
+from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.protocol.errors import UserError
+
+DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
+
+
+def add_package_argument(parser: argparse.ArgumentParser) -> None:
+    """PACKAGE, the demo by default."""
+    parser.add_argument("package", nargs="?", type=Path, default=DEMO, metavar="PACKAGE", help="package directory (default: the demo model)")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a plan can be asked for."""
+    group = parser.add_argument_group("plan")
+    group.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="limit for the whole run, e.g. 512MiB, interpreters included")
+    group.add_argument("--ffn-resident", type=parse_share, metavar="SHARE", help="share of feed-forward bytes that may be resident, e.g. 50%%")
+    group.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the package's)")
+    group.add_argument("--sequences", type=int, default=None, metavar="N", help="most texts generated at once")
+    group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
+    group.add_argument("--plan", type=Path, metavar="FILE", help="obey this plan instead of making one")
+
+
+def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tuple[Package, Plan]:
+    """Open the package and make its plan, or read and check the one that was given."""
+    package = Package.open(arguments.package)
+    device: Device = probe(package.path)
+    if arguments.plan is not None:
+        given = read_plan(arguments.plan)
+        given.check(package_id=package.manifest.id, device_id=device.id, where=str(arguments.plan))
+        return package, given
+    if arguments.workers is not None and not 1 <= arguments.workers <= 64:
+        raise UserError(f"--workers {arguments.workers}: between 1 and 64")
+    wanted = Wanted(
+        memory_bytes=arguments.memory,
+        ffn_resident_share=arguments.ffn_resident,
+        context_tokens=arguments.context,
+        sequences=arguments.sequences or sequences,
+    )
+    if not 1 <= wanted.sequences <= 64:
+        raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
+    return package, plan(package.manifest, device_facts(device, arguments.workers), wanted)

@@ -1,0 +1,1 @@
+"""One file per verb: its arguments, what it does, how it prints."""

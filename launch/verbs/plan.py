@@ -1,0 +1,30 @@
+"""`neuronpipe plan [PACKAGE] [-o FILE] [--json]`: show the plan with its reasons, or write it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.plans.plan.explain import explain
+from neuronpipe.protocol.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `plan`."""
+    add_package_argument(parser)
+    add_plan_arguments(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan, for --plan FILE")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make the plan and show it."""
+    _, made = package_and_plan(arguments)
+    if arguments.output is not None:
+        try:
+            arguments.output.write_text(made.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{arguments.output}: cannot be written: {error.strerror}") from None
+    print(made.to_json() if arguments.json else explain(made), end="")
+    return 0

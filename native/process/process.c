@@ -1,0 +1,32 @@
+/* What a worker asks of the kernel for itself. */
+#include "neuronpipe.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+int np_process_die_with(int32_t parent)
+{
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0)
+        return NP_E_ARGUMENT;
+    if (getppid() != (pid_t)parent) /* the parent died before the request was in place */
+        _exit(1);
+    return NP_OK;
+}
+
+int np_process_name(const char *name)
+{
+    return prctl(PR_SET_NAME, name, 0, 0, 0) == 0 ? NP_OK : NP_E_ARGUMENT;
+}
+
+int np_memory_advise_huge(void *memory, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    return madvise(memory, bytes, MADV_HUGEPAGE) == 0 ? NP_OK : -errno;
+#else
+    (void)memory, (void)bytes;
+    return -ENOSYS;
+#endif
+}

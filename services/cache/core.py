@@ -1,0 +1,68 @@
+"""The cache's bookkeeping, without sockets: which slots are free, what to grant, what to warm up first.
+
+    a slot is    free (here)  ->  granted (the loader's)  ->  holds a cluster (named by a present word)  ->  free ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+GATE, REST = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """One part's slots, from the plan. `stock`: free slots that the loader should have ahead of need."""
+
+    part: int
+    slots: int
+    stock: int
+    words: int
+    clusters_per_layer: int
+    pinned_per_layer: int
+
+    @property
+    def holds_everything(self) -> bool:
+        """Whether nothing is ever evicted."""
+        return self.slots >= self.words
+
+    def pinned_words(self) -> list[int]:
+        """Clusters that stay for good: the first of each layer, where the converter puts the hottest."""
+        layers = self.words // self.clusters_per_layer
+        first = range(min(self.pinned_per_layer, self.clusters_per_layer))
+        return [layer * self.clusters_per_layer + n for layer in range(layers) for n in first]
+
+    def warm_words(self) -> list[int]:
+        """Clusters worth loading before anybody asks, beyond the pinned ones: the next of each layer, evenly."""
+        layers = self.words // self.clusters_per_layer
+        room = self.slots - self.stock - len(self.pinned_words())
+        end = min(self.clusters_per_layer, self.pinned_per_layer + max(0, room) // layers)
+        return [layer * self.clusters_per_layer + n for layer in range(layers) for n in range(self.pinned_per_layer, end)]
+
+
+class FreeSlots:
+    """The free slots of one region, and how many the loader was granted and still has."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._free: list[int] = []
+
+    def restart(self, used: Iterable[int]) -> None:
+        """After a reset: every slot that no present word names is free."""
+        taken = set(used)
+        self._free = [slot for slot in range(self.region.slots) if slot not in taken]
+
+    def grant(self, loader_has: int, waiting: int, evict: Callable[[int], list[int]]) -> list[int]:
+        """Slots to hand to the loader, so that it has its stock and one for each waiting cluster.
+
+        Free ones first; then `evict(n)` gives up to n more.
+        """
+        if self.region.holds_everything:
+            granted, self._free = self._free, []
+            return granted
+        want = max(0, self.region.stock + waiting - loader_has)
+        granted, self._free = self._free[:want], self._free[want:]
+        if len(granted) < want:
+            granted += evict(want - len(granted))
+        return granted

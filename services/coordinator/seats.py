@@ -1,0 +1,53 @@
+"""Who sits where: the processes of the run as the coordinator sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+SILENT_AFTER_S = 5.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class SeatState:
+    """One service: what it said of itself, and when it was last heard."""
+
+    role: str
+    index: int
+    core: int | None
+    pid: int = 0
+    state: str = "starting"
+    step: int = 0
+    restarts: int = 0
+    heard_at: float = 0.0
+    outstanding: int = 0
+
+    def verdict(self, now: float) -> str:
+        """Its state, or "silent" when it neither works nor beats."""
+        if self.state == "ready" and self.outstanding:
+            return "busy"
+        if self.state == "ready" and now - self.heard_at > SILENT_AFTER_S:
+            return "silent"
+        return self.state
+
+
+class Seats:
+    """All seats of the plan, by name ("decode-0")."""
+
+    def __init__(self, seats: Iterable[tuple[str, int, int | None]]) -> None:
+        self._seats = {f"{role}-{index}": SeatState(role=role, index=index, core=core) for role, index, core in seats}
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._seats
+
+    def __getitem__(self, peer: str) -> SeatState:
+        return self._seats[peer]
+
+    def __iter__(self) -> Iterable[SeatState]:  # type: ignore[override]
+        return iter(self._seats.values())
+
+    def heard(self, peer: str, now: float) -> SeatState:
+        """Note a sign of life."""
+        seat = self._seats[peer]
+        seat.heard_at = now
+        return seat

@@ -1,0 +1,104 @@
+"""What every service does besides its work: greet the coordinator, beat, drain, and notice that a peer was restarted.
+
+One thread per process: it waits for messages, does the work they ask for, and answers. While it computes, the board line
+tells what it is at; a beat goes out between two pieces of work and at least every BEAT_MS when idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from neuronpipe.protocol.channel import Channel, Connection, Context, Poller
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Full
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, FailureCode, Hello, Ready, Reject, State, Welcome
+from neuronpipe.protocol.version import VERSION
+
+BEAT_MS = 250
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """The shell of one service. `handle` gets the messages of the control link that are not about life itself."""
+
+    def __init__(self, context: Context, endpoint: str, role: str, index: int, incarnation: int, core: int | None, slots: int) -> None:
+        self.role, self.index = role, index
+        self._hello = Hello(role=role, index=index, pid=os.getpid(), incarnation=incarnation, protocol=VERSION, slots=slots, core=core)
+        self.control = Connection(context, CONTROL, endpoint, f"{role}-{index}")
+        self._poller = Poller()
+        self._poller.add(self.control)
+        self._sources: list[tuple[Channel | int, Callable[[], None]]] = []
+        self._ready = False
+        self._welcomed = False
+        self._draining = False
+        self._beat_due = 0.0
+        self._hello_due = 0.0
+        self.step = 0
+        self.counters: dict[str, float] = {}
+
+    def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
+        """Call `readable` whenever the channel or descriptor can be read."""
+        self._poller.add(source)
+        self._sources.append((source, readable))
+
+    def answer(self, content: Message) -> None:
+        """Send to the coordinator. One that does not listen for seconds is being restarted: it asks again afterwards."""
+        try:
+            self.control.send(content)
+        except Full as error:
+            log.warning("%s.%d: %s", self.role, self.index, error)
+
+    def fail(self, code: FailureCode, message: str, detail: str = "") -> None:
+        """The last words of a process that cannot go on."""
+        self.answer(Failed(code=code, message=message, detail=detail))
+
+    def serve(self, handle: Callable[[Message], None], idle: Callable[[], int | None] = lambda: None) -> None:
+        """Serve until drained. `idle` runs before each wait and may shorten it (milliseconds)."""
+        self._ready = True
+        while not self._draining:
+            self._live()
+            limit_ms = idle()
+            wait_ms = BEAT_MS if limit_ms is None else min(limit_ms, BEAT_MS)
+            readable = self._poller.wait(wait_ms)
+            for source, react in self._sources:
+                if source in readable:
+                    react()
+            while (message := self.control.receive()) is not None:
+                self._take(message, handle)
+        self.answer(Drained(role=self.role, index=self.index))
+
+    def _live(self) -> None:
+        """Hello until welcomed, then a beat now and then."""
+        now = time.monotonic()
+        if not self._welcomed:
+            if now >= self._hello_due:
+                self.answer(self._hello)
+                self._hello_due = now + 1.0
+        elif now >= self._beat_due:
+            self.beat("ready")
+            self._beat_due = now + BEAT_MS / 1000
+
+    def beat(self, state: State) -> None:
+        """A sign of life."""
+        self.answer(Beat(role=self.role, index=self.index, state=state, step=self.step, counters=self.counters))
+
+    def again(self) -> None:
+        """The coordinator is another process than before: greet it."""
+        self._welcomed, self._hello_due = False, 0.0
+
+    def _take(self, message: Message, handle: Callable[[Message], None]) -> None:
+        match message:
+            case Welcome():
+                self._welcomed = True
+                self.answer(Ready(role=self.role, index=self.index))
+            case Reject(reason=reason):
+                log.error("%s.%d was rejected: %s", self.role, self.index, reason)
+                self._draining = True
+            case Drain():
+                self._draining = True
+            case _:
+                handle(message)
