@@ -30,6 +30,7 @@ MAX_ARRAY_ITEMS = 1 << 20
 MAX_MAP_ITEMS = 1 << 12
 
 T = TypeVar("T")
+M = TypeVar("M", bound="Message")
 Reader = Callable[[Any], Any]
 
 
@@ -74,10 +75,7 @@ class Vocabulary:
         cls = self._by_name.get(name)
         if cls is None:
             raise UnknownType(f"{name[:64]!r}: no message of this link")
-        try:
-            decoded: Message = _compile(cls)(content)
-        except _Mismatch as mismatch:
-            raise WireError(f"{name}{mismatch.path}: {mismatch.problem}") from None
+        decoded: Message = from_map(cls, content)
         return decoded
 
 
@@ -85,12 +83,29 @@ def encode(content: Message) -> bytes:
     """The frame of one message. Raises WireError when a value cannot be written or the frame is too big."""
     cls: Any = type(content)
     try:
-        frame = msgpack.packb({"type": cls.__name__, **_writer(cls)(content)})
+        frame = msgpack.packb({"type": cls.__name__, **to_map(content)})
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{cls.__name__}: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{cls.__name__}: {len(frame)} bytes, more than the {MAX_FRAME_BYTES} of a frame")
     return bytes(frame)
+
+
+def to_map(content: Message) -> dict[str, Any]:
+    """The fields of a message as a map of plain values, defaults left out."""
+    cls: Any = type(content)
+    fields_of: dict[str, Any] = _writer(cls)(content)
+    return fields_of
+
+
+def from_map(cls: type[M], content: Any) -> M:
+    """The message of class `cls` that `content` describes. Raises WireError."""
+    kind: Any = cls
+    try:
+        read: M = _compile(kind)(content)
+    except _Mismatch as mismatch:
+        raise WireError(f"{cls.__name__}{mismatch.path}: {mismatch.problem}") from None
+    return read
 
 
 def describe(annotation: object) -> str:
