@@ -1,0 +1,67 @@
+/* Opening the file: direct I/O where it truly works, and the alignment it needs. */
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/stat.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "flash/reader.h"
+
+/* Packages align everything to this, so a device that needs more is read through the page cache. */
+enum { ALIGNMENT_MOST = 4096 };
+
+/* What the file system says; 0: no direct I/O; ALIGNMENT_MOST when it does not say (before Linux 6.1, or statx not allowed). */
+static uint32_t stated_alignment(int file)
+{
+#ifdef STATX_DIOALIGN
+    struct statx facts = {0};
+    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 && (facts.stx_mask & STATX_DIOALIGN)) {
+        if (facts.stx_dio_offset_align == 0)
+            return 0;
+        return facts.stx_dio_offset_align > facts.stx_dio_mem_align ? facts.stx_dio_offset_align : facts.stx_dio_mem_align;
+    }
+#endif
+    return ALIGNMENT_MOST;
+}
+
+/* Some file systems take O_DIRECT at open and refuse the read. 0, or the errno of a first read. */
+static int try_read(int file)
+{
+    void *page = aligned_alloc(ALIGNMENT_MOST, ALIGNMENT_MOST);
+    if (!page)
+        return ENOMEM;
+    ssize_t got;
+    do
+        got = pread(file, page, ALIGNMENT_MOST, 0);
+    while (got < 0 && errno == EINTR);
+    const int error = got < 0 ? errno : 0;
+    free(page);
+    return error;
+}
+
+int np_file_open(const char *path, int *direct, uint32_t *alignment)
+{
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (file >= 0) {
+        *direct = 1;
+        *alignment = stated_alignment(file);
+        const int usable = *alignment >= 1 && *alignment <= ALIGNMENT_MOST && (*alignment & (*alignment - 1)) == 0;
+        if (usable && try_read(file) == 0)
+            return file;
+        close(file);
+    } else if (errno != EINVAL) {
+        return -errno;
+    }
+    *direct = 0;
+    *alignment = 1;
+    file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return -errno;
+    const int error = try_read(file); /* a directory opens, too */
+    if (error) {
+        close(file);
+        return -error;
+    }
+    return file;
+}

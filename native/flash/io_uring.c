@@ -1,0 +1,205 @@
+/* The io_uring engine, by plain system calls. Needs Linux 5.5; where it is older or forbids io_uring, opening says so.
+ *
+ * Two rings are shared with the kernel. Who moves which end, and what that publishes:
+ *   submission tail   we, release    the entries before it
+ *   submission head   the kernel     that it has read the entries before it (only counted here, by io_uring_enter's result)
+ *   completion tail   the kernel     the entries before it, and the bytes they are about: load acquire
+ *   completion head   we, release    that we have read the entries before it
+ */
+#include <errno.h>
+#include <linux/io_uring.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "flash/reader.h"
+
+typedef struct {
+    int ring;
+    void *rings, *entries; /* mappings */
+    size_t rings_bytes, entries_bytes;
+    uint32_t *submission_tail, submission_mask;
+    uint32_t *completion_head, *completion_tail, completion_mask;
+    struct io_uring_sqe *submissions;
+    struct io_uring_cqe *completions;
+    uint32_t tail;      /* our submission tail */
+    uint32_t unhanded;  /* entries before the tail that the kernel has not taken yet */
+    uint32_t *refused;  /* [depth] requests that the kernel would not take */
+    uint32_t refused_count;
+    int refused_error;
+} ring_state;
+
+static volatile sig_atomic_t setup_trapped;
+
+static void on_trapped_call(int signal)
+{
+    setup_trapped = 1;
+}
+
+/* Android's app sandbox answers io_uring_setup with SIGSYS, whose default is to kill the process. The signal comes to this
+ * thread, during the call; returning from the handler goes on after the call. */
+static int setup(uint32_t entries, struct io_uring_params *params)
+{
+    struct sigaction handler = {.sa_handler = on_trapped_call}, before;
+    sigset_t trapped, mask;
+    sigemptyset(&handler.sa_mask);
+    sigemptyset(&trapped);
+    sigaddset(&trapped, SIGSYS);
+    setup_trapped = 0;
+    sigaction(SIGSYS, &handler, &before);
+    pthread_sigmask(SIG_UNBLOCK, &trapped, &mask); /* a blocked SIGSYS would kill all the same */
+    const long ring = syscall(SYS_io_uring_setup, entries, params);
+    const int error = errno;
+    pthread_sigmask(SIG_SETMASK, &mask, NULL);
+    sigaction(SIGSYS, &before, NULL);
+    if (setup_trapped)
+        return -EPERM; /* `ring` is whatever the register held */
+    return ring < 0 ? -error : (int)ring;
+}
+
+static void ring_unmap(ring_state *state)
+{
+    if (state->rings != MAP_FAILED)
+        munmap(state->rings, state->rings_bytes);
+    if (state->entries != MAP_FAILED)
+        munmap(state->entries, state->entries_bytes);
+    close(state->ring);
+    free(state->refused);
+    free(state);
+}
+
+static int ring_map(ring_state *state, const struct io_uring_params *params)
+{
+    const size_t submission_bytes = params->sq_off.array + params->sq_entries * sizeof(uint32_t);
+    const size_t completion_bytes = params->cq_off.cqes + params->cq_entries * sizeof(struct io_uring_cqe);
+    state->rings_bytes = submission_bytes > completion_bytes ? submission_bytes : completion_bytes;
+    state->entries_bytes = params->sq_entries * sizeof(struct io_uring_sqe);
+    const int flags = MAP_SHARED | MAP_POPULATE;
+    state->rings = mmap(NULL, state->rings_bytes, PROT_READ | PROT_WRITE, flags, state->ring, IORING_OFF_SQ_RING);
+    state->entries = mmap(NULL, state->entries_bytes, PROT_READ | PROT_WRITE, flags, state->ring, IORING_OFF_SQES);
+    if (state->rings == MAP_FAILED || state->entries == MAP_FAILED)
+        return errno;
+    uint8_t *base = state->rings;
+    state->submission_tail = (uint32_t *)(base + params->sq_off.tail);
+    state->submission_mask = params->sq_entries - 1;
+    state->completion_head = (uint32_t *)(base + params->cq_off.head);
+    state->completion_tail = (uint32_t *)(base + params->cq_off.tail);
+    state->completion_mask = params->cq_entries - 1;
+    state->submissions = state->entries;
+    state->completions = (struct io_uring_cqe *)(base + params->cq_off.cqes);
+    uint32_t *order = (uint32_t *)(base + params->sq_off.array);
+    for (uint32_t i = 0; i < params->sq_entries; i++)
+        order[i] = i; /* entries are used in ring order, so this never changes */
+    return 0;
+}
+
+static int ring_open(np_reader *reader)
+{
+    struct io_uring_params params = {0};
+    const int ring = setup(reader->depth, &params);
+    if (ring < 0)
+        return -ring;
+    ring_state *state = calloc(1, sizeof *state);
+    uint32_t *refused = calloc(reader->depth, sizeof *refused);
+    const uint32_t needed = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP;
+    if (!state || !refused || (params.features & needed) != needed) {
+        free(state);
+        free(refused);
+        close(ring);
+        return (params.features & needed) != needed ? ENOSYS : ENOMEM;
+    }
+    *state = (ring_state){.ring = ring, .rings = MAP_FAILED, .entries = MAP_FAILED, .refused = refused};
+    const int error = ring_map(state, &params);
+    if (error) {
+        ring_unmap(state);
+        return error;
+    }
+    reader->engine = state;
+    return 0;
+}
+
+static void ring_close(np_reader *reader)
+{
+    ring_unmap(reader->engine);
+}
+
+static void ring_start(np_reader *reader, uint32_t index)
+{
+    ring_state *state = reader->engine;
+    np_request *request = &reader->requests[index];
+    state->submissions[state->tail & state->submission_mask] = (struct io_uring_sqe){
+        .opcode = IORING_OP_READV, /* IORING_OP_READ came later, in 5.6 */
+        .fd = reader->file,
+        .off = request->offset + request->done,
+        .addr = (uintptr_t)&request->piece,
+        .len = 1,
+        .user_data = index,
+    };
+    state->tail++;
+    state->unhanded++;
+}
+
+static void ring_flush(np_reader *reader)
+{
+    ring_state *state = reader->engine;
+    if (!state->unhanded)
+        return;
+    __atomic_store_n(state->submission_tail, state->tail, __ATOMIC_RELEASE);
+    while (state->unhanded) {
+        const long taken = syscall(SYS_io_uring_enter, state->ring, state->unhanded, 0, 0, NULL, 0);
+        if (taken > 0) {
+            state->unhanded -= (uint32_t)taken;
+        } else if (taken == 0 || errno == EAGAIN || errno == EBUSY) {
+            return; /* short of memory, or completions first: the next flush tries again */
+        } else if (errno != EINTR) {
+            state->refused_error = -errno;
+            for (; state->unhanded; state->unhanded--) { /* take them back; nobody else reads the ring between calls */
+                const uint32_t at = --state->tail & state->submission_mask;
+                state->refused[state->refused_count++] = (uint32_t)state->submissions[at].user_data;
+            }
+            __atomic_store_n(state->submission_tail, state->tail, __ATOMIC_RELEASE);
+        }
+    }
+}
+
+static int ring_take(np_reader *reader, uint32_t *index, int32_t *result)
+{
+    ring_state *state = reader->engine;
+    if (state->refused_count) {
+        *index = state->refused[--state->refused_count];
+        *result = state->refused_error;
+        return 1;
+    }
+    const uint32_t head = *state->completion_head; /* only we move it */
+    if (head == __atomic_load_n(state->completion_tail, __ATOMIC_ACQUIRE))
+        return 0;
+    const struct io_uring_cqe *entry = &state->completions[head & state->completion_mask];
+    *index = (uint32_t)entry->user_data;
+    *result = entry->res;
+    __atomic_store_n(state->completion_head, head + 1, __ATOMIC_RELEASE);
+    return 1;
+}
+
+static void ring_wait(np_reader *reader, int timeout_ms)
+{
+    const ring_state *state = reader->engine;
+    if (state->refused_count)
+        return;
+    struct pollfd ready = {.fd = state->ring, .events = POLLIN};
+    poll(&ready, 1, state->unhanded ? 1 : timeout_ms); /* what was not taken yet must be offered again soon */
+}
+
+static int ring_watch(np_reader *reader)
+{
+    const ring_state *state = reader->engine;
+    return syscall(SYS_io_uring_register, state->ring, IORING_REGISTER_EVENTFD, &reader->event, 1) < 0 ? errno : 0;
+}
+
+const np_reader_engine_calls np_engine_io_uring = {
+    .name = "io_uring", .open = ring_open, .close = ring_close, .start = ring_start, .flush = ring_flush,
+    .take = ring_take, .wait = ring_wait, .watch = ring_watch,
+};

@@ -1,0 +1,169 @@
+/* The reader: bookkeeping of requests, the same for every engine. */
+#include "flash/reader.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "sync/clock.h"
+
+enum { DEPTH_MOST = 4096 };
+
+static int open_engine(np_reader *reader, const char *name)
+{
+    static const np_reader_engine_calls *const engines[] = {&np_engine_io_uring, &np_engine_threads}; /* best first */
+    int error = EINVAL; /* for a name that is none of them */
+    for (size_t i = 0; i < sizeof engines / sizeof *engines; i++) {
+        if (name && strcmp(name, engines[i]->name) != 0)
+            continue;
+        reader->calls = engines[i];
+        error = engines[i]->open(reader);
+        if (error == 0)
+            break;
+    }
+    return error;
+}
+
+np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error)
+{
+    if (depth == 0 || depth > DEPTH_MOST) {
+        *error = EINVAL;
+        return NULL;
+    }
+    np_reader *reader = calloc(1, sizeof *reader);
+    np_request *requests = calloc(depth, sizeof *requests);
+    uint32_t *unused = calloc(depth, sizeof *unused);
+    *error = ENOMEM;
+    if (reader && requests && unused) {
+        *reader = (np_reader){.event = -1, .depth = depth, .requests = requests, .free = unused};
+        for (uint32_t i = 0; i < depth; i++)
+            unused[i] = depth - 1 - i;
+        reader->file = np_file_open(path, &reader->direct, &reader->alignment);
+        *error = reader->file < 0 ? -reader->file : 0;
+        if (*error == 0) {
+            *error = open_engine(reader, engine);
+            if (*error == 0)
+                return reader;
+            close(reader->file);
+        }
+    }
+    free(unused);
+    free(requests);
+    free(reader);
+    return NULL;
+}
+
+void np_reader_close(np_reader *reader)
+{
+    if (!reader)
+        return;
+    np_completion forgotten[16];
+    while (reader->in_flight) /* the kernel may still write to their targets */
+        np_reader_reap(reader, forgotten, 1, 16, -1);
+    reader->calls->close(reader);
+    if (reader->event >= 0)
+        close(reader->event);
+    close(reader->file);
+    free(reader->free);
+    free(reader->requests);
+    free(reader);
+}
+
+const char *np_reader_engine(const np_reader *reader) { return reader->calls->name; }
+int np_reader_direct(const np_reader *reader) { return reader->direct; }
+uint32_t np_reader_alignment(const np_reader *reader) { return reader->alignment; }
+uint32_t np_reader_in_flight(const np_reader *reader) { return reader->in_flight; }
+
+static void start_rest(np_reader *reader, uint32_t index)
+{
+    np_request *request = &reader->requests[index];
+    request->piece = (struct iovec){request->target + request->done, request->bytes - request->done};
+    reader->calls->start(reader, index);
+}
+
+static int acceptable(const np_reader *reader, uint64_t offset, uint32_t bytes, const void *target)
+{
+    return target && bytes > 0 && bytes <= INT_MAX && offset <= INT64_MAX - (uint64_t)bytes &&
+           (offset | bytes | (uintptr_t)target) % reader->alignment == 0;
+}
+
+int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t *bytes, void *const *targets, const uint64_t *tags,
+                     size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (!acceptable(reader, offsets[i], bytes[i], targets[i]))
+            return NP_E_ARGUMENT;
+    const uint32_t room = reader->depth - reader->in_flight;
+    const uint32_t taken = count < room ? (uint32_t)count : room;
+    for (uint32_t i = 0; i < taken; i++) {
+        const uint32_t index = reader->free[reader->depth - ++reader->in_flight];
+        reader->requests[index] = (np_request){.offset = offsets[i], .tag = tags[i], .target = targets[i], .bytes = bytes[i]};
+        start_rest(reader, index);
+    }
+    reader->calls->flush(reader);
+    return (int)taken;
+}
+
+/* A piece ended. Returns 1 when the request is done, its result in *out; 0 when another piece was started. */
+static int finish(np_reader *reader, uint32_t index, int32_t result, np_completion *out)
+{
+    np_request *request = &reader->requests[index];
+    if (result == -EINTR || result == -EAGAIN)
+        result = 0;
+    else if (result >= 0) {
+        /* Direct I/O goes on from an aligned place. Nothing gained is the end of the file: a cluster that is not all there. */
+        const uint32_t before = request->done;
+        request->done += (uint32_t)result;
+        if (request->done < request->bytes)
+            request->done -= request->done % reader->alignment;
+        result = request->done == before ? -EIO : 0;
+    }
+    if (result == 0 && request->done < request->bytes) {
+        start_rest(reader, index);
+        return 0;
+    }
+    *out = (np_completion){.tag = request->tag, .result = result < 0 ? result : (int32_t)request->bytes};
+    reader->free[reader->depth - reader->in_flight--] = index;
+    return 1;
+}
+
+int np_reader_reap(np_reader *reader, np_completion *out, size_t least, size_t most, int timeout_ms)
+{
+    const uint64_t end = timeout_ms > 0 ? np_clock_ns() + (uint64_t)timeout_ms * 1000000u : 0;
+    size_t count = 0;
+    for (;;) {
+        uint32_t index;
+        int32_t result;
+        while (count < most && reader->calls->take(reader, &index, &result))
+            count += (size_t)finish(reader, index, result, &out[count]);
+        reader->calls->flush(reader);
+        if (count >= least || count == most || reader->in_flight == 0 || timeout_ms == 0)
+            return (int)count;
+        int wait_ms = -1;
+        if (timeout_ms > 0) {
+            const uint64_t now = np_clock_ns();
+            if (now >= end)
+                return (int)count;
+            wait_ms = (int)((end - now + 999999u) / 1000000u);
+        }
+        reader->calls->wait(reader, wait_ms);
+    }
+}
+
+int np_reader_event_fd(np_reader *reader)
+{
+    if (reader->event >= 0)
+        return reader->event;
+    reader->event = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK); /* starts signalled: something may be there already */
+    if (reader->event < 0)
+        return -errno;
+    const int error = reader->calls->watch(reader);
+    if (error == 0)
+        return reader->event;
+    close(reader->event);
+    reader->event = -1;
+    return -error;
+}
