@@ -1,0 +1,316 @@
+"""Where everything lies in the shared segments: pure calculation, no memory is touched.
+
+A layout is a list of fields, each an array that starts at a multiple of 64 bytes (of 4096 where flash is read into it,
+since direct I/O asks for that), after the header page. Each field says who writes it, who reads it, and what orders
+the write before the read; SPEC.md prints this table.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+LINE_WORDS = LINE_BYTES // 4
+TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
+
+BARRIERS = 4
+"""Barriers in the exchange segment; the decode step uses the first."""
+
+BOARD_WORDS = ("state", "pid", "step", "beats", "incarnation")
+"""The words of a process's line on the board, in this order; `state` is an index into the states of the protocol."""
+
+BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
+"""The 64-bit words of the board's memory line, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One array. `dimensions` names the lengths in `shape`; the last one is contiguous. Little-endian."""
+
+    name: str
+    type: str
+    dimensions: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset_bytes: int
+    total_bytes: int
+    written_by: str
+    read_by: str
+    ordering: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All fields of one segment. `kind` tells segments apart in their headers."""
+
+    name: str
+    kind: int
+    fields: tuple[Field, ...]
+    total_bytes: int
+
+    def __getitem__(self, name: str) -> Field:
+        """The field of that name. Raises KeyError."""
+        for candidate in self.fields:
+            if candidate.name == name:
+                return candidate
+        raise KeyError(f"{self.name}: no field {name}")
+
+    @property
+    def fingerprint(self) -> int:
+        """CRC-32 of `text`: two processes that computed the same layout agree on it."""
+        return zlib.crc32(self.text.encode())
+
+    @property
+    def text(self) -> str:
+        """One line for each field: name, type, shape, offset; in the order of the fields."""
+        return "".join(
+            f"{one.name} {one.type} {'x'.join(str(length) for length in one.shape)} {one.offset_bytes}\n"
+            for one in self.fields
+        )
+
+
+@dataclass(slots=True)
+class Fields:
+    """Lays out fields one after the other. `lengths` gives the dimensions that are known by name."""
+
+    name: str
+    kind: int
+    lengths: dict[str, int]
+    _fields: list[Field] = field(default_factory=list)
+    _end_bytes: int = PAGE_BYTES
+
+    def add(
+        self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str, align: int = LINE_BYTES
+    ) -> None:
+        """Put the next field at the next multiple of `align` bytes."""
+        shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
+        if min(shape) < 0:
+            raise ValueError(f"{self.name}.{name}: shape {shape} is negative")
+        offset_bytes = -(-self._end_bytes // align) * align
+        total_bytes = TYPE_BYTES[type]
+        for length in shape:
+            total_bytes *= length
+        self._fields.append(
+            Field(
+                name=name,
+                type=type,
+                dimensions=tuple(str(dimension) for dimension in dimensions),
+                shape=shape,
+                offset_bytes=offset_bytes,
+                total_bytes=total_bytes,
+                written_by=by,
+                read_by=to,
+                ordering=ordering,
+            )
+        )
+        self._end_bytes = offset_bytes + total_bytes
+
+    def layout(self) -> Layout:
+        """The finished layout, a whole number of pages long."""
+        total_bytes = -(-self._end_bytes // PAGE_BYTES) * PAGE_BYTES
+        return Layout(name=self.name, kind=self.kind, fields=tuple(self._fields), total_bytes=total_bytes)
+
+
+def fixed(*, file_bytes: int) -> Layout:
+    """The fixed tensors: the package's fixed.safetensors, byte for byte, sealed once it is loaded."""
+    fields = Fields("fixed", 1, {"file_bytes": file_bytes})
+    fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering="written and sealed before Ready")
+    return fields.layout()
+
+
+def slots(*, gate_slots: int, gate_part_bytes: int, rest_slots: int, rest_part_bytes: int) -> Layout:
+    """Neuron slots: what is resident of bundles.bin."""
+    fields = Fields(
+        "slots",
+        2,
+        {
+            "gate_slots": gate_slots,
+            "gate_part_bytes": gate_part_bytes,
+            "rest_slots": rest_slots,
+            "rest_part_bytes": rest_part_bytes,
+        },
+    )
+    for part in ("gate", "rest"):
+        fields.add(
+            f"{part}_slots",
+            "u8",
+            f"{part}_slots",
+            f"{part}_part_bytes",
+            by="loader",
+            to="decode, prefill",
+            ordering="the residency word becomes present (release) after the bytes are there",
+            align=PAGE_BYTES,
+        )
+    return fields.layout()
+
+
+def residency(*, words: int, members: int) -> Layout:
+    """Which cluster is where. words: layers * experts * clusters, for each part; members: workers with a window,
+    decode workers first, then prefill workers."""
+    fields = Fields("residency", 3, {"words": words, "members": members})
+    fields.add(
+        "arrivals",
+        "u32",
+        LINE_WORDS,
+        by="loader",
+        to="decode, prefill",
+        ordering="word 0 grows after words became present or failed (acquire-release), then its sleepers are woken",
+    )
+    fields.add(
+        "generation",
+        "u32",
+        LINE_WORDS,
+        by="cache",
+        to="loader, monitor",
+        ordering="word 0 is the generation of the last Reset, stored (release) before it is sent",
+    )
+    for part in ("gate", "rest"):
+        fields.add(
+            f"{part}_words",
+            "u32",
+            "words",
+            by="loader, cache; decode and prefill the reference bit",
+            to="decode, prefill, loader, cache",
+            ordering="atomic; the table of states says who may change what",
+        )
+    fields.add(
+        "windows",
+        "u64",
+        2,
+        "members",
+        by="each member its own, of either part",
+        to="cache",
+        ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
+    )
+    return fields.layout()
+
+
+def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head_width: int) -> Layout:
+    """Keys and values, as fp16: of each layer, sequence and key head first all keys, then all values."""
+    fields = Fields(
+        "kv",
+        4,
+        {
+            "layers": layers,
+            "sequences": sequences,
+            "key_heads": key_heads,
+            "context_tokens": context_tokens,
+            "head_width": head_width,
+        },
+    )
+    fields.add(
+        "kv",
+        "u16",
+        "layers",
+        "sequences",
+        "key_heads",
+        2,
+        "context_tokens",
+        "head_width",
+        by="decode and prefill: the positions of the step they compute",
+        to="decode, prefill",
+        ordering="within a step the barrier, between steps StepDone and Prefilled",
+    )
+    return fields.layout()
+
+
+def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_rows: int, vocabulary: int) -> Layout:
+    """What the decode workers compute together. tokens: most in one step; query_width: query_heads * head_width;
+    logit_rows: rows of the decode workers, one per token of a step, then those of each prefill worker."""
+    fields = Fields(
+        "exchange",
+        5,
+        {
+            "tokens": tokens,
+            "width": width,
+            "query_width": query_width,
+            "blocks": blocks,
+            "logit_rows": logit_rows,
+            "vocabulary": vocabulary,
+        },
+    )
+    fields.add(
+        "epoch",
+        "u32",
+        LINE_WORDS,
+        by="coordinator",
+        to="decode, prefill",
+        ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
+    )
+    fields.add(
+        "barriers",
+        "u32",
+        BARRIERS,
+        LINE_WORDS,
+        by="decode",
+        to="decode",
+        ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
+    )
+    fields.add(
+        "status",
+        "u32",
+        LINE_WORDS,
+        by="decode: the last member to finish",
+        to="coordinator, monitor",
+        ordering="word 0 is the last step whose logits are complete (release)",
+    )
+    for name, dimensions in (
+        ("residual", ("tokens", "width")),
+        ("queries", ("tokens", "query_width")),
+        ("attention", ("tokens", "query_width")),
+        ("partials", ("tokens", "blocks", "width")),
+    ):
+        fields.add(
+            name,
+            "f32",
+            *dimensions,
+            by="decode: own ranges",
+            to="decode",
+            ordering="the barrier between the stages of a layer",
+        )
+    fields.add(
+        "logits",
+        "f32",
+        "logit_rows",
+        "vocabulary",
+        by="decode, prefill: own rows",
+        to="coordinator; the client of a Score",
+        ordering="StepDone, Prefilled, Scored: received after the rows are written; a client gives them back by Next",
+    )
+    return fields.layout()
+
+
+def board(*, processes: int) -> Layout:
+    """What every process says of itself, to be read without asking it. One line each, in the order of the plan."""
+    fields = Fields("board", 6, {"processes": processes})
+    fields.add(
+        "processes",
+        "u32",
+        "processes",
+        LINE_WORDS,
+        by="each process its own line; state also the supervisor",
+        to="supervisor, coordinator, monitor",
+        ordering="single words, no order among them",
+    )
+    fields.add(
+        "memory",
+        "u64",
+        LINE_WORDS // 2,
+        by="supervisor",
+        to="coordinator, monitor",
+        ordering="single words, no order among them",
+    )
+    return fields.layout()
+
+
+def examples() -> tuple[Layout, ...]:
+    """Every layout with small lengths, for the specification and for tests."""
+    return (
+        fixed(file_bytes=100),
+        slots(gate_slots=3, gate_part_bytes=4096, rest_slots=2, rest_part_bytes=8192),
+        residency(words=10, members=3),
+        kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
+        exchange(tokens=2, width=32, query_width=32, blocks=2, logit_rows=3, vocabulary=50),
+        board(processes=6),
+    )

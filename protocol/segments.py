@@ -1,0 +1,205 @@
+"""Shared segments: anonymous memory files with a header page, and their mappings.
+
+The supervisor creates all segments and keeps their descriptors, so that no worker's death loses one. Children inherit
+descriptors; others open them through /proc/<pid>/fd/<n>. Whoever is only to read gets a descriptor that cannot be
+mapped for writing.
+
+    header page, little-endian, the rest zero
+    offset  bytes  what
+         0      8  magic "NPSEG1" and two zero bytes
+         8      4  version of this header, 1
+        12      4  kind of segment
+        16      4  generation: which of several segments of this kind
+        20      4  fingerprint of the layout (CRC-32 of its text)
+        24      8  total bytes, this page included
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.layouts import Layout
+
+MAGIC = b"NPSEG1\0\0"
+HEADER_VERSION = 1
+_HEADER = struct.Struct("<8sIIIIQ")
+
+_FORMATS: dict[str, Any] = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "f32": "f"}
+
+# From linux/fcntl.h and linux/memfd.h: Python leaves them out where its C library is older than the kernel.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "armv7l": 385, "armv8l": 385, "riscv64": 279}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A descriptor of a segment whose header was checked against a layout. Not mapped yet: see `map`."""
+
+    layout: Layout
+    fd: int
+    generation: int
+
+    @classmethod
+    def create(cls, layout: Layout, generation: int = 1) -> Segment:
+        """A new segment, zeroed, of fixed size. Raises UserError when there is not enough memory."""
+        fd = _memfd_create(f"neuronpipe-{layout.name}")
+        try:
+            os.ftruncate(fd, layout.total_bytes)
+            header = _HEADER.pack(
+                MAGIC, HEADER_VERSION, layout.kind, generation, layout.fingerprint, layout.total_bytes
+            )
+            os.pwrite(fd, header, 0)
+            # A file that shrinks under a reader's mapping would kill the reader.
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
+        except OSError as error:
+            os.close(fd)
+            raise UserError(
+                f"segment {layout.name}: cannot make {layout.total_bytes} bytes: {error.strerror}; "
+                "plan with a smaller memory limit"
+            ) from error
+        return cls(layout, fd, generation)
+
+    @classmethod
+    def attach(cls, layout: Layout, fd: int, generation: int | None = None) -> Segment:
+        """The segment behind an inherited descriptor, which it takes over. Raises UserError when it is not one of
+        this layout (and, where given, of this generation)."""
+        header = os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
+            raise UserError(f"segment {layout.name}: descriptor {fd} is no segment; start the run again")
+        _, version, kind, found_generation, fingerprint, total_bytes = _HEADER.unpack(header)
+        wanted: tuple[tuple[str, int, int], ...] = (
+            ("version", version, HEADER_VERSION),
+            ("kind", kind, layout.kind),
+            ("total bytes", total_bytes, layout.total_bytes),
+            ("layout", fingerprint, layout.fingerprint),
+            ("size of the file", os.fstat(fd).st_size, layout.total_bytes),
+            ("generation", found_generation, found_generation if generation is None else generation),
+        )
+        for what, found, expected in wanted:
+            if found != expected:
+                raise UserError(
+                    f"segment {layout.name}: {what}: found {found}, expected {expected}; start the run again"
+                )
+        return cls(layout, fd, found_generation)
+
+    @classmethod
+    def open(cls, layout: Layout, pid: int, fd: int, *, writable: bool = False) -> Segment:
+        """The segment that process `pid` holds as descriptor `fd`. Raises UserError when it cannot be opened."""
+        path = f"/proc/{pid}/fd/{fd}"
+        try:
+            opened = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"segment {layout.name}: {path}: {error.strerror}; is the run still live?") from error
+        try:
+            return cls.attach(layout, opened)
+        except UserError:
+            os.close(opened)
+            raise
+
+    def read_only(self) -> Segment:
+        """The same segment behind a new descriptor that cannot be mapped for writing, to be handed to readers."""
+        return Segment(self.layout, os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC), self.generation)
+
+    def seal(self) -> None:
+        """Make the content final: no process can write it from now on, whatever descriptor it has. Raises
+        RuntimeError while any process has a writable mapping."""
+        try:
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEAL_WRITE | _SEAL_SEAL)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            raise RuntimeError(f"segment {self.layout.name}: cannot be sealed while it is mapped for writing") from None
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the content is final."""
+        return bool(fcntl.fcntl(self.fd, _F_GET_SEALS) & _SEAL_WRITE)
+
+    def map(self, *, writable: bool = False) -> Mapping:
+        """Map the whole segment. Raises PermissionError when the descriptor is read-only or the segment sealed."""
+        return Mapping(self, writable)
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Mapping:
+    """A mapped segment; `view` gives its fields as flat memoryviews, until `close`."""
+
+    def __init__(self, segment: Segment, writable: bool) -> None:
+        self.layout = segment.layout
+        self.writable = writable
+        if writable:
+            self._memory = mmap.mmap(segment.fd, self.layout.total_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            # Kernels before 6.7 take any mapping of a writable descriptor for a writer, and would not seal beside it.
+            with segment.read_only() as reader:
+                self._memory = mmap.mmap(reader.fd, self.layout.total_bytes, prot=mmap.PROT_READ)
+        self._views: list[memoryview[Any]] = [memoryview(self._memory)]
+
+    def view(self, name: str) -> memoryview[Any]:
+        """The items of one field, in one dimension. The field's shape is in the layout."""
+        field = self.layout[name]
+        content = self._views[0][field.offset_bytes : field.offset_bytes + field.total_bytes]
+        typed: memoryview[Any] = content.cast(_FORMATS[field.type])
+        self._views += [content, typed]
+        return typed
+
+    def close(self) -> None:
+        """Release all views and unmap. Raises BufferError, and leaves the segment mapped, while something else still
+        looks into a view."""
+        try:
+            while self._views:
+                self._views[-1].release()
+                self._views.pop()
+            self._memory.close()
+        except BufferError as error:
+            raise BufferError(f"segment {self.layout.name}: still in use: {error}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _memfd_create(name: str) -> int:
+    """os.memfd_create, which Python lacks where it was built for an Android older than 11: there by its number."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    return _memfd_create_by_number(name)
+
+
+def _memfd_create_by_number(name: str) -> int:
+    import ctypes  # heavy, and wanted on such phones only
+
+    number = _MEMFD_CREATE.get(os.uname().machine)
+    if number is None:
+        raise UserError(f"segment {name}: no memfd_create known for {os.uname().machine}; use a newer Python")
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    flags = ctypes.c_uint(_MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    fd = int(call(ctypes.c_long(number), ctypes.c_char_p(name.encode()), flags))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd

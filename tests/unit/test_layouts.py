@@ -1,0 +1,62 @@
+"""Layouts: fields neither overlap nor straddle lines, and agree wherever they are computed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layouts import LINE_BYTES, PAGE_BYTES, Layout
+from neuronpipe.protocol.messages.lifecycle import STATES
+
+lengths = st.integers(1, 100)
+
+
+@st.composite
+def some_layout(draw: st.DrawFn) -> Layout:
+    make = draw(st.sampled_from([layouts.residency, layouts.kv, layouts.exchange, layouts.board]))
+    names = make.__kwdefaults__ or [name for name in make.__annotations__ if name != "return"]
+    return make(**{name: draw(lengths) for name in names})
+
+
+@given(some_layout())
+def test_fields_start_on_lines_and_do_not_overlap(layout: Layout) -> None:
+    end = PAGE_BYTES
+    for field in layout.fields:
+        assert field.offset_bytes % LINE_BYTES == 0
+        assert field.offset_bytes >= end
+        end = field.offset_bytes + field.total_bytes
+    assert end <= layout.total_bytes
+    assert layout.total_bytes % PAGE_BYTES == 0
+
+
+def test_slots_start_where_direct_reads_may_go() -> None:
+    layout = layouts.slots(gate_slots=3, gate_part_bytes=4096, rest_slots=5, rest_part_bytes=12288)
+    assert [field.offset_bytes % 4096 for field in layout.fields] == [0, 0]
+    assert layout["rest_slots"].offset_bytes == 4096 + 3 * 4096
+    assert layout.total_bytes == 4096 + 3 * 4096 + 5 * 12288
+
+
+def test_a_fingerprint_tells_layouts_apart() -> None:
+    made = [layouts.residency(words=words, members=members).fingerprint for words in (64, 65) for members in (1, 2)]
+    assert len(set(made)) == 4
+    assert layouts.board(processes=2).fingerprint == layouts.board(processes=2).fingerprint
+
+
+def test_every_segment_has_a_kind_of_its_own() -> None:
+    examples = layouts.examples()
+    assert len({layout.kind for layout in examples}) == len({layout.name for layout in examples}) == len(examples)
+
+
+def test_a_field_that_is_not_there_is_named() -> None:
+    with pytest.raises(KeyError, match="board: no field epoch"):
+        layouts.board(processes=1)["epoch"]
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"board.processes: shape \(-1, 16\) is negative"):
+        layouts.board(processes=-1)
+
+
+def test_a_state_fits_its_word_on_the_board() -> None:
+    assert layouts.BOARD_WORDS[0] == "state"
+    assert len(set(STATES)) == len(STATES)
+    assert len(layouts.BOARD_WORDS) <= layouts.LINE_WORDS
