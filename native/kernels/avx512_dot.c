@@ -13,8 +13,8 @@ NP_INLINE NP_AVX512 void f16_step(__m512 w, __mmask16 mask, size_t j, int lane, 
     }
 }
 
-NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation,
-                                 size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+        size_t stride, const int tokens, float *sums) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     __m512 sum[NP_TOKEN_BLOCK][4];
     for (int t = 0; t < tokens; t++)
@@ -22,6 +22,7 @@ NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, s
     size_t j = 0;
     for (; j + 64 <= n; j += 64)
         for (int lane = 0; lane < 4; lane++) {
+            if (lane % 2 == 0) _mm_prefetch((const void *)(quants + 2 * j + 32 * lane + ahead), _MM_HINT_T0);
             const __m512 weights = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(w + j + 16 * lane)));
             f16_step(weights, 0xffff, j + 16 * lane, lane, activation, stride, tokens, sum);
         }
@@ -56,8 +57,8 @@ NP_INLINE NP_AVX512 void q8_pair(__m512i w, size_t pair, __m512 *scale, const np
     }
 }
 
-NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation,
-                                size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+        size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const size_t groups = n / NP_GROUP;
     np_activation x[NP_TOKEN_BLOCK];
@@ -71,8 +72,10 @@ NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, si
         const __m512 weight_scale = group_scales(s + g, count);
         for (int t = 0; t < tokens; t++) scale[t] = _mm512_mul_ps(weight_scale, _mm512_loadu_ps(x[t].scales + g));
         const uint8_t *w = quants + g * NP_GROUP;
-        for (size_t pair = 0; pair < count / 2; pair++)
+        for (size_t pair = 0; pair < count / 2; pair++) {
+            _mm_prefetch((const void *)(w + 64 * pair + ahead), _MM_HINT_T0);
             q8_pair(_mm512_loadu_si512(w + 64 * pair), pair, scale, x, g + 2 * pair, tokens, sum);
+        }
         if (count % 2) {
             const __m512i half = _mm512_maskz_loadu_epi8(0xffffffff, w + 32 * (count - 1));
             q8_pair(half, count / 2, scale, x, g + count - 1, tokens, sum);
@@ -98,8 +101,8 @@ NP_INLINE NP_AVX512 void q4_four(__m512i w, size_t four, __m512 *scale, __m512i 
     }
 }
 
-NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, const uint8_t *activation,
-                                size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+        size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const size_t groups = n / NP_GROUP;
     np_activation x[NP_TOKEN_BLOCK];
@@ -117,8 +120,10 @@ NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, si
             offset[t] = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(x[t].sums + g)), 3);
         }
         const uint8_t *w = quants + g * 16;
-        for (size_t four = 0; four < count / 4; four++)
+        for (size_t four = 0; four < count / 4; four++) {
+            _mm_prefetch((const void *)(w + 64 * four + ahead), _MM_HINT_T0);
             q4_four(_mm512_loadu_si512(w + 64 * four), four, scale, offset, x, g + 4 * four, tokens, sum);
+        }
         if (count % 4) {
             const size_t done = count / 4 * 4;
             const __m512i rest = _mm512_maskz_loadu_epi8(((__mmask64)1 << 16 * (count - done)) - 1, w + 16 * done);

@@ -8,8 +8,8 @@
 
 #define NP_INLINE static inline __attribute__((always_inline))
 
-enum { NP_GROUP = 32 };       /* weights that share a scale */
-enum { NP_TOKEN_BLOCK = 4 };  /* tokens computed together, so that a row's weights are unpacked once for all of them */
+enum { NP_GROUP = 32 };      /* weights that share a scale */
+enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
 /* One np_dot_rows call. */
 typedef struct {
@@ -52,26 +52,30 @@ extern const np_isa np_isa_neon, np_isa_dotprod;
 np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_dotprod_dot_q8, np_dotprod_dot_q4;
 #endif
 
-/* Define the np_dot_function NAME from ROW(quants, scales, n, activation, stride_bytes, tokens, sums), an always-inlined
+/* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an always-inlined
  * function whose token count is a constant at both places it is used. A (row, token) goes through the same operations in
- * either place, which is what makes its bits independent of what else is asked for. */
-#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                                        \
-    TARGET void NAME(const np_dot_job *job) {                                                                        \
-        for (size_t r = 0; r < job->rows; r++) {                                                                     \
+ * either place, which is what makes its bits independent of what else is asked for.
+ * `ahead` is how many bytes beyond the quants it reads a row may prefetch: 0 where that would leave the rows asked for. */
+enum { NP_AHEAD_BYTES = 1024 };
+
+#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                                         \
+    TARGET void NAME(const np_dot_job *job) {                                                                         \
+        for (size_t r = 0; r < job->rows; r++) {                                                                      \
             const uint8_t *quants = job->quants + r * job->quant_bytes, *scales = job->scales + r * job->scale_bytes; \
-            const float bias = job->bias ? job->bias[r] : 0.0f;                                                      \
-            const uint8_t *activation = job->activations;                                                            \
-            const size_t stride = job->activation_stride_bytes;                                                      \
-            float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                                         \
-            size_t left = job->tokens;                                                                               \
-            for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK, activation += NP_TOKEN_BLOCK * stride) {          \
-                ROW(quants, scales, job->n, activation, stride, NP_TOKEN_BLOCK, sums);                               \
-                for (int t = 0; t < NP_TOKEN_BLOCK; t++, out += job->out_stride) *out = sums[t] + bias;              \
-            }                                                                                                        \
-            for (; left; left--, activation += stride, out += job->out_stride) {                                     \
-                ROW(quants, scales, job->n, activation, stride, 1, sums);                                            \
-                *out = sums[0] + bias;                                                                               \
-            }                                                                                                        \
-        }                                                                                                            \
+            const size_t ahead = (job->rows - r - 1) * job->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;       \
+            const float bias = job->bias ? job->bias[r] : 0.0f;                                                       \
+            const uint8_t *activation = job->activations;                                                             \
+            const size_t stride = job->activation_stride_bytes;                                                       \
+            float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                                          \
+            size_t left = job->tokens;                                                                                \
+            for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK, activation += NP_TOKEN_BLOCK * stride) {           \
+                ROW(quants, scales, job->n, ahead, activation, stride, NP_TOKEN_BLOCK, sums);                         \
+                for (int t = 0; t < NP_TOKEN_BLOCK; t++, out += job->out_stride) *out = sums[t] + bias;               \
+            }                                                                                                         \
+            for (; left; left--, activation += stride, out += job->out_stride) {                                      \
+                ROW(quants, scales, job->n, ahead, activation, stride, 1, sums);                                      \
+                *out = sums[0] + bias;                                                                                \
+            }                                                                                                         \
+        }                                                                                                             \
     }
 #endif

@@ -1,0 +1,17 @@
+/* NEON with the dot product instructions (Armv8.2 dotprod): q8 and q4 rows. All else is as with NEON. */
+#if defined(__aarch64__)
+#if defined(__clang__)
+#define TARGET __attribute__((target("dotprod")))
+#else
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+#define DOT_Q8 np_dotprod_dot_q8
+#define DOT_Q4 np_dotprod_dot_q4
+#include "kernels/isa.h"
+
+#include <arm_neon.h>
+
+NP_INLINE TARGET int32x4_t multiply_add(int32x4_t sum, int8x16_t w, int8x16_t x) { return vdotq_s32(sum, w, x); }
+
+#include "kernels/neon_rows.h"
+#endif

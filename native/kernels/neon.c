@@ -1,0 +1,95 @@
+/* NEON: everything but the dot products, and the tables of both NEON instruction sets. */
+#include "kernels/activation.h"
+#include "kernels/exponential.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+
+static void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *w = (const uint16_t *)(const void *)quants;
+    size_t j = 0;
+    for (; j + 8 <= n; j += 8) {
+        const float16x8_t packed = vreinterpretq_f16_u16(vld1q_u16(w + j));
+        vst1q_f32(y + j, vfmaq_n_f32(vld1q_f32(y + j), vcvt_f32_f16(vget_low_f16(packed)), a));
+        vst1q_f32(y + j + 4, vfmaq_n_f32(vld1q_f32(y + j + 4), vcvt_high_f32_f16(packed), a));
+    }
+    for (; j < n; j++) y[j] = __builtin_fmaf(a, np_half_to_float(w[j]), y[j]); /* rounds once, like the body */
+}
+
+/* y[0..15] += factor * w. */
+NP_INLINE void add_16(int8x16_t w, float factor, float *y) {
+    const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(w)), vmovl_high_s8(w)};
+    for (int k = 0; k < 2; k++, y += 8) {
+        const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(halves[k])));
+        const float32x4_t high = vcvtq_f32_s32(vmovl_high_s16(halves[k]));
+        vst1q_f32(y, vfmaq_n_f32(vld1q_f32(y), low, factor));
+        vst1q_f32(y + 4, vfmaq_n_f32(vld1q_f32(y + 4), high, factor));
+    }
+}
+
+static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (size_t g = 0; g < n / NP_GROUP; g++, quants += NP_GROUP, y += NP_GROUP) {
+        const float factor = a * np_half_to_float(s[g]);
+        add_16(vld1q_s8((const int8_t *)quants), factor, y);
+        add_16(vld1q_s8((const int8_t *)quants + 16), factor, y + 16);
+    }
+}
+
+static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    const int8x16_t eight = vdupq_n_s8(8);
+    for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
+        const float factor = a * np_half_to_float(s[g]);
+        const uint8x16_t packed = vld1q_u8(quants);
+        add_16(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(15))), eight), factor, y);
+        add_16(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight), factor, y + 16);
+    }
+}
+
+static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
+
+static float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
+
+static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
+    size_t j = 0;
+    for (; j + 4 <= n; j += 4) vst1_u16(out + j, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + j))));
+    for (; j < n; j++) out[j] = np_float_to_half(x[j]);
+}
+
+static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
+    size_t j = 0;
+    for (; j + 4 <= n; j += 4) vst1q_f32(out + j, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x + j))));
+    for (; j < n; j++) out[j] = np_half_to_float(x[j]);
+}
+
+static int neon_runs_here(void) { return 1; } /* part of every 64-bit Arm processor */
+
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+static int dotprod_runs_here(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+
+const np_isa np_isa_neon = {
+    "neon",
+    neon_runs_here,
+    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4},
+    {add_f16, add_q8, add_q4},
+    prepare,
+    softmax_weights,
+    f32_to_f16,
+    f16_to_f32,
+};
+
+const np_isa np_isa_dotprod = {
+    "dotprod",
+    dotprod_runs_here,
+    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4},
+    {add_f16, add_q8, add_q4},
+    prepare,
+    softmax_weights,
+    f32_to_f16,
+    f16_to_f32,
+};
+#endif

@@ -1,0 +1,77 @@
+/* Dot products of q8 and q4 rows with NEON, for the two ways of multiplying bytes. The including file defines
+ *   TARGET                        a function attribute, may be empty
+ *   multiply_add(sum, w, x)       sum + products of 16 signed bytes, in some fixed way over four int32 lanes
+ *   DOT_Q8, DOT_Q4                the names of the two np_dot_functions */
+#include "kernels/activation.h"
+
+#include <arm_neon.h>
+
+/* The scales of four groups, fewer at a row's end. */
+NP_INLINE TARGET float32x4_t group_scales(const uint16_t *scales, size_t count) {
+    uint16_t rest[4] = {0};
+    if (count < 4) scales = memcpy(rest, scales, 2 * count);
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(scales)));
+}
+
+NP_INLINE TARGET void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                             size_t stride, const int tokens, float *sums) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    const size_t groups = n / NP_GROUP;
+    np_activation x[NP_TOKEN_BLOCK];
+    float32x4_t sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++) {
+        x[t] = np_activation_at(activation + t * stride, n);
+        sum[t] = vdupq_n_f32(0);
+    }
+    for (size_t first = 0; first < groups; first += 4) {
+        const size_t count = groups - first < 4 ? groups - first : 4;
+        const float32x4_t weight_scale = group_scales(s + first, count);
+        for (int t = 0; t < tokens; t++) scale[t] = vmulq_f32(weight_scale, vld1q_f32(x[t].scales + first));
+        for (size_t g = 0; g < count; g++) {
+            const size_t at = (first + g) * NP_GROUP;
+            const int8x16_t w0 = vld1q_s8((const int8_t *)quants + at), w1 = vld1q_s8((const int8_t *)quants + at + 16);
+            __builtin_prefetch(quants + at + ahead);
+            for (int t = 0; t < tokens; t++) {
+                int32x4_t dot = multiply_add(vdupq_n_s32(0), w0, vld1q_s8(x[t].quants + at));
+                dot = multiply_add(dot, w1, vld1q_s8(x[t].quants + at + 16));
+                sum[t] = vfmaq_n_f32(sum[t], vcvtq_f32_s32(dot), scale[t][g]);
+            }
+        }
+    }
+    for (int t = 0; t < tokens; t++) sums[t] = vaddvq_f32(sum[t]);
+}
+
+NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                             size_t stride, const int tokens, float *sums) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    const uint8x16_t nibble = vdupq_n_u8(15);
+    const int8x16_t eight = vdupq_n_s8(8);
+    const size_t groups = n / NP_GROUP;
+    np_activation x[NP_TOKEN_BLOCK];
+    float32x4_t sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++) {
+        x[t] = np_activation_at(activation + t * stride, n);
+        sum[t] = vdupq_n_f32(0);
+    }
+    for (size_t first = 0; first < groups; first += 4) {
+        const size_t count = groups - first < 4 ? groups - first : 4;
+        const float32x4_t weight_scale = group_scales(s + first, count);
+        for (int t = 0; t < tokens; t++) scale[t] = vmulq_f32(weight_scale, vld1q_f32(x[t].scales + first));
+        for (size_t g = 0; g < count; g++) {
+            const uint8x16_t packed = vld1q_u8(quants + (first + g) * 16);
+            __builtin_prefetch(quants + (first + g) * 16 + ahead);
+            const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, nibble)), eight);
+            const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight);
+            const size_t at = np_q4_place(first + g);
+            for (int t = 0; t < tokens; t++) {
+                int32x4_t dot = multiply_add(vdupq_n_s32(0), low, vld1q_s8(x[t].quants + at));
+                dot = multiply_add(dot, high, vld1q_s8(x[t].quants + at + 64));
+                sum[t] = vfmaq_n_f32(sum[t], vcvtq_f32_s32(dot), scale[t][g]);
+            }
+        }
+    }
+    for (int t = 0; t < tokens; t++) sums[t] = vaddvq_f32(sum[t]);
+}
+
+NP_DEFINE_DOT_ROWS(TARGET, DOT_Q8, q8_row)
+NP_DEFINE_DOT_ROWS(TARGET, DOT_Q4, q4_row)

@@ -1,0 +1,58 @@
+#!/bin/sh
+# Build and run the native tests: run.sh [native] [sanitized] [aarch64]; all three without arguments.
+# Exit status: 0 all passed, 1 a failure, 77 a part could not be run for want of tools (and nothing failed).
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+build="$here/../../build/native-tests"
+status=0
+
+part() { # part NAME RUNNER CMAKE-OPTIONS...
+    name=$1 runner=$2
+    shift 2
+    log="$build/$name.log"
+    mkdir -p "$build/$name"
+    if ! { cmake -S "$here" -B "$build/$name" "$@" && cmake --build "$build/$name" --parallel 2; } >"$log" 2>&1; then
+        tail -n 30 "$log"
+        echo "$name: build failed; the whole output is in $log"
+        status=1
+        return
+    fi
+    for source in "$here"/test_*.c; do
+        program=$(basename "$source" .c)
+        if output=$($runner "$build/$name/$program" 2>&1); then
+            echo "$name $program: ok, $(echo "$output" | tail -n 1)"
+        else
+            code=$?
+            echo "$output" | tail -n 40
+            echo "$name $program: FAILED (exit status $code)"
+            status=1
+        fi
+    done
+}
+
+lacking() { # lacking NAME WHAT PACKAGES
+    echo "$1: skipped, no $2; on Debian: apt-get install $3"
+    if [ "$status" = 0 ]; then status=77; fi
+}
+
+for wanted in ${*:-native sanitized aarch64}; do
+    case $wanted in
+    native) part native "" ;;
+    sanitized) part sanitized "" -DNP_SANITIZE=ON ;;
+    aarch64)
+        if ! command -v aarch64-linux-gnu-gcc >/dev/null; then
+            lacking aarch64 aarch64-linux-gnu-gcc "gcc-aarch64-linux-gnu libc6-dev-arm64-cross"
+        elif ! command -v qemu-aarch64-static >/dev/null; then
+            lacking aarch64 qemu-aarch64-static qemu-user-static
+        else
+            part aarch64 "qemu-aarch64-static -cpu max" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+                -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_EXE_LINKER_FLAGS=-static
+        fi
+        ;;
+    *)
+        echo "run.sh: unknown part '$wanted'; use native, sanitized or aarch64"
+        exit 2
+        ;;
+    esac
+done
+exit $status
