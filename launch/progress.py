@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar on a terminal, elsewhere a line per tenth. Work below two seconds stays silent."""
+"""Progress of long work, on stderr: a bar on a terminal, elsewhere a line per tenth; silent at first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SILENT_S = 2.0
 
 
 class Progress:
-    """Call it with (done, total) as often as you like; use it as a context manager, so that the bar goes when work ends.
+    """Call it with (done, total) as often as you like; as a context manager, so that the bar goes when work ends.
 
     with Progress("converting", "bytes") as progress:
         convert(source, target, progress=progress)

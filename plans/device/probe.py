@@ -8,9 +8,7 @@ import hashlib
 import json
 import mmap
 import os
-import platform
 import resource
-import tempfile
 from pathlib import Path
 
 from neuronpipe.native import ffi, lib
@@ -34,7 +32,7 @@ def probe(directory: Path, *, brief: bool = True) -> Device:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     bundles = directory / BUNDLES
     device = Device(
-        architecture=platform.machine(),
+        architecture=os.uname().machine,
         instruction_set=ffi.string(lib.np_isa_name()).decode(),
         cores=read_cores(root, os.sched_getaffinity(0)),
         cpu_quota=read_cpu_quota(root),
@@ -76,6 +74,6 @@ def _keep_curve(path: Path, curve: FlashCurve) -> None:
     """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(curve), file)
-        os.replace(file.name, path)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(dataclasses.asdict(curve)), encoding="utf-8")
+        fresh.rename(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-
 from neuronpipe.launch import progress as module
 from neuronpipe.launch.progress import Progress
 

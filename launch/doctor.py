@@ -1,0 +1,192 @@
+"""What this machine can and cannot do for neuronpipe, and what to do about it.
+
+Each check answers one question a run depends on. "fail": nothing runs until it is put right; "warn": it runs, slower or
+with less. A check that breaks is itself a finding, so that the doctor always has something to say.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.device.device import Device
+
+LEAST_PYTHON = (3, 11)
+LOW_MEMORY_BYTES = 512 << 20
+LOW_DISK_BYTES = 1 << 30
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding; `advice` says what to do next and is empty when all is well."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def checks(directory: Path) -> list[Check]:
+    """All checks, for a package in `directory`. Measures its flash anew (half a second)."""
+    made = [_guarded("python", _python), _guarded("compiler", _compiler), _guarded("kernels", _kernels)]
+    if made[-1].state != "fail":
+        made += _device_checks(directory)
+    made += [
+        _guarded("shared memory", _shared_memory),
+        _guarded("run directory", _run_directory),
+        _guarded("free disk", lambda: _free_disk(directory)),
+    ]
+    return made
+
+
+def render(made: list[Check]) -> str:
+    """The findings for a person, one per line, each advice below its finding."""
+    lines = []
+    for check in made:
+        lines.append(f"{MARKS[check.state]}  {check.name:<14} {check.found}")
+        if check.advice:
+            lines.append(f"{'':21}-> {check.advice}")
+    return "\n".join(lines) + "\n"
+
+
+def _guarded(name: str, make: Callable[[], Check]) -> Check:
+    try:
+        return make()
+    except UserError as error:
+        return Check(name=name, state="fail", found=str(error), advice="put this right, then run the doctor again")
+    except (OSError, ImportError) as error:
+        return Check(
+            name=name, state="fail", found=f"{type(error).__name__}: {error}", advice=_ADVICE_WHEN_BROKEN[name]
+        )
+
+
+_ADVICE_WHEN_BROKEN = {
+    "python": "install Python 3.11 or newer",
+    "compiler": "install gcc or clang",
+    "kernels": "compile them: start launch/neuronpipe from the checkout, or install the package again",
+    "device": "check that /proc and /sys can be read and that the package's files are yours",
+    "shared memory": "the kernel must offer memfd_create with sealing (Linux 3.17 or newer)",
+    "run directory": "set TMPDIR to a folder that can be written, with a short path",
+    "free disk": "name a package directory that exists",
+}
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}"
+    return Check(name="python", state="ok" if sys.version_info >= LEAST_PYTHON else "fail", found=found)
+
+
+def _compiler() -> Check:
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found is None:
+        advice = "only needed to change the kernels; install gcc or clang then"
+        return Check(name="compiler", state="warn", found="none", advice=advice)
+    return Check(name="compiler", state="ok", found=found)
+
+
+def _kernels() -> Check:
+    from neuronpipe.native import ffi, lib
+
+    used, offered = (ffi.string(name()).decode() for name in (lib.np_isa_name, lib.np_isa_names))
+    found = f"{used} in use, this machine runs {offered}"
+    if used == "scalar":
+        advice = "slow: there are no kernels for this processor's vector instructions, or NEURONPIPE_ISA says scalar"
+        return Check(name="kernels", state="warn", found=found, advice=advice)
+    return Check(name="kernels", state="ok", found=found)
+
+
+def _device_checks(directory: Path) -> list[Check]:
+    try:
+        from neuronpipe.plans.device.probe import probe
+
+        device = probe(directory, brief=False)
+    except (UserError, OSError) as error:
+        return [Check(name="device", state="fail", found=str(error), advice=_ADVICE_WHEN_BROKEN["device"])]
+    return [_cores(device), _memory(device), _locked_memory(device), _io_uring(device), _flash(device, directory)]
+
+
+def _cores(device: Device) -> Check:
+    allowed = [core for core in device.cores if core.allowed]
+    kinds = ", ".join(
+        f"{count} {kind}" for kind in ("big", "mid", "little") if (count := sum(core.kind == kind for core in allowed))
+    )
+    found = f"{kinds}; {len(allowed)} of {len(device.cores)} allowed, {device.architecture}"
+    if device.cpu_quota is not None and device.cpu_quota < len(allowed):
+        advice = "the control group's CPU quota stops all workers at once now and then; raise it for even speed"
+        return Check(name="cores", state="warn", found=f"{found}, quota {device.cpu_quota:g} cores", advice=advice)
+    return Check(name="cores", state="ok", found=found)
+
+
+def _memory(device: Device) -> Check:
+    found = f"{show_bytes(device.memory_available_bytes)} of {show_bytes(device.memory_total_bytes)} available"
+    if device.memory_available_bytes < LOW_MEMORY_BYTES:
+        advice = "close other programs, or name a limit that fits with --memory"
+        return Check(name="memory", state="warn", found=found, advice=advice)
+    return Check(name="memory", state="ok", found=found)
+
+
+def _locked_memory(device: Device) -> Check:
+    limit = device.memlock_bytes
+    if limit is None or limit >= device.memory_total_bytes:
+        return Check(name="locked memory", state="ok", found="no limit" if limit is None else show_bytes(limit))
+    advice = "weights may be swapped out when memory is short; where you may, raise it with `ulimit -l unlimited`"
+    return Check(name="locked memory", state="warn", found=f"at most {show_bytes(limit)}", advice=advice)
+
+
+def _io_uring(device: Device) -> Check:
+    if device.io_uring:
+        return Check(name="io_uring", state="ok", found="allowed")
+    advice = "flash is read by a pool of threads instead, with more work per read"
+    return Check(name="io_uring", state="warn", found="not allowed here", advice=advice)
+
+
+def _flash(device: Device, directory: Path) -> Check:
+    curve = device.flash
+    if curve is None:
+        found = f"not measured: {directory} holds no package, or a very small one"
+        return Check(name="flash", state="warn", found=found, advice="name a package: `neuronpipe doctor PACKAGE`")
+    speeds = ", ".join(f"{size} KiB {curve.bytes_per_s(size << 10, 32) / 1e6:.0f}" for size in (4, 16, 64, 256))
+    found = f"random reads at depth 32, MB/s: {speeds}; one 4 KiB read {4096e6 / curve.bytes_per_s(4096, 1):.0f} us"
+    if curve.direct:
+        return Check(name="flash", state="ok", found=found)
+    advice = "no direct I/O on this file system: copies also fill the page cache; put the package on internal storage"
+    return Check(name="flash", state="warn", found=found, advice=advice)
+
+
+def _shared_memory() -> Check:
+    import fcntl
+
+    descriptor = os.memfd_create("neuronpipe-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(descriptor)
+    return Check(name="shared memory", state="ok", found="memfd_create, with sealing")
+
+
+def _run_directory() -> Check:
+    directory = RunDirectory.create()
+    directory.remove()
+    return Check(name="run directory", state="ok", found=f"{directory.path.parent} can be written, sockets fit")
+
+
+def _free_disk(directory: Path) -> Check:
+    free_bytes = shutil.disk_usage(directory).free
+    found = f"{show_bytes(free_bytes)} at {directory}"
+    if free_bytes < LOW_DISK_BYTES:
+        advice = "make room before converting a model there"
+        return Check(name="free disk", state="warn", found=found, advice=advice)
+    return Check(name="free disk", state="ok", found=found)

@@ -1,0 +1,117 @@
+"""The device profile of this very machine, and its flash curve: measured once, kept, and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.device import flash
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, device_from_json
+from neuronpipe.plans.device.flash import measure
+from neuronpipe.plans.device.probe import probe
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "bundles.bin").write_bytes(os.urandom(2 << 20))
+    return folder
+
+
+def test_a_second_probe_reads_the_curve_of_the_first(package: Path) -> None:
+    first = probe(package)
+    assert first.flash is not None
+    assert all(point.bytes_per_s > 0 for point in first.flash.points)
+    started = time.perf_counter()
+    assert probe(package).flash == first.flash
+    assert time.perf_counter() - started < flash.BRIEF_BUDGET_S
+
+
+def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
+    brief, full = probe(package).flash, probe(package, brief=False).flash
+    assert brief is not None
+    assert full is not None
+    assert len(full.points) > len(brief.points)
+    assert probe(package).flash == full
+
+
+def test_the_id_is_the_same_on_every_start(package: Path) -> None:
+    assert probe(package).id == probe(package, brief=False).id == probe(package.parent).id
+
+
+def test_a_damaged_cache_is_measured_over(package: Path) -> None:
+    probe(package)
+    kept = next((package.parent / "cache" / "neuronpipe").iterdir())
+    kept.write_text('{"engine": "io_uring", "direct": true, "points": []}')
+    assert probe(package).flash is not None
+    assert json.loads(kept.read_text())["points"]
+
+
+def test_a_home_that_cannot_be_written_does_not_stop_a_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert probe(package).flash is not None
+
+
+def test_a_small_file_says_nothing_about_flash(tmp_path: Path) -> None:
+    small = tmp_path / "bundles.bin"
+    small.write_bytes(bytes(flash.LEAST_FILE_BYTES - 1))
+    assert measure(small, brief=True) is None
+
+
+def device(**changes: object) -> Device:
+    made = device_from_json(
+        {
+            "architecture": "aarch64",
+            "instruction_set": "dotprod",
+            "cores": [{"id": 0, "capacity": 1024, "kind": "big", "allowed": True}],
+            "cpu_quota": None,
+            "memory_total_bytes": 12 << 30,
+            "memory_available_bytes": 6 << 30,
+            "page_bytes": 4096,
+            "memlock_bytes": 65536,
+            "io_uring": False,
+            "flash": {
+                "engine": "threads",
+                "direct": True,
+                "points": [{"request_bytes": 4096, "depth": 1, "bytes_per_s": 5e7}],
+            },
+        }
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_json_gives_the_device_back() -> None:
+    assert device_from_json(json.loads(json.dumps(device().to_json()))) == device()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"memory_available_bytes": 1}, {"flash": None}, {"memory_total_bytes": (12 << 30) - 99}]
+)
+def test_what_comes_and_goes_does_not_change_the_id(changes: dict[str, object]) -> None:
+    assert device(**changes).id == device().id
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cores": ()}, {"cpu_quota": 0.5}, {"memory_total_bytes": 8 << 30}, {"io_uring": True}]
+)
+def test_other_rights_make_another_device(changes: dict[str, object]) -> None:
+    assert device(**changes).id != device().id
+
+
+def test_the_curve_is_read_between_and_beyond_its_points() -> None:
+    points = [(4096, 1, 100.0), (16384, 1, 400.0), (4096, 32, 1000.0)]
+    curve = FlashCurve(
+        engine="threads",
+        direct=True,
+        points=tuple(FlashPoint(request_bytes=size, depth=depth, bytes_per_s=speed) for size, depth, speed in points),
+    )
+    assert curve.bytes_per_s(8192, 1) == pytest.approx(200.0)
+    assert curve.bytes_per_s(1 << 20, 2) == pytest.approx(400.0)
+    assert curve.bytes_per_s(512, 64) == pytest.approx(1000.0)

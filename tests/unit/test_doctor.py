@@ -1,0 +1,63 @@
+"""The doctor answers every question, says what to do about each bad answer, and survives what it examines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.doctor import Check, checks, render
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def state(made: list[Check], name: str) -> str:
+    return next(check.state for check in made if check.name == name)
+
+
+def test_whatever_is_not_well_comes_with_advice(tmp_path: Path) -> None:
+    made = checks(tmp_path)
+    assert all(check.advice for check in made if check.state != "ok")
+    assert {"python", "kernels", "cores", "memory", "flash", "run directory"} <= {check.name for check in made}
+
+
+def test_missing_kernels_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "neuronpipe.native", None)
+    made = checks(tmp_path)
+    assert state(made, "kernels") == "fail"
+    assert state(made, "shared memory") == "ok"
+
+
+def test_a_folder_too_deep_for_sockets_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(deep))
+    assert state(checks(tmp_path), "run directory") == "fail"
+
+
+def test_a_missing_folder_is_a_finding(tmp_path: Path) -> None:
+    assert state(checks(tmp_path / "none"), "free disk") == "fail"
+
+
+def test_advice_stands_below_its_finding() -> None:
+    made = [
+        Check(name="memory", state="warn", found="little", advice="buy more"),
+        Check(name="x", state="ok", found="y"),
+    ]
+    assert render(made).splitlines() == [
+        "warn  memory         little",
+        "                     -> buy more",
+        "ok    x              y",
+    ]
+
+
+def test_the_verb_prints_json_and_fails_when_a_check_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", str(tmp_path / "none")]) == 1
+    found = json.loads(capsys.readouterr().out)["checks"]
+    assert {"name", "state", "found", "advice"} == set(found[0])
