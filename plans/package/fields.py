@@ -128,6 +128,10 @@ class Record:
             self.fail(name, f"expected a list, found {_shown(value)}")
         return value
 
+    def names(self) -> list[str]:
+        """The names of all fields, in order."""
+        return list(self._values)
+
     def without(self, name: str) -> dict[str, Any]:
         """All fields but one, as they are."""
         return {key: value for key, value in self._values.items() if key != name}

@@ -34,7 +34,7 @@ def fixed_vectors(shape: Shape, attention_bias: bool) -> Iterator[tuple[str, int
 def fixed_tensors(
     shape: Shape, quantization: Quantization, attention_bias: bool, tied_embeddings: bool
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (safetensors dtype, shape) in file order. The float32 vectors come first, so that every tensor is aligned."""
+    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
         name: ("F32", (length,)) for name, length in fixed_vectors(shape, attention_bias)
     }

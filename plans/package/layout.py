@@ -1,7 +1,7 @@
 """Where each neuron's bytes lie in bundles.bin: pure arithmetic, shared by the writer, the planner and the services.
 
-A cluster is `cluster_neurons` consecutive neurons of one (layer, expert). It has two parts, each padded to whole pages so
-that either is one aligned read: the gate part (gate rows) and the rest part (up and down rows).
+A cluster is `cluster_neurons` consecutive neurons of one (layer, expert). It has two parts, each padded to whole pages
+so that either is one aligned read: the gate part (gate rows) and the rest part (up and down rows).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _place(quantization: Quantization, width: int, count: int) -> tuple[int, int
 def _choose_cluster_neurons(quantization: Quantization, width: int) -> int:
     """The smallest cluster that wastes little, filled up with the neurons that still fit its pages.
 
-    Small clusters serve sparsity, whole pages serve flash. Of the counts up to MOST_CLUSTER_NEURONS the first whose padding is at
-    most MOST_WASTE is taken (the one with the least padding if none is); then as many neurons as need no further page.
+    Small clusters serve sparsity, whole pages serve flash. Of the counts up to MOST_CLUSTER_NEURONS the first whose
+    padding is at most MOST_WASTE is taken (or the one with the least padding); then as many as need no further page.
     """
     neuron_bytes = 3 * (quant_bytes(quantization, width) + scale_bytes(quantization, width))
     page_counts = {n: sum(_place(quantization, width, n)[:2]) for n in range(1, MOST_CLUSTER_NEURONS + 1)}

@@ -1,6 +1,7 @@
 """manifest.json: what a package holds and where. README.md of plans/ states every field.
 
-The manifest names every other file with its size and hash, and carries the hash of itself as `id`; a plan is made for one id.
+The manifest names every other file with its size and hash, and carries the hash of itself as `id`. A plan is made for
+one id.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The model's dimensions. `neurons` are those of one expert; window_tokens 0 means that a token attends to all before it."""
+    """The model's dimensions. `neurons` are those of one expert; window_tokens 0: a token attends to all before it."""
 
     width: int
     neurons: int

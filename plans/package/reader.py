@@ -71,7 +71,7 @@ class Package:
         for name in HASHED_FILES:
             if sha256_of(self.path / name) != self.manifest.files[name].sha256:
                 raise UserError(
-                    f"{self.path / name}: its content does not match the manifest's sha256: damaged; convert the model again"
+                    f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again"
                 )
 
     def checksums(self) -> bytes:

@@ -48,7 +48,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             header = parse_json(file.read(length), f"{path}: header")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    entries = {name: _entry(header.record(name), 8 + length) for name in header.without("__metadata__")}
+    entries = {name: _entry(header.record(name), 8 + length) for name in header.names() if name != "__metadata__"}
     _check_coverage(entries, 8 + length, size_bytes, path)
     return entries
 
@@ -78,7 +78,7 @@ def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_by
 
 
 def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Header bytes and entries of a file holding `tensors` (name -> dtype, shape) in that order, data aligned to 64 bytes."""
+    """Header and entries of a file of `tensors` (name -> dtype, shape) in that order, data aligned to 64 bytes."""
     described, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
         stop = offset + math.prod(shape) * DTYPE_BYTES[dtype]

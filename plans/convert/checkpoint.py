@@ -1,0 +1,168 @@
+"""A model as its source file describes it, in one vocabulary for every source format: what conversion starts from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored, row_bytes
+from neuronpipe.plans.package.manifest import Activation, Shape, Source
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+RowNumbers = NDArray[np.int64]
+
+
+class SourceFile:
+    """A file that is read by offset; reading past its end is an error, also when it shrinks meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._descriptor)
+
+    def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
+        """Fill `target` from `offset` on."""
+        view = target.data.cast("B")
+        while view:
+            try:
+                count = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise UserError(f"{self.path}: ends at byte {offset}, where a tensor should lie: truncated")
+            view, offset = view[count:], offset + count
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """Rows of one encoding at equal distances in a file. A vector is a matrix of one row."""
+
+    name: str
+    file: SourceFile
+    offset: int
+    rows: int
+    columns: int
+    encoding: str
+    order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
+
+    def reordered(self, order: RowNumbers) -> StoredMatrix:
+        """The same matrix with row r taken from the stored row order[r]."""
+        return replace(self, order=order)
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes of one row."""
+        return row_bytes(self.encoding, self.columns) or 0
+
+    def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
+        """The bytes of some rows: uint8 [len(rows), row bytes]. Neighbours are read at once."""
+        stride = self.stride_bytes
+        places = rows if self.order is None else self.order[rows]
+        target = np.empty((len(rows), stride), dtype=np.uint8)
+        breaks = np.flatnonzero(np.diff(places) != 1) + 1
+        for start, stop in zip((0, *breaks), (*breaks, len(rows)), strict=True):
+            if start < stop:
+                self.file.read_into(self.offset + int(places[start]) * stride, target[start:stop])
+        return target
+
+    def values(self, rows: RowNumbers) -> NDArray[np.float32]:
+        """Some rows as float32 [len(rows), columns]."""
+        return self.checked(decode_stored(self.encoding, self.stored(rows)))
+
+    def checked(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The same values of this tensor, refused when one is NaN or infinite."""
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
+        return values
+
+    def vector(self) -> NDArray[np.float32]:
+        """All values in one row."""
+        return self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+
+
+Stack = Mapping[str, tuple[StoredMatrix, ...]]
+
+
+class Inventory:
+    """The tensors of a source by name, and which were taken: a tensor left over would be ignored in silence."""
+
+    def __init__(self, where: Path) -> None:
+        self._where = where
+        self._tensors: dict[str, tuple[SourceFile, int, tuple[int, ...], str]] = {}
+        self._taken: set[str] = set()
+
+    def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
+        """Enter a tensor; shape is rows first."""
+        if name in self._tensors:
+            raise UserError(f"{file.path}: {name}: the tensor appears twice")
+        self._tensors[name] = (file, offset, shape, encoding)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> StoredMatrix:
+        """The tensor, which must have exactly this shape and an encoding that can be read."""
+        if name not in self._tensors:
+            raise UserError(f"{self._where}: {name}: the tensor is missing")
+        file, offset, found, encoding = self._tensors[name]
+        if found != shape:
+            raise UserError(f"{file.path}: {name}: has shape {list(found)}, but the configuration needs {list(shape)}")
+        if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
+            raise UserError(f"{file.path}: {name}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
+        self._taken.add(name)
+        return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
+
+    def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
+        """Refuse tensors that nobody took, unless known to be harmless: the model computes more than is understood."""
+        for name in self._tensors:
+            if name not in self._taken and not harmless.fullmatch(name):
+                raise UserError(f"{self._where}: {name}: a tensor that this architecture does not have; not supported")
+
+
+class Options(NamedTuple):
+    """What the person who converts may say besides the source; None: as the source says."""
+
+    activation: Activation | None = None
+    tokenizer: Path | None = None
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything about a model that conversion needs. Context manager: closes its files.
+
+    `matrices` and `vectors` have the names of fixed.safetensors, and gate, up and down of every layer besides. A name
+    stands for one stored tensor or for several, one below the other (query, key and value). down is [width, neurons].
+    """
+
+    source: Source
+    activation: Activation
+    shape: Shape
+    tied_embeddings: bool
+    attention_bias: bool
+    end_tokens: tuple[int, ...]
+    tokenizer: bytes
+    inverse_frequency: NDArray[np.float32]
+    matrices: Stack
+    vectors: Stack
+    files: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()

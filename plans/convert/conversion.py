@@ -1,0 +1,179 @@
+"""The conversion: from a checkpoint to a package in blocks of rows, in a fraction of the model's size of RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, StoredMatrix
+from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
+from neuronpipe.plans.convert.frequencies import hot_first, read_frequencies
+from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.convert.source import open_checkpoint
+from neuronpipe.plans.package.fixed import fixed_matrices
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization, compute_layout
+from neuronpipe.plans.package.manifest import Activation, Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import PackageWriter, Rows
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+BLOCK_BYTES = 1 << 20  # of float32 rows in work at a time: small enough for the caches
+LEAST_SLAB_BYTES, MOST_SLAB_BYTES, SLAB_SHARE = (
+    4 << 20,
+    512 << 20,
+    1 / 16,
+)  # of a transposed Down; share of the model's size
+
+Progress = Callable[[int, int], None]
+"""Called with the number of weights that are written and the number of all weights."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    quantization: Quantization,
+    activation: Activation | None = None,
+    frequencies: Path | None = None,
+    tokenizer: Path | None = None,
+    context_tokens: int | None = None,
+    name: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Package:
+    """Convert a Hugging Face directory or a GGUF file into a package.
+
+    activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
+    [layers, experts, neurons]; neurons are then stored hot first. Configuration, headers and shapes are checked before
+    anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
+    """
+    with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
+        shape = checkpoint.shape
+        _require_groups(checkpoint, quantization, source)
+        shares = None if frequencies is None else read_frequencies(frequencies, shape)
+        layout = compute_layout(quantization, shape.width, shape.neurons, "source" if shares is None else "frequency")
+        manifest = Manifest(
+            name=name or checkpoint.source.name,
+            source=checkpoint.source,
+            activation=checkpoint.activation,
+            quantization=quantization,
+            shape=shape,
+            attention_bias=checkpoint.attention_bias,
+            tied_embeddings=checkpoint.tied_embeddings,
+            end_tokens=checkpoint.end_tokens,
+            layout=layout,
+            files={},
+            quantization_error={},
+            activity_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
+        )
+        with PackageWriter(target, manifest, overwrite=overwrite) as writer:
+            work = _Work(checkpoint, manifest, writer, progress or (lambda done, total: None))
+            work.fixed()
+            for layer in range(shape.layers):
+                work.neurons(layer, np.arange(shape.neurons) if shares is None else hot_first(shares[layer, 0]))
+            return writer.finish(checkpoint.tokenizer, work.errors())
+
+
+def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:
+    shape = checkpoint.shape
+    for what, columns in (("width", shape.width), ("query_heads * head_width", shape.query_width)):
+        if quantization != "f16" and columns % GROUP_WEIGHTS:
+            raise UserError(f"{source}: {what} is {columns}, no multiple of {GROUP_WEIGHTS}, so only f16 is possible")
+
+
+def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNumbers]:
+    """Split row numbers into blocks of about BLOCK_BYTES as float32, multiples of `granule` but for the last."""
+    count = max(1, BLOCK_BYTES // (4 * columns * granule)) * granule
+    for start in range(0, len(rows), count):
+        yield rows[start : start + count]
+
+
+@dataclass
+class _Work:
+    """One conversion under way."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    writer: PackageWriter
+    progress: Progress
+    _done: int = 0
+    _squares: dict[str, NDArray[np.float64]] = field(
+        default_factory=dict
+    )  # kind -> sums of squares of error and weight
+
+    def __post_init__(self) -> None:
+        self._matrices = self.checkpoint.matrices
+        parts = [part for parts in self._matrices.values() for part in parts]
+        self._total = sum(part.rows * part.columns for part in parts)
+        share_bytes = int(sum(part.rows * part.stride_bytes for part in parts) * SLAB_SHARE)
+        self._slab_bytes = min(max(share_bytes, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
+
+    def errors(self) -> dict[str, float]:
+        """Relative rms error per kind of tensor: |w - w'| / |w|."""
+        return {
+            kind: float(np.sqrt(error / weight)) if weight else 0.0 for kind, (error, weight) in self._squares.items()
+        }
+
+    def fixed(self) -> None:
+        """Everything but the neurons."""
+        self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
+        for name, parts in self.checkpoint.vectors.items():
+            self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
+        for name, _, _ in fixed_matrices(self.manifest.shape, self.manifest.tied_embeddings):
+            kind = name if name in ("embedding", "output") else "attention"
+            for part in self._matrices[name]:
+                for rows in _blocks(np.arange(part.rows), part.columns):
+                    self.writer.matrix(name, self._rows(kind, part, rows))
+
+    def neurons(self, layer: int, order: RowNumbers) -> None:
+        """One layer's neurons in the given order."""
+        gate, up, down = (self._matrices[f"layers.{layer}.{name}"][0] for name in ("gate", "up", "down"))
+        granule = self.manifest.layout.cluster_neurons
+        slab_neurons = max(1, self._slab_bytes // (4 * down.rows * granule)) * granule
+        for start in range(0, len(order), slab_neurons):
+            neurons = order[start : start + slab_neurons]
+            columns = _transposed(down, neurons)
+            done = 0
+            for rows in _blocks(neurons, gate.columns, granule):
+                self.writer.neurons(
+                    self._rows("gate", gate, rows),
+                    self._rows("up", up, rows),
+                    self._encode("down", down, columns[done : done + len(rows)]),
+                )
+                done += len(rows)
+
+    def _rows(self, kind: str, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
+        """Encode some rows, without a detour when they are stored in the package's own encoding."""
+        stored = matrix.stored(rows)
+        same = same_encoding(matrix.encoding, self.manifest.quantization, stored)
+        if same is None:
+            return self._encode(kind, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
+        values = matrix.checked(decode_stored(matrix.encoding, stored))
+        self._count(kind, values, values)
+        return same
+
+    def _encode(self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
+        try:
+            rows = encode(self.manifest.quantization, values)
+        except OverflowError:
+            raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
+        self._count(kind, values, decode(self.manifest.quantization, rows))
+        return rows
+
+    def _count(self, kind: str, values: NDArray[np.float32], decoded: NDArray[np.float32]) -> None:
+        error = 0.0 if decoded is values else np.square(values - decoded).sum(dtype=np.float64)
+        squares = self._squares.setdefault(kind, np.zeros(2))
+        squares += (error, np.square(values).sum(dtype=np.float64))
+        self._done += values.size
+        self.progress(self._done, self._total)
+
+
+def _transposed(down: StoredMatrix, neurons: RowNumbers) -> NDArray[np.float32]:
+    """Columns of Down as rows: float32 [len(neurons), width], read row by row."""
+    columns = np.empty((len(neurons), down.rows), dtype=np.float32)
+    for rows in _blocks(np.arange(down.rows), down.columns):
+        columns[:, rows[0] : rows[-1] + 1] = down.values(rows)[:, neurons].T
+    return columns

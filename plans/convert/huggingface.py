@@ -1,0 +1,216 @@
+"""A Hugging Face directory: config.json, safetensors in one file or in shards, tokenizer.json."""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, SourceFile, Stack, StoredMatrix
+from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
+from neuronpipe.plans.package.fields import Record, read_json
+from neuronpipe.plans.package.manifest import ACTIVATIONS, Activation, Shape, Source
+from neuronpipe.plans.package.parse import check_shape
+from neuronpipe.plans.package.safetensors_header import read_header
+from neuronpipe.protocol.errors import UserError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "BambooForCausalLM")
+ACTIVATION_NAMES: dict[str, Activation] = {
+    "relu": "relu",
+    "drelu": "drelu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
+# Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
+HARMLESS = re.compile(r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)")
+
+
+def open_huggingface(path: Path, options: Options) -> Checkpoint:
+    """Read the configuration and every header, check each tensor's shape. Raises UserError naming file and field."""
+    config = read_json(path / "config.json")
+    architecture = _architecture(config)
+    shape = _shape(config, architecture, options.context_tokens)
+    tied = config.boolean("tie_word_embeddings") if config.has("tie_word_embeddings") else False
+    with ExitStack() as files:
+        inventory = _inventory(path, files)
+        activation = _activation(config, architecture, inventory, options.activation)
+        bias = _attention_bias(config, architecture, inventory)
+        matrices, vectors = _tensors(inventory, shape, tied, bias)
+        inventory.refuse_leftovers(re.compile(rf"{HARMLESS.pattern}|lm_head\.weight") if tied else HARMLESS)
+        return Checkpoint(
+            source=Source("huggingface", path.resolve().name, architecture),
+            activation=activation,
+            shape=shape,
+            tied_embeddings=tied,
+            attention_bias=bias,
+            end_tokens=_end_tokens(path, config, shape.vocabulary),
+            tokenizer=read_tokenizer(options.tokenizer or path / "tokenizer.json", shape.vocabulary),
+            inverse_frequency=scaled_frequencies(config, shape.head_width),
+            matrices=matrices,
+            vectors=vectors,
+            files=files.pop_all(),
+        )
+    raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
+
+
+def _architecture(config: Record) -> str:
+    names = config.items("architectures")
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        config.fail("architectures", f"{names} is not supported; {', '.join(ARCHITECTURES)} are")
+    if config.has("quantization_config"):
+        config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
+    return str(names[0])
+
+
+def _shape(config: Record, architecture: str, context_tokens: int | None) -> Shape:
+    width, query_heads = config.integer("hidden_size", 1, 1 << 20), config.integer("num_attention_heads", 1, 4096)
+    if not config.has("head_dim") and width % query_heads:
+        config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
+    most_tokens = config.integer("max_position_embeddings", 1, 1 << 24)
+    if context_tokens is not None and not 1 <= context_tokens <= most_tokens:
+        config.fail(
+            "max_position_embeddings", f"is {most_tokens}, so a context of {context_tokens} tokens is impossible"
+        )
+    shape = Shape(
+        width=width,
+        neurons=config.integer("intermediate_size", 1, 1 << 22),
+        layers=config.integer("num_hidden_layers", 1, 4096),
+        experts=1,
+        query_heads=query_heads,
+        key_heads=_key_heads(config, architecture, query_heads),
+        head_width=config.integer("head_dim", 2, 4096) if config.has("head_dim") else width // query_heads,
+        vocabulary=config.integer("vocab_size", 1, 1 << 24),
+        context_tokens=context_tokens or most_tokens,
+        norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0) if config.has("rms_norm_eps") else 1e-6,
+        window_tokens=_window_tokens(config, architecture),
+    )
+    check_shape(shape, config)
+    return shape
+
+
+def _key_heads(config: Record, architecture: str, query_heads: int) -> int:
+    if architecture == "LlamaForCausalLM" and not config.has("num_key_value_heads"):
+        return query_heads
+    return config.integer("num_key_value_heads", 1, 4096)
+
+
+def _window_tokens(config: Record, architecture: str) -> int:
+    """The window that all layers share, by each class's own rules; models whose layers differ are refused."""
+    if architecture == "LlamaForCausalLM":
+        return 0
+    if architecture == "Qwen2ForCausalLM":
+        if not config.has("use_sliding_window") or not config.boolean("use_sliding_window"):
+            return 0
+        if config.integer("max_window_layers", 0, 4096) > 0:
+            config.fail("max_window_layers", "layers with different windows are not supported")
+    if "sliding_window" not in config.names():
+        config.fail("sliding_window", "missing; null means none")
+    if not config.has("sliding_window"):
+        return 0
+    if config.has("layer_types") and set(config.items("layer_types")) != {"sliding_attention"}:
+        config.fail("layer_types", "layers with different windows are not supported")
+    return config.integer("sliding_window", 1, 1 << 24)
+
+
+def _activation(config: Record, architecture: str, inventory: Inventory, wanted: Activation | None) -> Activation:
+    if wanted is not None:
+        return wanted
+    name = config.text("hidden_act")
+    if name not in ACTIVATION_NAMES:
+        config.fail(
+            "hidden_act", f"{name!r} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)"
+        )
+    if architecture == "BambooForCausalLM":
+        return "drelu"  # its class applies the configured relu to gate and to up
+    if inventory.has("model.layers.0.mlp.predictor.fc1.weight") and name != "drelu":
+        config.fail(
+            "hidden_act",
+            f"is {name!r}, but the checkpoint has predictors, as dReLU models do; "
+            f"say which it is with --activation {'|'.join(ACTIVATIONS)}",
+        )
+    return ACTIVATION_NAMES[name]
+
+
+def _inventory(path: Path, files: ExitStack) -> Inventory:
+    inventory = Inventory(path)
+    index_path = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").exists() or not index_path.exists():
+        names, promised = ["model.safetensors"], {}
+    else:
+        weights = read_json(index_path).record("weight_map")
+        promised = {name: weights.text(name) for name in weights.names()}
+        names = sorted(set(promised.values()))
+        for name in names:
+            if Path(name).name != name:
+                raise UserError(f"{index_path}: weight_map: {name!r} is not the name of a file beside it")
+    headers = {name: read_header(path / name) for name in names}
+    for tensor, name in promised.items():
+        if tensor not in headers[name]:
+            raise UserError(f"{path / name}: {tensor}: missing, though {index_path.name} promises it")
+    for name, entries in headers.items():
+        file = SourceFile(path / name)
+        files.callback(file.close)
+        for tensor, entry in entries.items():
+            inventory.add(tensor, file, entry.start, entry.shape, entry.dtype)
+    return inventory
+
+
+def _attention_bias(config: Record, architecture: str, inventory: Inventory) -> bool:
+    """Whether query, key and value have biases; those of the output and of the feed-forward are refused."""
+    for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
+        if inventory.has(f"model.layers.0.{name}.bias"):
+            config.fail(field, f"a bias of {name} is not supported")
+    if config.has("mlp_bias") and config.boolean("mlp_bias"):
+        config.fail("mlp_bias", "biases in the feed-forward are not supported")
+    if architecture == "Qwen2ForCausalLM" or inventory.has("model.layers.0.self_attn.q_proj.bias"):
+        return True
+    return config.has("attention_bias") and config.boolean("attention_bias")
+
+
+def _tensors(inventory: Inventory, shape: Shape, tied: bool, bias: bool) -> tuple[Stack, Stack]:
+    width, neurons, heads_width = shape.width, shape.neurons, shape.query_width
+    projections = (
+        ("q", heads_width),
+        ("k", shape.key_heads * shape.head_width),
+        ("v", shape.key_heads * shape.head_width),
+    )
+    matrices: dict[str, tuple[StoredMatrix, ...]] = {
+        "embedding": (inventory.take("model.embed_tokens.weight", shape.vocabulary, width),)
+    }
+    if not tied:
+        matrices["output"] = (inventory.take("lm_head.weight", shape.vocabulary, width),)
+    vectors: dict[str, tuple[StoredMatrix, ...]] = {"output_norm": (inventory.take("model.norm.weight", width),)}
+    for n in range(shape.layers):
+        here, there = f"layers.{n}", f"model.layers.{n}"
+        attention, feed_forward = f"{there}.self_attn", f"{there}.mlp"
+        matrices[f"{here}.qkv"] = tuple(
+            inventory.take(f"{attention}.{name}_proj.weight", rows, width) for name, rows in projections
+        )
+        matrices[f"{here}.attention_output"] = (inventory.take(f"{attention}.o_proj.weight", width, heads_width),)
+        matrices[f"{here}.gate"] = (inventory.take(f"{feed_forward}.gate_proj.weight", neurons, width),)
+        matrices[f"{here}.up"] = (inventory.take(f"{feed_forward}.up_proj.weight", neurons, width),)
+        matrices[f"{here}.down"] = (inventory.take(f"{feed_forward}.down_proj.weight", width, neurons),)
+        vectors[f"{here}.attention_norm"] = (inventory.take(f"{there}.input_layernorm.weight", width),)
+        vectors[f"{here}.ffn_norm"] = (inventory.take(f"{there}.post_attention_layernorm.weight", width),)
+        if bias:
+            vectors[f"{here}.qkv.bias"] = tuple(
+                inventory.take(f"{attention}.{name}_proj.bias", rows) for name, rows in projections
+            )
+    return matrices, vectors
+
+
+def _end_tokens(path: Path, config: Record, vocabulary: int) -> tuple[int, ...]:
+    """The ids that end a text: generation_config.json knows better than config.json, where both speak."""
+    generation = path / "generation_config.json"
+    record = read_json(generation) if generation.exists() else config
+    record = record if record.has("eos_token_id") else config
+    if not record.has("eos_token_id"):
+        return ()
+    value = record.value("eos_token_id")
+    tokens = value if isinstance(value, list) else [value]
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            record.fail("eos_token_id", f"{token!r} is no token id below {vocabulary}")
+    return tuple(dict.fromkeys(tokens))

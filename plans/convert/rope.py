@@ -1,0 +1,58 @@
+"""Rotary positions: every supported scaling is folded into the table of inverse frequencies.
+
+The engine knows one rule, angle = position * frequency, and no kind of scaling.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from neuronpipe.plans.package.fields import Record
+from numpy.typing import NDArray
+
+MOST_THETA = 1e12
+
+
+def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
+    """theta^(-2j/head_width) for j < head_width/2: radians per position of each pair."""
+    return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
+
+
+def scaled_frequencies(config: Record, head_width: int) -> NDArray[np.float32]:
+    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters."""
+    field = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    scaling = config.record(field) if config.has(field) else None
+    holder = scaling if scaling is not None and scaling.has("rope_theta") else config
+    theta = holder.number("rope_theta", 1.0, MOST_THETA) if holder.has("rope_theta") else 10_000.0
+    for record in (config, holder):
+        if record.has("partial_rotary_factor") and record.number("partial_rotary_factor", 0, 1) != 1:
+            record.fail("partial_rotary_factor", "only heads that rotate as a whole are supported")
+    return apply_scaling(base_frequencies(head_width, theta), scaling).astype(np.float32)
+
+
+def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None) -> NDArray[np.float64]:
+    """Scale the table as `rope_type` (or `type`) says: default, linear or llama3; any other kind is refused."""
+    if scaling is None:
+        return frequencies
+    field = "rope_type" if scaling.has("rope_type") else "type"
+    kind = scaling.text(field) if scaling.has(field) else "default"
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / scaling.number("factor", 1e-3, 1e6)
+    if kind == "llama3":
+        return _llama3(frequencies, scaling)
+    scaling.fail(field, f"{kind!r} is not supported; default, linear and llama3 are")
+
+
+def _llama3(frequencies: NDArray[np.float64], scaling: Record) -> NDArray[np.float64]:
+    """Slow long waves down by `factor`, keep short ones, blend between by their turns in the original context."""
+    factor = scaling.number("factor", 1e-3, 1e6)
+    low, high = scaling.number("low_freq_factor", 1e-3, 1e6), scaling.number("high_freq_factor", 1e-3, 1e6)
+    context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
+    if high <= low:
+        scaling.fail("high_freq_factor", f"{high} is not above low_freq_factor, {low}")
+    turns = context_tokens * frequencies / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / factor)

@@ -1,0 +1,16 @@
+"""Which kind of source a path is, told from what is there and not from its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.protocol.errors import UserError
+
+
+def open_checkpoint(path: Path, options: Options) -> Checkpoint:
+    """Open a Hugging Face directory or a GGUF file."""
+    if path.is_dir():
+        return open_huggingface(path, options)
+    raise UserError(f"{path}: neither a GGUF file nor a Hugging Face directory")

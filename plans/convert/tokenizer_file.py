@@ -1,0 +1,31 @@
+"""tokenizer.json as a package keeps it: byte for byte, once it is known to load and to fit the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neuronpipe.plans.package.fields import read_file
+from neuronpipe.protocol.errors import UserError
+
+MOST_TOKENIZER_BYTES = 256 << 20
+
+
+def read_tokenizer(path: Path, vocabulary: int) -> bytes:
+    """The file's bytes. Refused when the tokenizers library cannot read it or an id has no embedding."""
+    if not path.exists():
+        raise UserError(f"{path}: missing; save the model's fast tokenizer there, or pass --tokenizer FILE")
+    data = read_file(path, MOST_TOKENIZER_BYTES)
+    check_tokenizer(data, vocabulary, str(path))
+    return data
+
+
+def check_tokenizer(data: bytes, vocabulary: int, where: str) -> None:
+    """Refuse a tokenizer that does not load, or that has an id the model's embedding lacks."""
+    from tokenizers import Tokenizer  # loads a large library, which `neuronpipe --help` need not wait for
+
+    try:
+        ids = Tokenizer.from_str(data.decode("utf-8")).get_vocab(with_added_tokens=True).values()
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{where}: not a tokenizer.json: {' '.join(str(error).split())}") from None
+    if (largest := max(ids, default=0)) >= vocabulary:
+        raise UserError(f"{where}: token id {largest} has no embedding: the model's vocabulary is {vocabulary}")

@@ -1,0 +1,149 @@
+"""Writing a package in pieces of any size: fixed tensors row by row, neurons cluster by cluster, the manifest last."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+from neuronpipe.plans.package.checksum import cluster_checksums
+from neuronpipe.plans.package.directory import PartialDirectory
+from neuronpipe.plans.package.fixed import fixed_tensors
+from neuronpipe.plans.package.layout import Layout
+from neuronpipe.plans.package.manifest import (
+    BUNDLES,
+    CHECKSUMS,
+    FIXED,
+    HASHED_FILES,
+    MANIFEST,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+)
+from neuronpipe.plans.package.reader import Package, sha256_of
+from neuronpipe.plans.package.safetensors_header import build_header
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+
+class Rows(NamedTuple):
+    """Encoded rows of a matrix: quants uint8 [rows, quant bytes], scales uint8 [rows, scale bytes] (0 wide for f16)."""
+
+    quants: NDArray[np.uint8]
+    scales: NDArray[np.uint8]
+
+
+def pack_clusters(layout: Layout, gate: Rows, up: Rows, down: Rows) -> NDArray[np.uint8]:
+    """Clusters as they lie in bundles.bin: uint8 [clusters, stride]. The last one is filled up with zero neurons."""
+    count = layout.cluster_neurons
+    clusters = -(-len(gate.quants) // count)
+    packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
+    rest = layout.gate_part_bytes
+    scales = rest if layout.scales_part == "rest" else 0
+    for rows, offset in (
+        (gate.quants, layout.gate_quants),
+        (gate.scales, layout.gate_scales),
+        (up.quants, rest + layout.up_quants),
+        (down.quants, rest + layout.down_quants),
+        (up.scales, scales + layout.up_scales),
+        (down.scales, scales + layout.down_scales),
+    ):
+        filled = np.zeros((clusters * count, rows.shape[1]), dtype=np.uint8)
+        filled[: len(rows)] = rows
+        packed[:, offset : offset + count * rows.shape[1]] = filled.reshape(clusters, -1)
+    return packed
+
+
+class PackageWriter:
+    """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `finish`.
+
+    Write every fixed tensor, rows in order, and every cluster, in order; then `finish`. Whatever the file system
+    refuses becomes a UserError, and nothing stays behind unless `finish` returned.
+    """
+
+    def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool) -> None:
+        self._target, self._manifest = target, manifest
+        self._directory = PartialDirectory(target, overwrite=overwrite)
+        tensors = fixed_tensors(
+            manifest.shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings
+        )
+        self._header, self._entries = build_header(tensors)
+        self._position = {name: entry.start for name, entry in self._entries.items()}
+        self._words = 0
+
+    def __enter__(self) -> PackageWriter:
+        with ExitStack() as stack:
+            stack.push(self._explain)
+            path = stack.enter_context(self._directory).path
+            self._require_space(path)
+            self._fixed, self._bundles, self._checksums = (
+                stack.enter_context((path / name).open("wb")) for name in (FIXED, BUNDLES, CHECKSUMS)
+            )
+            self._fixed.write(self._header)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{self._target}: the package could not be written and was removed: {error.strerror}"
+            ) from None
+
+    def _require_space(self, path: Path) -> None:
+        layout = self._manifest.layout
+        needed = max(entry.stop for entry in self._entries.values())
+        needed += self._manifest.words * (layout.cluster_stride_bytes + 8)
+        if (free := shutil.disk_usage(path).free) < needed:
+            raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
+
+    def matrix(self, name: str, rows: Rows) -> None:
+        """The next rows of a matrix of fixed.safetensors."""
+        self._append(f"{name}.quants", rows.quants)
+        if rows.scales.size:
+            self._append(f"{name}.scales", rows.scales)
+
+    def vector(self, name: str, values: NDArray[np.float32]) -> None:
+        """A whole float32 vector of fixed.safetensors."""
+        self._append(name, values.astype("<f4", copy=False))
+
+    def _append(self, name: str, data: NDArray[np.generic]) -> None:
+        start = self._position[name]
+        self._position[name] = start + data.nbytes
+        if self._position[name] > self._entries[name].stop:
+            raise ValueError(f"{name}: more bytes than its shape holds")
+        self._fixed.seek(start)
+        self._fixed.write(np.ascontiguousarray(data).data)
+
+    def neurons(self, gate: Rows, up: Rows, down: Rows) -> None:
+        """The next neurons of a layer: whole clusters, or the layer's last ones."""
+        packed = pack_clusters(self._manifest.layout, gate, up, down)
+        self._bundles.write(packed.data)
+        self._checksums.write(cluster_checksums(packed, self._manifest.layout).data)
+        self._words += len(packed)
+
+    def finish(self, tokenizer: bytes, quantization_error: dict[str, float]) -> Package:
+        """Write what is left, the manifest last, and let the package appear under its name."""
+        missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
+        if missing or self._words != self._manifest.words:
+            raise ValueError(f"incomplete: {missing[:3]}, {self._words} of {self._manifest.words} clusters")
+        for file in (self._fixed, self._bundles, self._checksums):
+            file.close()
+        path = self._directory.path
+        (path / TOKENIZER).write_bytes(tokenizer)
+        files = {
+            name: FileEntry((path / name).stat().st_size, sha256_of(path / name) if name in HASHED_FILES else None)
+            for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS)
+        }
+        manifest = replace(self._manifest, files=files, quantization_error=quantization_error).sealed()
+        (path / MANIFEST).write_bytes(manifest.to_bytes())
+        self._directory.publish()
+        return Package.open(self._target)

@@ -1,0 +1,1 @@
+"""The reference engine: numpy, slow and obviously right; what every other engine is compared with."""

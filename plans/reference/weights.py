@@ -1,0 +1,64 @@
+"""A package's tensors as float32 arrays, found the way the services find them: by the manifest's layout."""
+
+from __future__ import annotations
+
+import numpy as np
+from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import Rows
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+
+class PackageWeights:
+    """Decodes tensors of one package on demand; keeps none."""
+
+    def __init__(self, package: Package) -> None:
+        self._package, self._manifest = package, package.manifest
+        self._fixed: NDArray[np.uint8] = np.memmap(package.fixed_path, mode="r", dtype=np.uint8)
+        self._bundles: NDArray[np.uint8] = np.memmap(package.bundles_path, mode="r", dtype=np.uint8)
+
+    def vector(self, name: str) -> Array:
+        """A float32 vector of fixed.safetensors."""
+        entry = self._package.fixed[name]
+        return self._fixed[entry.start : entry.stop].view("<f4").astype(np.float32)
+
+    def matrix(self, name: str) -> Array:
+        """A matrix of fixed.safetensors, [rows, columns]."""
+        quants = self._rows(f"{name}.quants")
+        if self._manifest.quantization == "f16":
+            return decode("f16", Rows(quants, quants[:, :0]))
+        return decode(self._manifest.quantization, Rows(quants, self._rows(f"{name}.scales")))
+
+    def _rows(self, name: str) -> NDArray[np.uint8]:
+        entry = self._package.fixed[name]
+        return np.asarray(self._fixed[entry.start : entry.stop].reshape(entry.shape[0], -1))
+
+    def neurons(self, layer: int, expert: int = 0) -> tuple[Array, Array, Array]:
+        """Gate, Up and transposed Down of one layer, each [neurons, width], in the package's order."""
+        manifest, layout = self._manifest, self._manifest.layout
+        first = layout.word(layer, expert, manifest.shape.experts, 0)
+        start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
+        clusters = self._bundles[start:stop].reshape(layout.clusters, -1)
+        rest = layout.gate_part_bytes
+        scales = rest if layout.scales_part == "rest" else 0
+        gate = self._pieces(clusters, layout.gate_quants, layout.gate_scales)
+        up = self._pieces(clusters, rest + layout.up_quants, scales + layout.up_scales)
+        down = self._pieces(clusters, rest + layout.down_quants, scales + layout.down_scales)
+        return gate, up, down
+
+    def _pieces(self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int) -> Array:
+        quantization, width = self._manifest.quantization, self._manifest.shape.width
+        count = self._manifest.layout.cluster_neurons
+
+        def piece(offset: int, row_bytes: int) -> NDArray[np.uint8]:
+            part = clusters[:, offset : offset + count * row_bytes]
+            return np.ascontiguousarray(part.reshape(len(clusters) * count, row_bytes))
+
+        rows = Rows(
+            piece(quants_offset, quant_bytes(quantization, width)),
+            piece(scales_offset, scale_bytes(quantization, width)),
+        )
+        return decode(quantization, rows)[: self._manifest.shape.neurons]

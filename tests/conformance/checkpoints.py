@@ -1,0 +1,203 @@
+"""Small random checkpoints of awkward shapes, made from a seed and a recipe: only golden logits need committing.
+
+The numbers come from PCG64's raw stream, which numpy promises never to change, by exact integer arithmetic. The scales
+make logits of order 10 and attention that looks around. Nothing here imports the project: golden/make.py reads it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+Array = NDArray[np.float32]
+END_TOKEN = "<|end|>"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One checkpoint. `config` adds to or replaces fields of config.json."""
+
+    name: str
+    architecture: str
+    activation: str  # config.json's hidden_act
+    width: int
+    neurons: int
+    layers: int
+    query_heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int = 509
+    context_tokens: int = 128
+    tied: bool = False
+    bias: bool = False
+    dtype: str = "F16"
+    shards: int = 1
+    seed: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("awkward", "LlamaForCausalLM", "relu", 320, 1000, 11, 5, 1, 64),
+        Recipe(
+            "qwen2", "Qwen2ForCausalLM", "silu", 192, 500, 3, 6, 2, 32, tied=True, bias=True, dtype="BF16",
+            config={
+                "rope_theta": 1_000_000.0, "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 3,
+            },
+        ),
+        Recipe(
+            "relu2", "LlamaForCausalLM", "relu2", 128, 333, 2, 4, 4, 40, vocabulary=389,
+            config={"rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        Recipe("bamboo", "BambooForCausalLM", "relu", 160, 270, 3, 5, 1, 32, shards=2, config={"sliding_window": 9}),
+        Recipe(
+            "llama3", "LlamaForCausalLM", "relu", 128, 200, 2, 2, 1, 64, dtype="F32",
+            config={
+                "rope_parameters": {
+                    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
+    )
+}  # fmt: skip
+
+
+def random_tensor(generator: np.random.PCG64, shape: tuple[int, ...], deviation: float) -> Array:
+    """Nearly normal: the sum of the four 16-bit quarters of a raw 64-bit number, centred."""
+    raw = generator.random_raw(int(np.prod(shape)))
+    quarters = raw.astype("<u8").view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64)
+    unit = (quarters - 2 * 65535) / 37837.2  # the deviation of such a sum
+    return (unit * deviation).astype(np.float32).reshape(shape)
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """The values as the dtype stores them, ties to even. All survive f16: there only the arithmetic can differ."""
+    if dtype in ("F32", "F16"):
+        return values.astype(np.float16).astype(np.float32)
+    return (_bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def _bfloat16_bits(values: Array) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Every tensor under its Hugging Face name, rounded to the recipe's dtype."""
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
+
+    def made(name: str, shape: tuple[int, ...], deviation: float, centre: float = 0.0) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation) + np.float32(centre), recipe.dtype)
+
+    # A tied embedding must suit logits and residual stream alike; the norms make up for its scale.
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 5 * width**-0.5 if recipe.tied else 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield made(f"{name}.input_layernorm.weight", (width,), 0.1, 1.0)
+        for projection, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
+            rows = heads * recipe.head_width
+            yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
+            if recipe.bias:
+                yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
+        yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
+        yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
+        yield made(f"{name}.mlp.gate_proj.weight", (neurons, width), width**-0.5)
+        yield made(f"{name}.mlp.up_proj.weight", (neurons, width), width**-0.5)
+        yield made(f"{name}.mlp.down_proj.weight", (width, neurons), 0.5 * neurons**-0.5)
+    yield made("model.norm.weight", (width,), 0.1, 1.0)
+    if not recipe.tied:
+        yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def tokens(recipe: Recipe, count: int = 40) -> list[int]:
+    """A token list that repeats itself a little and starts with the last id."""
+    raw = np.random.PCG64(recipe.seed + 1000).random_raw(count) % recipe.vocabulary
+    return [
+        recipe.vocabulary - 1,
+        *(int(token) for token in raw[: count // 2]),
+        *(int(t) for t in raw[: count - count // 2 - 1]),
+    ]
+
+
+def config(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's config.json."""
+    return {
+        "architectures": [recipe.architecture],
+        "model_type": {"L": "llama", "Q": "qwen2", "B": "mistral"}[recipe.architecture[0]],
+        "hidden_act": recipe.activation,
+        "hidden_size": recipe.width,
+        "intermediate_size": recipe.neurons,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.query_heads,
+        "num_key_value_heads": recipe.key_heads,
+        "head_dim": recipe.head_width,
+        "vocab_size": recipe.vocabulary,
+        "max_position_embeddings": recipe.context_tokens,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": recipe.tied,
+        "eos_token_id": recipe.vocabulary - 1,
+        "bos_token_id": None,
+        **recipe.config,
+    }
+
+
+def tokenizer(vocabulary: int) -> Tokenizer:
+    """Byte-level BPE of exactly `vocabulary` ids: the bytes, pairs of letters, and one special token, the last id."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(a, b) for a in "etaoinshrdlu" for b in "abcdefghijklmnopqrstuvwxyz"][: vocabulary - len(pieces) - 1]
+    pieces += [a + b for a, b in pairs]
+    result = Tokenizer(models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=pairs))
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([END_TOKEN])
+    return result
+
+
+def write_checkpoint(directory: Path, recipe: Recipe) -> Path:
+    """Write the recipe as a Hugging Face directory and return it: config.json, safetensors, tokenizer.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config(recipe), indent=1))
+    (directory / "tokenizer.json").write_text(tokenizer(recipe.vocabulary).to_str())
+    stored = {name: _stored(values, recipe.dtype) for name, values in tensors(recipe)}
+    if recipe.shards == 1:
+        write_safetensors(directory / "model.safetensors", stored)
+        return directory
+    names = list(stored)
+    places = {
+        name: f"model-{n % recipe.shards + 1:05}-of-{recipe.shards:05}.safetensors" for n, name in enumerate(names)
+    }
+    for file in sorted(set(places.values())):
+        write_safetensors(directory / file, {name: stored[name] for name in names if places[name] == file})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return directory
+
+
+Stored = tuple[str, tuple[int, ...], bytes]
+
+
+def _stored(values: Array, dtype: str) -> Stored:
+    stored = {"F32": values.copy, "F16": lambda: values.astype(np.float16), "BF16": lambda: _bfloat16_bits(values)}[
+        dtype
+    ]()
+    return dtype, values.shape, stored.tobytes()
+
+
+def write_safetensors(path: Path, tensors: dict[str, Stored]) -> None:
+    """Write (dtype, shape, bytes) by name, as the format says: header length, header, bytes back to back."""
+    header, offset = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values()))
