@@ -123,22 +123,24 @@ uint32_t np_epoch_advance(uint32_t *epoch, uint32_t **words, size_t count);
 typedef struct np_reader np_reader;
 typedef struct {
     uint64_t tag;
-    int32_t result; /* bytes read, or -errno */
+    int32_t result; /* all the bytes asked for, or -errno; -EIO when the file ends before */
     uint32_t unused;
 } np_completion;
 
-/* engine: "io_uring", "threads" or NULL for the best allowed. Returns NULL and sets *error to errno. Allocates. */
+/* engine: "io_uring", "threads" or NULL for the best allowed. depth: most reads in flight, 1..4096. Returns NULL and sets *error to
+ * errno. Allocates. np_reader_close waits for what is in flight. */
 np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error);
 void np_reader_close(np_reader *reader);
 const char *np_reader_engine(const np_reader *reader);
 int np_reader_direct(const np_reader *reader);        /* 1 when the page cache is bypassed */
-uint32_t np_reader_alignment(const np_reader *reader); /* of offset, length and address, in bytes */
+uint32_t np_reader_alignment(const np_reader *reader); /* of offset, length and address, in bytes; 1 when not direct, at most 4096 */
 /* Number of requests taken, from the first on: fewer than count when the queue is full; NP_E_ARGUMENT when misaligned. */
 int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t *bytes, void *const *targets,
                      const uint64_t *tags, size_t count);
 /* Up to `most` completions; waits until `least` are there, at most timeout_ms (-1: for ever). Returns how many. */
 int np_reader_reap(np_reader *reader, np_completion *out, size_t least, size_t most, int timeout_ms);
-int np_reader_event_fd(np_reader *reader); /* readable when completions wait; read it before reaping */
+/* Readable when completions may wait: read it, then reap until fewer than `most` come. Made at the first call; or -errno. */
+int np_reader_event_fd(np_reader *reader);
 uint32_t np_reader_in_flight(const np_reader *reader);
 
 uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli; start with 0 */
@@ -146,7 +148,7 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
 /* ---- residency (residency/) -------------------------------------------------------------------------------- */
 /* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned.
  *   from     to       by      ordering
- *   absent   loading  loader  claims the cluster
+ *   absent   loading  loader  claims the cluster; bits 0-23 say into which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
  *   loading  failed   loader  I/O error or checksum
  *   loading  absent   loader  after a restart
@@ -200,16 +202,23 @@ typedef struct {
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
-/* Two parts: 0 gate, 1 rest. arrivals: futex word advanced after words become present. Allocates; keeps the reader. */
+/* Two parts: 0 gate, 1 rest. arrivals: futex word advanced after words become present or failed. Allocates; NULL when out of memory or
+ * when a part contradicts itself or the reader's alignment. The reader must outlive the loader and serve nobody else; the loader
+ * waits for reads in flight when it is destroyed. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, uint32_t *arrivals, uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
-void np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count); /* more free slots */
-/* Queue ids; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets that bit. Returns how many fit in the queue. */
+/* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
+int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
+/* Queue ids; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets that bit. Returns how many were taken, from the
+ * first on: fewer than count when the queue of this part and priority is full. Words that are not absent are pinned if asked, and
+ * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t count, int priority, uint32_t flags);
-/* Submit what can be submitted, reap what is done, publish. Waits up to timeout_ms for one completion when any is in flight.
+/* Submit what can be submitted, reap what is done, publish. Waits up to timeout_ms (-1: for ever) for one completion when any is in
+ * flight. Call it until it returns 0 before sleeping on the reader's event descriptor.
  * Returns the number of clusters published or failed. */
 int np_loader_turn(np_loader *loader, int timeout_ms);
-/* Forget queued requests and free slots, finish what is in flight (published as usual); loading words are left absent. */
+/* Finish what is in flight (published as usual), forget queued requests and free slots, turn words that a loader before this one left
+ * loading to absent. Slots that no present word names are free again, for the cache to grant. */
 void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
