@@ -52,12 +52,12 @@ find_missing() {
     else
         "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || missing="headers"
-        "$python" -c 'import venv, ensurepip' 2>/dev/null || missing="$missing venv"
+        "$python" -c 'import venv, ensurepip' 2>/dev/null || missing="${missing:+$missing }venv"
     fi
-    compiler_works || missing="$missing compiler"
+    compiler_works || missing="${missing:+$missing }compiler"
     # No wheels of these exist for Android's C library, so the phone's own packages are used.
     if is_termux && ! { command -v cmake && command -v ninja && "$python" -c 'import numpy, psutil'; } >/dev/null 2>&1; then
-        missing="$missing packages"
+        missing="${missing:+$missing }packages"
     fi
 }
 

@@ -1,0 +1,175 @@
+"""launch/neuronpipe: passes on at once when installed, installs again when it has to, and says what it lacks.
+
+The environment is a stand-in: its python writes down what it is called with, so that no test installs anything.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("sh", "find", "mkdir", "cat", "date", "tail", "touch", "rm", "mv", "cp", "readlink", "sleep")
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+class Checkout:
+    """A checkout in a folder with a blank in its name, with a PATH that holds only what each test puts there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a checkout"
+        self.tools = folder / "tools"
+        for name in ("neuronpipe", "bootstrap.sh"):
+            (self.root / "launch").mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / "launch" / name, self.root / "launch" / name)
+        (self.root / "native").mkdir()
+        (self.root / "native" / "dot.c").touch()
+        (self.root / "native" / "_kernels.abi3.so").touch()
+        (self.root / "pyproject.toml").touch()
+        self.calls = self.root / "calls"
+        script(self.root / ".venv/bin/python", f'echo "$*" >>"{self.calls}"')
+        script(self.root / ".venv/bin/neuronpipe", 'for word; do echo "<$word>"; done')
+        self.tools.mkdir()
+        for tool in TOOLS:
+            (self.tools / tool).symlink_to(shutil.which(tool) or pytest.skip(f"{tool} is not here"))
+        (self.tools / "python3").symlink_to(sys.executable)
+        script(self.tools / "cc", "cat >/dev/null")
+        script(self.tools / "id", "echo 1000")
+
+    def start(self, *words: str, program: str | Path | None = None, path: str | None = None) -> subprocess.Popen[str]:
+        command = [program or self.root / "launch/neuronpipe", *words]
+        environment = {"PATH": path or str(self.tools), "HOME": "/"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, cwd="/", stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *words: str, program: str | Path | None = None) -> tuple[int, str, str]:
+        process = self.start(*words, program=program)
+        out, errors = process.communicate(timeout=60)
+        return process.returncode, out, errors
+
+    def installations(self) -> int:
+        return self.calls.read_text().count("--editable") if self.calls.exists() else 0
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+@pytest.fixture
+def installed(checkout: Checkout) -> Checkout:
+    assert checkout.run()[0] == 0
+    assert checkout.installations() == 1
+    return checkout
+
+
+def test_arguments_are_passed_on_as_they_are(installed: Checkout) -> None:
+    assert installed.run("run", "-p", "two words", "") == (0, "<run>\n<-p>\n<two words>\n<>\n", "")
+
+
+def test_a_second_start_installs_nothing_and_is_quick(installed: Checkout) -> None:
+    took_s = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert installed.run("x")[0] == 0
+        took_s.append(time.perf_counter() - started)
+    assert installed.installations() == 1
+    assert min(took_s) < 0.3
+
+
+def test_it_starts_through_links_from_anywhere(installed: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "first").symlink_to("a checkout/launch/neuronpipe")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "np").symlink_to("../first")
+    assert installed.run("x", program=tmp_path / "bin" / "np")[1] == "<x>\n"
+    assert installed.installations() == 1
+
+
+def test_a_changed_kernel_is_compiled(installed: Checkout) -> None:
+    (installed.root / "native" / "dot.c").write_text("int changed;")
+    assert installed.run("x")[1] == "<x>\n"
+    assert installed.installations() == 2
+
+
+def test_a_changed_python_file_costs_nothing(installed: Checkout) -> None:
+    (installed.root / "native" / "__init__.py").touch()
+    (installed.root / "launch" / "cli.py").touch()
+    assert installed.run("x")[0] == 0
+    assert installed.installations() == 1
+
+
+def test_a_checkout_that_moved_is_installed_again(installed: Checkout, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    installed.root.rename(moved)
+    script(moved / ".venv/bin/python", f'echo "$*" >>"{moved}/calls"')
+    assert installed.run("x", program=moved / "launch/neuronpipe")[1] == "<x>\n"
+    assert (moved / "calls").read_text().count("--editable") == 2
+
+
+def test_two_first_starts_install_once(checkout: Checkout) -> None:
+    script(checkout.root / ".venv/bin/python", f'echo "$*" >>"{checkout.calls}"\nsleep 0.2')
+    both = [checkout.start("a"), checkout.start("b")]
+    assert [process.communicate(timeout=60)[0] for process in both] == ["<a>\n", "<b>\n"]
+    assert checkout.installations() == 1
+
+
+def test_a_failed_installation_shows_why_and_is_tried_again(checkout: Checkout) -> None:
+    broken = f'case "$*" in *--editable*) echo "$*" >>"{checkout.calls}"; echo "error: dot.c is wrong"; exit 1 ;; esac'
+    script(checkout.root / ".venv/bin/python", broken)
+    for _ in range(2):
+        code, out, errors = checkout.run("x")
+        assert (code, out) == (1, "")
+        assert "error: dot.c is wrong" in errors
+        assert f"{checkout.root}/.venv/bootstrap.log" in errors
+    assert checkout.installations() == 2
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_installs_it(checkout: Checkout) -> None:
+    (checkout.tools / "cc").unlink()
+    script(checkout.tools / "apt-get", "exit 1")
+    code, out, errors = checkout.run("x")
+    assert (code, out) == (2, "")
+    assert "sudo sh -c 'apt-get install -y gcc libc6-dev'" in errors
+
+
+def test_root_gets_the_compiler_installed(checkout: Checkout) -> None:
+    compiler = checkout.tools / "cc"
+    compiler.rename(checkout.tools / "kept")
+    script(checkout.tools / "id", "echo 0")
+    installs = f'case "$*" in *"install -y gcc libc6-dev"*) cp "{checkout.tools}/kept" "{compiler}" ;; esac'
+    script(checkout.tools / "apt-get", installs)
+    code, out, errors = checkout.run("x")
+    assert (code, out) == (0, "<x>\n"), errors
+    assert "installing with apt-get: compiler" in errors
+
+
+def test_without_any_python_the_command_names_it(checkout: Checkout) -> None:
+    (checkout.tools / "python3").unlink()
+    script(checkout.tools / "apt-get", "exit 1")
+    code, _, errors = checkout.run("x")
+    assert code == 2
+    assert "apt-get install -y python3 python3-dev python3-venv" in errors
+
+
+def test_a_checkout_that_cannot_be_written_is_named(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.root / ".venv")
+    (checkout.root / ".venv").write_text("in the way")
+    code, _, errors = checkout.run("x")
+    assert code == 2
+    assert f"{checkout.root}/.venv cannot be written" in errors
+
+
+def test_the_scripts_are_executable() -> None:
+    for name in ("launch/neuronpipe", "launch/test", ".ci/run"):
+        assert os.access(ROOT / name, os.X_OK), name

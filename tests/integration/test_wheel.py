@@ -1,0 +1,79 @@
+"""What a wheel holds: all of neuronpipe, the command, and nothing else; and it works without the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("protocol", "native", "plans", "services", "launch")
+NOT_SHIPPED = {"native/bind.py"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation", "--no-deps"]
+    built = subprocess.run([*pip, "-w", str(folder), str(ROOT)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_nothing_lies_outside_the_package(names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert len(tops) == 2
+    assert "neuronpipe" in tops
+    assert {name.split("/")[1] for name in names if name.startswith("neuronpipe/")} == set(FOLDERS)
+
+
+def test_every_module_is_there(names: set[str]) -> None:
+    sources = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    assert {f"neuronpipe/{name}" for name in sources - NOT_SHIPPED} <= names
+
+
+def test_the_kernels_the_demo_model_and_the_types_are_there(names: set[str]) -> None:
+    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "plans/demo/package").rglob("*") if path.is_file()}
+    wanted = {"native/_kernels.abi3.so", *(f"{folder}/py.typed" for folder in FOLDERS), *data}
+    assert {f"neuronpipe/{name}" for name in wanted} <= names
+
+
+def test_what_only_the_checkout_needs_stays_there(names: set[str]) -> None:
+    for name in names:
+        assert not name.endswith((".c", ".h", ".cmake", ".sh", "CMakeLists.txt", "README.md", "bind.py", ".pth")), name
+        assert name not in {"neuronpipe/launch/neuronpipe", "neuronpipe/launch/test"}
+
+
+def test_the_command_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "neuronpipe=neuronpipe.launch.cli:main" in archive.read(entry_points).decode().replace(" ", "")
+    script = """if True:
+        import neuronpipe.native
+        from neuronpipe.launch import cli
+        print(neuronpipe.native.__file__, cli.__file__)
+        cli.main(["--version"])
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"{tmp_path}/neuronpipe/native/__init__.py {tmp_path}/neuronpipe/launch/cli.py")
+    assert "neuronpipe 0.1.0" in ran.stdout
