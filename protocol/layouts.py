@@ -18,11 +18,14 @@ TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
 BARRIERS = 4
 """Barriers in the exchange segment; the decode step uses the first."""
 
-BOARD_WORDS = ("state", "pid", "step", "beats", "incarnation")
-"""The words of a process's line on the board, in this order; `state` is an index into the states of the protocol."""
+BOARD_WORDS = ("pid", "incarnation")
+"""The words of a process's line on the board, in this order; pid is 0 while there is no such process."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""
+
+BOARD_FLASH = ("reads", "bytes", "checksum_failures", "io_errors")
+"""The 64-bit words of the board's flash line, in this order: what the loader did since it was started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,8 @@ class Fields:
         shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
         if min(shape) < 0:
             raise ValueError(f"{self.name}.{name}: shape {shape} is negative")
+        if any(other.name == name for other in self._fields):
+            raise ValueError(f"{self.name}.{name}: laid out twice")
         offset_bytes = -(-self._end_bytes // align) * align
         total_bytes = TYPE_BYTES[type]
         for length in shape:
@@ -115,7 +120,7 @@ class Fields:
 def fixed(*, file_bytes: int) -> Layout:
     """The fixed tensors: the package's fixed.safetensors, byte for byte, sealed once it is loaded."""
     fields = Fields("fixed", 1, {"file_bytes": file_bytes})
-    fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering="written and sealed before Ready")
+    fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering="written and sealed before `loaded` is set")
     return fields.layout()
 
 
@@ -156,6 +161,14 @@ def residency(*, words: int, members: int) -> Layout:
         by="loader",
         to="decode, prefill",
         ordering="word 0 grows after words became present or failed (acquire-release), then its sleepers are woken",
+    )
+    fields.add(
+        "loaded",
+        "u32",
+        LINE_WORDS,
+        by="loader",
+        to="decode, prefill",
+        ordering="word 0 becomes 1 (release) once the fixed tensors are verified and sealed, then its sleepers are woken",
     )
     fields.add(
         "generation",
@@ -216,8 +229,8 @@ def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head
 
 
 def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_rows: int, vocabulary: int) -> Layout:
-    """What the decode workers compute together. tokens: most in one step; query_width: query_heads * head_width;
-    logit_rows: rows of the decode workers, one per token of a step, then those of each prefill worker."""
+    """What the decode workers compute together. tokens: most in one decode step; query_width: query_heads *
+    head_width; logit_rows: most tokens of one step, of either kind, whose logits are wanted."""
     fields = Fields(
         "exchange",
         5,
@@ -234,7 +247,7 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
         "epoch",
         "u32",
         LINE_WORDS,
-        by="coordinator",
+        by="supervisor, coordinator",
         to="decode, prefill",
         ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
     )
@@ -274,30 +287,39 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
         "f32",
         "logit_rows",
         "vocabulary",
-        by="decode, prefill: own rows",
+        by="decode: own columns; prefill: all",
         to="coordinator; the client of a Score",
-        ordering="StepDone, Prefilled, Scored: received after the rows are written; a client gives them back by Next",
+        ordering="StepDone, Prefilled and Scored come after the rows are written; a client gives them back by Next",
     )
     return fields.layout()
 
 
 def board(*, processes: int) -> Layout:
-    """What every process says of itself, to be read without asking it. One line each, in the order of the plan."""
+    """Who lives, what the run takes and what flash gave, to be read without asking anybody. One line for each process, in
+    the order of the plan's seats."""
     fields = Fields("board", 6, {"processes": processes})
     fields.add(
         "processes",
         "u32",
         "processes",
         LINE_WORDS,
-        by="each process its own line; state also the supervisor",
-        to="supervisor, coordinator, monitor",
-        ordering="single words, no order among them",
+        by="supervisor",
+        to="coordinator, monitor",
+        ordering="incarnation before pid (release); both before the epoch is advanced",
     )
     fields.add(
         "memory",
         "u64",
         LINE_WORDS // 2,
         by="supervisor",
+        to="coordinator, monitor",
+        ordering="single words, no order among them",
+    )
+    fields.add(
+        "flash",
+        "u64",
+        LINE_WORDS // 2,
+        by="loader",
         to="coordinator, monitor",
         ordering="single words, no order among them",
     )

@@ -47,7 +47,6 @@ def _direction(limit_messages: int, when_full: WhenFull, *carries: type[Message]
 
 _LIFE_OF_A_SERVICE = (lifecycle.Hello, lifecycle.Ready, lifecycle.Beat, lifecycle.Drained, lifecycle.Failed)
 _FROM_WORKERS = (outcome.StepDone, outcome.Prefilled, outcome.StepAbandoned, outcome.StepFailed)
-_FROM_SUPERVISOR = (lifecycle.Exited, lifecycle.Drain)
 _FROM_CLIENTS = (request.Generate, request.Cancel, request.Score, request.Next, request.AskStatus)
 _TO_SERVICES = (
     lifecycle.Welcome,
@@ -57,7 +56,6 @@ _TO_SERVICES = (
     worker.Step,
     worker.Prefill,
 )
-_TO_SUPERVISOR = (lifecycle.Restart,)
 _TO_CLIENTS = (
     client.Accepted,
     client.Refused,
@@ -71,9 +69,9 @@ _TO_CLIENTS = (
 CONTROL = Link(
     name="control",
     bound_by="coordinator",
-    connected_by=("prefill", "decode", "loader", "cache", "gateway", "supervisor", "client"),
-    inward=_direction(256, "wait", *_LIFE_OF_A_SERVICE, *_FROM_WORKERS, *_FROM_SUPERVISOR, *_FROM_CLIENTS),
-    outward=_direction(1024, "refuse", *_TO_SERVICES, *_TO_SUPERVISOR, *_TO_CLIENTS),
+    connected_by=("prefill", "decode", "loader", "cache", "gateway", "client"),
+    inward=_direction(256, "wait", *_LIFE_OF_A_SERVICE, *_FROM_WORKERS, *_FROM_CLIENTS),
+    outward=_direction(1024, "refuse", *_TO_SERVICES, *_TO_CLIENTS),
 )
 LOADER = Link(
     name="loader",

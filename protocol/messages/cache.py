@@ -23,10 +23,16 @@ class Stock(Message):
     generation: that of the last `Reset`; 0 before the first
     gate_free: free slots of part 0
     rest_free: free slots of part 1
-    waiting: clusters that wait for a slot, both parts
+    gate_waiting: clusters of part 0 that wait for a slot or for their turn
+    rest_waiting: the same of part 1
+    gate_granted: slots of part 0 received since the `Reset`, so that the cache knows which grants are still on their way
+    rest_granted: the same of part 1
     """
 
     generation: int
     gate_free: int
     rest_free: int
-    waiting: int = 0
+    gate_waiting: int = 0
+    rest_waiting: int = 0
+    gate_granted: int = 0
+    rest_granted: int = 0

@@ -7,7 +7,7 @@ from typing import Literal
 from neuronpipe.protocol.codec import Message, message
 from neuronpipe.protocol.messages.lifecycle import State
 
-RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "failed"]
+RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed"]
 
 
 @message
@@ -28,7 +28,7 @@ class Refused(Message):
 
     request: as in the request
     code: "bad_request" will never be served, "too_long" exceeds the context; "busy", "starting" and "draining" may be
-        tried again; "failed" is trouble inside the run
+        tried again; "cancelled" was asked for; "failed" is trouble inside the run
     message: one line for a person
     """
 
@@ -66,9 +66,9 @@ class Finished(Message):
     prompt_tokens: length of the prompt in tokens
     ttft_ms: from `Generate` to the first token
     tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is but one
-    tbt_ms: time between tokens: mean, p50, p90, p99
+    tbt_ms: time between tokens: p50, p90, p99
     memory: bytes by what they are used for; "peak" and "limit" are of the whole run
-    flash: figures of this request: bytes, reads, missed_activated, missed_loaded, ...
+    flash: figures of this request: clusters looked up and missed, bytes read, ...
     plan: id of the plan
     mode: "exact" or "predicted"
     """
@@ -129,25 +129,21 @@ class ProcessStatus(Message):
     role: as in `Hello`
     index: as in `Hello`
     pid: process id; 0 when there is none at the moment
-    state: the coordinator's verdict: "silent" and "stuck" are what a process cannot say of itself
+    state: the coordinator's verdict: "silent" is what a process cannot say of itself
+    core: the processor it is pinned to
     step: as in `Beat`
-    busy_ms: as in `Beat`
-    slots: how many requests it takes at once
-    outstanding: how many it has not answered
+    outstanding: how many requests it has not answered
     restarts: how often it was started again
-    memory_bytes: what only this process occupies, segments not counted
     """
 
     role: str
     index: int
     pid: int
     state: State
+    core: int | None = None
     step: int = 0
-    busy_ms: float = 0.0
-    slots: int = 0
     outstanding: int = 0
     restarts: int = 0
-    memory_bytes: int = 0
 
 
 @message

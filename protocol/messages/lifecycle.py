@@ -1,4 +1,4 @@
-"""The life of a process: between every service and the coordinator, and from the supervisor to the coordinator."""
+"""The life of a process: between every service and the coordinator."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Ready(Message):
 
 @message
 class Beat(Message):
-    """A sign of life, every 250 ms, from the thread that talks and not from the one that works. Three that are
-    missing make a process silent; one that is busy while `step` stays the same for too long is stuck.
+    """A sign of life, every 250 ms while there is nothing to do, and between two pieces of work. A process that is not
+    at work and is not heard for 5 s is silent; one that is at work while `step` stays the same for too long is stuck.
 
     role: as in `Hello`
     index: as in `Hello`
@@ -98,8 +98,7 @@ class Beat(Message):
 
 @message
 class Drain(Message):
-    """Finish what is under way, take nothing new, answer `Drained` and exit with status 0. To the coordinator it
-    comes from the supervisor, and means the whole run."""
+    """Finish what is under way, take nothing new, answer `Drained` and exit with status 0."""
 
 
 @message
@@ -127,37 +126,3 @@ class Failed(Message):
     code: FailureCode
     message: str
     detail: str = ""
-
-
-@message
-class Exited(Message):
-    """From the supervisor to the coordinator: a process has ended without being asked to.
-
-    role: as in `Hello`
-    index: as in `Hello`
-    pid: process id of the one that ended
-    reason: how it ended, one line, the last line of its standard error included
-    restarting: whether another one is being started
-    """
-
-    role: str
-    index: int
-    pid: int
-    reason: str
-    restarting: bool
-
-
-@message
-class Restart(Message):
-    """From the coordinator to the supervisor: end this process (it is silent or stuck) and start another.
-
-    role: as in `Hello`
-    index: as in `Hello`
-    pid: the process meant; when it is not this one any more, nothing is done
-    reason: one line for a person
-    """
-
-    role: str
-    index: int
-    pid: int
-    reason: str

@@ -14,7 +14,7 @@ class StepDone(Message):
     step: as in `Step`
     epoch: as in `Step`
     index: which decode worker
-    counters: figures of this step: ms, wait_ms, clusters, missed, bytes, ...
+    counters: figures of this step: clusters looked up and missed, times waited, ...
     """
 
     step: int
@@ -41,8 +41,8 @@ class Prefilled(Message):
 
 @message
 class StepAbandoned(Message):
-    """The worker left the step because the epoch word changed; nothing it wrote counts. Workers that have no step
-    under way when the epoch changes say nothing.
+    """The worker left the step because the epoch word changed, or found it changed before it began; nothing it wrote
+    counts.
 
     step: as in the request
     epoch: as in the request

@@ -39,8 +39,8 @@ class Generate(Message):
 
 @message
 class Cancel(Message):
-    """End a request. It is answered as usual, by `Finished` with reason "cancelled"; a name that is not known is
-    passed over, since the request may just have ended.
+    """End a request. A `Generate` is answered by `Finished` with reason "cancelled", a `Score` by `Refused` with code
+    "cancelled"; a name that is not known is passed over, since the request may just have ended.
 
     request: as in `Generate` or `Score`
     """

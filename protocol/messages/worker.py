@@ -33,7 +33,7 @@ class Step(Message):
 @message
 class Prefill(Message):
     """To a prefill worker: run these tokens of one sequence through all layers and leave their keys and values in
-    the KV segment. Logits go to the rows of the exchange segment that belong to the worker, from their first on.
+    the KV segment. Logits go to the rows of the exchange segment from row 0 on, in the order of the tokens.
 
     step: number of the step, from the same count as that of `Step`
     epoch: value of the epoch word for which this attempt is valid

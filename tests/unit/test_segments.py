@@ -135,7 +135,7 @@ def test_more_memory_than_there_may_be_is_a_persons_error() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(UserError, match="segment residency: cannot make .*plan with a smaller memory limit"):
+        with pytest.raises(UserError, match=r"segment residency: cannot make .*plan with a smaller memory limit"):
             Segment.create(LAYOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,36 @@
+"""Residency words: where a part of a cluster is. One 32-bit word per part, atomic, so that a hit costs no message.
+
+native/neuronpipe.h has the same numbers for C; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+SLOT_MASK = 0x00FFFFFF
+STATE_MASK = 0x03000000
+ABSENT = 0x00000000
+LOADING = 0x01000000
+PRESENT = 0x02000000
+FAILED = 0x03000000
+REFERENCED = 0x04000000
+PINNED = 0x08000000
+
+BITS = (
+    ("0-23", "slot", "number of the slot; of a word that is present or loading"),
+    ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
+    ("26", "referenced", "a worker looked it up since the cache last passed by"),
+    ("27", "pinned", "never evicted"),
+    ("28-31", "", "0"),
+)
+"""Bits, name and meaning."""
+
+CHANGES = (
+    ("absent", "loading", "loader", "acquire-release compare and set; claims the cluster and a granted slot"),
+    ("loading", "present", "loader", "release, after the bytes are in the slot and match their checksum"),
+    ("loading", "failed", "loader", "release, after an I/O error or when the bytes do not match their checksum"),
+    ("loading", "absent", "loader", "at a Reset, when no read is in flight"),
+    ("present", "absent", "cache", "compare and set of an unreferenced, unpinned word, after no window covered it"),
+    ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present word that was looked up"),
+    ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes"),
+    ("bit 27 clear", "bit 27 set", "loader", "together with present, for a Warm that asks for it"),
+)
+"""From, to, by whom, and what orders it."""
