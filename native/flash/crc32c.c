@@ -12,13 +12,13 @@
 #include <nmmintrin.h>
 #define HAS_INSTRUCTION 1
 #define TARGET __attribute__((target("sse4.2")))
-#define STEP_8(crc, data) ((uint32_t)_mm_crc32_u64(crc, data))
+#define STEP_8(crc, data) _mm_crc32_u64(crc, data)
 #define STEP_1(crc, data) _mm_crc32_u8(crc, data)
 #elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #include <sys/auxv.h>
 #define HAS_INSTRUCTION 1
 #define TARGET
-#define STEP_8(crc, data) arm_step_8(crc, data)
+#define STEP_8(crc, data) arm_step_8((uint32_t)(crc), data)
 #define STEP_1(crc, data) arm_step_1(crc, data)
 #ifndef HWCAP_CRC32
 #define HWCAP_CRC32 (1 << 7)
@@ -103,16 +103,18 @@ TARGET uint32_t np_crc32c_by_instruction(uint32_t crc, const void *data, size_t 
     const uint8_t *next = data;
     crc = ~crc;
     for (; bytes >= 3 * STREAM_BYTES; bytes -= 3 * STREAM_BYTES, next += 3 * STREAM_BYTES) {
-        uint32_t second = 0, third = 0;
+        uint64_t first = crc, second = 0, third = 0; /* the instruction's own width: no moves between its uses */
         for (const uint8_t *at = next; at < next + STREAM_BYTES; at += 8) {
-            crc = STEP_8(crc, eight_bytes(at));
+            first = STEP_8(first, eight_bytes(at));
             second = STEP_8(second, eight_bytes(at + STREAM_BYTES));
             third = STEP_8(third, eight_bytes(at + 2 * STREAM_BYTES));
         }
-        crc = over_stream(over_stream(crc) ^ second) ^ third;
+        crc = over_stream(over_stream((uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
     }
+    uint64_t rest = crc;
     for (; bytes >= 8; bytes -= 8, next += 8)
-        crc = STEP_8(crc, eight_bytes(next));
+        rest = STEP_8(rest, eight_bytes(next));
+    crc = (uint32_t)rest;
     for (; bytes; bytes--)
         crc = STEP_1(crc, *next++);
     return ~crc;
