@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from neuronpipe.launch.sizes import parse_bytes, parse_share
+from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -14,7 +15,6 @@ from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.protocol.errors import UserError
 
-DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 
 
 def add_package_argument(parser: argparse.ArgumentParser) -> None:

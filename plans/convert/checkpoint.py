@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored, row_bytes
+from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.package.manifest import Activation, Shape, Source
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -67,6 +67,12 @@ class StoredMatrix:
         """Bytes of one row."""
         return row_bytes(self.encoding, self.columns) or 0
 
+    def as_column(self) -> StoredMatrix:
+        """A vector as a matrix of one column, so that its elements can be reordered."""
+        if self.encoding not in PLAIN_BYTES:
+            raise UserError(f"{self.file.path}: {self.name}: {self.encoding} is not supported for a bias")
+        return replace(self, rows=self.columns, columns=1)
+
     def stored(self, rows: RowNumbers) -> NDArray[np.uint8]:
         """The bytes of some rows: uint8 [len(rows), row bytes]. Neighbours are read at once."""
         stride = self.stride_bytes
@@ -114,13 +120,19 @@ class Inventory:
         """Whether there is a tensor of this name."""
         return name in self._tensors
 
-    def take(self, name: str, *shape: int) -> StoredMatrix:
-        """The tensor, which must have exactly this shape and an encoding that can be read."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, rows first."""
         if name not in self._tensors:
             raise UserError(f"{self._where}: {name}: the tensor is missing")
-        file, offset, found, encoding = self._tensors[name]
-        if found != shape:
-            raise UserError(f"{file.path}: {name}: has shape {list(found)}, but the configuration needs {list(shape)}")
+        return self._tensors[name][2]
+
+    def take(self, name: str, *shape: int) -> StoredMatrix:
+        """The tensor, which must have exactly this shape and an encoding that can be read."""
+        if (found := self.shape(name)) != shape:
+            raise UserError(
+                f"{self._where}: {name}: has shape {list(found)}, but the configuration needs {list(shape)}"
+            )
+        file, offset, _, encoding = self._tensors[name]
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
             raise UserError(f"{file.path}: {name}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
         self._taken.add(name)

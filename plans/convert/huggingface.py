@@ -6,6 +6,7 @@ import re
 from contextlib import ExitStack
 from pathlib import Path
 
+from neuronpipe.plans.convert.activations import ACTIVATION_NAMES
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, SourceFile, Stack, StoredMatrix
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
@@ -16,13 +17,6 @@ from neuronpipe.plans.package.safetensors_header import read_header
 from neuronpipe.protocol.errors import UserError
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "BambooForCausalLM")
-ACTIVATION_NAMES: dict[str, Activation] = {
-    "relu": "relu",
-    "drelu": "drelu",
-    "relu2": "relu2",
-    "silu": "silu",
-    "swish": "silu",
-}
 # Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
 HARMLESS = re.compile(r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)")
 

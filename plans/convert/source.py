@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options
+from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.protocol.errors import UserError
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
     """Open a Hugging Face directory or a GGUF file."""
     if path.is_dir():
         return open_huggingface(path, options)
-    raise UserError(f"{path}: neither a GGUF file nor a Hugging Face directory")
+    return open_gguf(path, options)

@@ -56,12 +56,12 @@ class Record:
     """A JSON object read field by field; `finish` refuses what nobody asked for."""
 
     def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
-        self._values, self._where, self._prefix = values, where, prefix
+        self._values, self.where, self._prefix = values, where, prefix
         self._seen: set[str] = set()
 
     def fail(self, name: str, problem: str) -> NoReturn:
         """Raise a UserError about one field."""
-        raise UserError(f"{self._where}: {self._prefix}{name}: {problem}")
+        raise UserError(f"{self.where}: {self._prefix}{name}: {problem}")
 
     def has(self, name: str) -> bool:
         """Whether the field is there and not null."""
@@ -119,7 +119,7 @@ class Record:
         value = self.value(name)
         if not isinstance(value, dict):
             self.fail(name, f"expected an object, found {_shown(value)}")
-        return Record(value, self._where, f"{self._prefix}{name}.")
+        return Record(value, self.where, f"{self._prefix}{name}.")
 
     def items(self, name: str) -> list[Any]:
         """A list."""

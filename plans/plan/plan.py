@@ -8,7 +8,7 @@ import json
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from neuronpipe.protocol.errors import UserError
 
@@ -30,7 +30,7 @@ class Seat:
 class Compute:
     """Who computes what, where."""
 
-    mode: str
+    mode: Literal["exact"]
     seats: tuple[Seat, ...]
     sequences: int  # KV slots: most sequences of one step
     context_tokens: int
@@ -175,6 +175,10 @@ def _build(kind: Any, value: Any, where: str, field: str) -> Any:
         if not isinstance(value, list):
             raise wrong
         return tuple(_build(typing.get_args(kind)[0], item, where, f"{field}{i}.") for i, item in enumerate(value))
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind):
+            raise wrong
+        return value
     if isinstance(kind, types.UnionType):
         return None if value is None else _build(typing.get_args(kind)[0], value, where, field)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -68,7 +68,7 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     fixed = fixed_segment_bytes(manifest)
     kv = shape.layers * wanted.sequences * shape.key_heads * 2 * context_tokens * shape.head_width * 2
     exchange = 4 * (wanted.sequences * row_floats + logit_rows * shape.vocabulary) + MIB // 4
-    residency = clusters * 16 + MIB // 8  # two words per cluster, and the loader's two checksums
+    residency = clusters * 64 + MIB // 8  # two words per cluster; the loader's two checksums and its queues
     private = 4 * chunk * (row_floats + layout.blocks * layout.block_neurons + 4 * shape.width)
     private += 4 * wanted.sequences * (layout.blocks * layout.block_neurons + 8 * shape.width) * 2
     interpreters = INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * len(device.seats)

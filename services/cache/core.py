@@ -47,22 +47,32 @@ class FreeSlots:
     def __init__(self, region: Region) -> None:
         self.region = region
         self._free: list[int] = []
+        self._granted = 0  # since the reset
 
     def restart(self, used: Iterable[int]) -> None:
         """After a reset: every slot that no present word names is free."""
         taken = set(used)
         self._free = [slot for slot in range(self.region.slots) if slot not in taken]
+        self._granted = 0
 
-    def grant(self, loader_has: int, waiting: int, evict: Callable[[int], list[int]]) -> list[int]:
+    def take(self, count: int) -> list[int]:
+        """Up to `count` free slots, for warming up."""
+        taken, self._free = self._free[:count], self._free[count:]
+        self._granted += len(taken)
+        return taken
+
+    def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], list[int]]) -> list[int]:
         """Slots to hand to the loader, so that it has its stock and one for each waiting cluster.
 
-        Free ones first; then `evict(n)` gives up to n more.
+        free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our own free slots
+        go first; then `evict(n)` gives up to n more.
         """
         if self.region.holds_everything:
-            granted, self._free = self._free, []
-            return granted
-        want = max(0, self.region.stock + waiting - loader_has)
-        granted, self._free = self._free[:want], self._free[want:]
+            return self.take(len(self._free))
+        want = max(0, self.region.stock + waiting - free - (self._granted - received))
+        granted = self.take(want)
         if len(granted) < want:
-            granted += evict(want - len(granted))
+            evicted = evict(want - len(granted))
+            self._granted += len(evicted)
+            granted += evicted
         return granted

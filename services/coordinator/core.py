@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Literal
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode, Refused, Scored, ScoreFinished, Token
@@ -144,7 +145,7 @@ Action = SendStep | Tell | Sample | Likelihoods | Abandon
 class Limits:
     """What the plan and the package fix."""
 
-    mode: str
+    mode: Literal["exact", "predicted"]
     sequences: int
     context_tokens: int
     prefill_chunk_tokens: int
@@ -179,6 +180,11 @@ class Core:
     def all_ready(self) -> bool:
         """Whether every seat of the plan is taken by a process that is ready."""
         return self.ready >= self._seats
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is outstanding."""
+        return self._outstanding is not None
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; returns what the shell is to do, in order."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from neuronpipe.protocol.messages.lifecycle import State
 
 SILENT_AFTER_S = 5.0
 
@@ -16,13 +18,13 @@ class SeatState:
     index: int
     core: int | None
     pid: int = 0
-    state: str = "starting"
+    state: State = "starting"
     step: int = 0
     restarts: int = 0
     heard_at: float = 0.0
     outstanding: int = 0
 
-    def verdict(self, now: float) -> str:
+    def verdict(self, now: float) -> State:
         """Its state, or "silent" when it neither works nor beats."""
         if self.state == "ready" and self.outstanding:
             return "busy"
@@ -43,7 +45,7 @@ class Seats:
     def __getitem__(self, peer: str) -> SeatState:
         return self._seats[peer]
 
-    def __iter__(self) -> Iterable[SeatState]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[SeatState]:
         return iter(self._seats.values())
 
     def heard(self, peer: str, now: float) -> SeatState:

@@ -3,7 +3,7 @@
 # Exit status: 0 all passed, 1 a failure, 77 a part could not be run for want of tools (and nothing failed).
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-build="$here/../../build/native-tests"
+build=$(cd "$here/../.." && pwd)/build/native-tests
 status=0
 
 part() { # part NAME RUNNER CMAKE-OPTIONS...

@@ -201,6 +201,10 @@ static void test_isa(const char *isa) {
 }
 
 int main(void) {
+    setenv("NEURONPIPE_ISA", "abacus", 1);
+    CHECK(np_isa_name() == NULL, "a wish that cannot be met is no silent fallback");
+    setenv("NEURONPIPE_ISA", "scalar", 1);
+    CHECK(np_isa_name() && strcmp(np_isa_name(), "scalar") == 0, "the environment chooses");
     CHECK(np_isa_select("abacus") == NULL, "an unknown instruction set is refused");
     CHECK(np_isa_select(NULL) != NULL && strncmp(np_isa_names(), np_isa_name(), strlen(np_isa_name())) == 0, "best first");
     CHECK(np_quant_bytes(NP_Q4, 64) == 32 && np_scale_bytes(NP_Q4, 64) == 4 && np_quant_bytes(NP_F16, 3) == 6, "sizes");

@@ -1,0 +1,24 @@
+"""Attaching to a live run by its run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from neuronpipe.launch.client import Client
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.run_directory import RunDirectory
+
+
+def attach(path: Path | None) -> Client:
+    """A client of the run at `path`, or of the only live one. Raises NotRunning when there is none."""
+    directory, run_file = RunDirectory.find(path)
+
+    def failed() -> str | None:
+        try:
+            directory.read()
+        except UserError as error:
+            return str(error)
+        return None
+
+    return Client(run_file.endpoints[CONTROL.name], failed)

@@ -1,0 +1,66 @@
+"""A run started by this command: the forked supervisor, and how to stop it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+from neuronpipe.launch.supervisor import preload, supervise
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.run_directory import RunDirectory
+
+
+@dataclasses.dataclass
+class LiveRun:
+    """The supervisor's process and the pipe on which it reports."""
+
+    directory: RunDirectory
+    pid: int
+    report: int
+
+    def failed(self, timeout_s: float = 0.0) -> str | None:
+        """The reason when the run is over; None while it lives."""
+        if not select.select([self.report], [], [], timeout_s)[0]:
+            return None
+        return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
+
+    def stop(self) -> None:
+        """End the run and wait until nothing of it is left."""
+        try:
+            os.kill(self.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+        os.waitpid(self.pid, 0)
+
+
+def start_run(package: Package, plan: Plan, path: Path | None, *, stays: bool) -> LiveRun:
+    """Fork a supervisor for a new run. stays: it outlives this command; otherwise this process's memory counts as the run's and
+    the run ends with it. Raises UserError when the run directory cannot be made."""
+    directory = RunDirectory.create(path)
+    preload()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    client = os.getpid()
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        os.setsid()
+        if stays:
+            _detach()
+        supervise(directory, package, plan, write_end, () if stays else (client,))
+    os.close(write_end)
+    return LiveRun(directory, pid, read_end)
+
+
+def _detach() -> None:
+    """Let go of the terminal: a run that stays must not keep the shell's pipes open."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(null, target)
+

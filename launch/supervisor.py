@@ -1,0 +1,254 @@
+"""The supervisor: starts the processes of a run, watches them, starts them again, and leaves nothing behind.
+
+It is also the warmed parent: everything a role needs is imported once, before the first fork, so that the pages are shared. It
+holds all segments, so that no worker's death loses one; it opens no ZeroMQ context, whose threads would not survive a fork.
+
+    event                     what it does
+    a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
+    it dies too often         the run ends with a message
+    it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
+    SIGTERM, SIGINT           coordinator drains the services; who is left is ended, then killed
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+
+from neuronpipe.launch.footprint import Footprint
+from neuronpipe.native import lib
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan, Seat
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
+from neuronpipe.protocol.version import VERSION
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+
+RESTARTS, WITHIN_S = 5, 30.0
+DRAIN_S, TERMINATE_S = 1.5, 1.0
+START_ORDER = ("loader", "cache", "decode", "prefill", "coordinator")
+FAILURE = "failure"
+log = logging.getLogger(__name__)
+
+
+def preload() -> None:
+    """Import what the roles need, once, in the parent of all."""
+    for role in START_ORDER:
+        importlib.import_module(f"neuronpipe.services.{role}.service")
+
+
+class Supervisor:
+    """One run. `watched` are processes whose memory counts and that are not children: the client that started the run."""
+
+    def __init__(self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...]) -> None:
+        self._directory, self._package, self._plan = directory, package, plan
+        self._watched = watched
+        self._parent = os.getppid()
+        self._seats = sorted(plan.compute.seats, key=lambda seat: (START_ORDER.index(seat.role), seat.index))
+        self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
+        self._processes: dict[int, Seat] = {}
+        self._incarnations = {(seat.role, seat.index): 0 for seat in self._seats}
+        self._deaths: dict[tuple[str, int], deque[float]] = {key: deque() for key in self._incarnations}
+        self._segments = create_segments(package.manifest, plan)
+        self._memory = RunMemory.open("supervisor", self._segments)
+        self._epoch = Epoch(self._memory)
+        self._board = self._memory.view("board", "processes")
+        self._board_memory = self._memory.view("board", "memory")
+        self._board_memory[2] = plan.memory.limit_bytes
+        self._footprint = Footprint()
+        self._run = os.urandom(6).hex()
+        self._stopping = False
+        self.failure: str | None = None
+
+    def run(self) -> None:
+        """Start everything, serve until told to stop, end everything."""
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: setattr(self, "_stopping", True))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._publish()
+        preload()
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, every shared page
+        try:
+            for seat in self._seats:
+                self._start(seat)
+            while not self._stopping and self.failure is None:
+                timeout = max(0.0, min(0.25, self._footprint.due_at - time.monotonic()))
+                if select.select([wake_read], [], [], timeout)[0]:
+                    os.read(wake_read, 4096)
+                self._reap()
+                self._measure()
+                if os.getppid() != self._parent and self._watched:
+                    self._stopping = True  # the command that started this run is gone
+        finally:
+            self._shut_down()
+
+    def _publish(self) -> None:
+        """run.json: clients get descriptors they can only read."""
+        handles = {
+            name: SegmentHandle(fd=segment.read_only().fd, total_bytes=segment.layout.total_bytes)
+            for name, segment in self._segments.items()
+        }
+        pid = os.getpid()
+        self._directory.publish(
+            RunFile(protocol=VERSION, run=self._run, supervisor_pid=pid, supervisor_started=started(pid),
+                    endpoints=self._directory.endpoints(), segments=handles, plan=self._plan.id)
+        )  # fmt: skip
+
+    # ---- processes ------------------------------------------------------------------------------------------------------
+    def _start(self, seat: Seat) -> None:
+        key = (seat.role, seat.index)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(seat, parent)
+        self._processes[pid] = seat
+        line = self._lines[key] * LINE_WORDS
+        self._board[line + 1] = self._incarnations[key]
+        self._board[line] = pid
+        self._incarnations[key] += 1
+
+    def _become(self, seat: Seat, parent: int) -> None:
+        """In the child: be the service, and never return."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
+            lib.np_process_die_with(parent)
+            lib.np_process_name(f"np-{seat.role}.{seat.index}".encode())
+            self._redirect(seat)
+            if seat.core is not None:
+                os.sched_setaffinity(0, {seat.core})
+            job = Job(
+                run=self._run,
+                seat=seat,
+                incarnation=self._incarnations[(seat.role, seat.index)],
+                package=self._package,
+                plan=self._plan,
+                endpoints=self._directory.endpoints(),
+                segments=self._segments,
+            )
+            importlib.import_module(f"neuronpipe.services.{seat.role}.service").main(job)
+            code = 0
+        except UserError as error:
+            (self._directory.path / FAILURE).write_text(str(error), encoding="utf-8")
+            code = 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _redirect(self, seat: Seat) -> None:
+        """Standard streams of a service: nothing to read, and a log in the run directory."""
+        path = self._directory.path / f"{seat.role}.{seat.index}.log"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, descriptor), (2, descriptor)):
+            os.dup2(source, target)
+        for name in os.listdir("/proc/self/fd"):  # the client's pipes and terminals stay with the client
+            number = int(name)
+            try:
+                if number > 2 and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
+                    os.close(number)
+            except OSError:
+                continue  # the descriptor that listed the directory
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, force=True)
+
+    def _reap(self) -> None:
+        while self._processes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self._processes:
+                self._lost(self._processes.pop(pid), pid, os.waitstatus_to_exitcode(status))
+
+    def _lost(self, seat: Seat, pid: int, code: int) -> None:
+        """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
+        key = (seat.role, seat.index)
+        self._board[self._lines[key] * LINE_WORDS] = 0
+        self._epoch.advance()
+        if self._stopping:
+            return
+        failure = self._directory.path / FAILURE
+        if code == 2 and failure.exists():
+            self.failure = failure.read_text(encoding="utf-8")
+            return
+        deaths = self._deaths[key]
+        deaths.append(time.monotonic())
+        while deaths and deaths[0] < deaths[-1] - WITHIN_S:
+            deaths.popleft()
+        if len(deaths) > RESTARTS:
+            self.failure = f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}"
+            return
+        self._start(seat)
+
+    def _last_words(self, seat: Seat) -> str:
+        path = self._directory.path / f"{seat.role}.{seat.index}.log"
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it left no message; was it killed by the system for lack of memory?"
+
+    def _measure(self) -> None:
+        if time.monotonic() < self._footprint.due_at:
+            return
+        self._footprint.sample([os.getpid(), *self._processes, *self._watched])
+        self._board_memory[0] = self._footprint.current_bytes
+        self._board_memory[1] = self._footprint.peak_bytes
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def _shut_down(self) -> None:
+        """Drain, then terminate, then kill; then remove the run directory."""
+        self._stopping = True
+        coordinators = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
+        for pids, number, patience_s in (
+            (coordinators, signal.SIGTERM, DRAIN_S),
+            (list(self._processes), signal.SIGTERM, TERMINATE_S),
+            (list(self._processes), signal.SIGKILL, 10.0),
+        ):
+            for pid in pids:
+                if pid in self._processes:
+                    os.kill(pid, number)
+            deadline = time.monotonic() + (patience_s if pids else 0.0)
+            while self._processes and time.monotonic() < deadline:
+                self._reap()
+                time.sleep(0.002)
+        self._directory.remove()
+
+
+def supervise(directory: RunDirectory, package: Package, plan: Plan, report: int, watched: tuple[int, ...]) -> None:
+    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or could not
+    go on; its end means that the run is over. Never returns."""
+    message = ""
+    try:
+        lib.np_process_name(b"np-supervisor")
+        supervisor = Supervisor(directory, package, plan, watched)
+        supervisor.run()
+        message = supervisor.failure or ""
+    except UserError as error:
+        message = str(error)
+        directory.remove()
+    except BaseException:
+        message = f"the supervisor failed: {traceback.format_exc()}"
+        directory.remove()
+    finally:
+        if message:
+            os.write(report, message.encode())
+        os._exit(1 if message else 0)
+

@@ -1,0 +1,33 @@
+"""`neuronpipe run [PACKAGE] -p TEXT`: start a pipeline, generate, end it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from neuronpipe.launch.client import Client
+from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
+from neuronpipe.launch.live import start_run
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.protocol.links import CONTROL
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `run`."""
+    add_package_argument(parser)
+    add_generation_arguments(parser)
+    add_plan_arguments(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Generate one text."""
+    ask = generate_request(arguments)
+    package, plan = package_and_plan(arguments)
+    live = start_run(package, plan, arguments.run, stays=False)
+    try:
+        with Client(live.directory.endpoint(CONTROL), live.failed) as client:
+            generate(client, arguments, ask)
+    finally:
+        live.stop()
+    return 0

@@ -1,0 +1,43 @@
+"""`neuronpipe status [--run DIR] [--json]`: a live run's processes, memory and counters."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.protocol.messages.client import Status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `status`."""
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Ask the coordinator."""
+    with attach(arguments.run) as client:
+        status = client.status()
+    print(json.dumps(dataclasses.asdict(status)) if arguments.json else render(status))
+    return 0
+
+
+def render(status: Status) -> str:
+    """A table for a person."""
+    lines = [
+        f"run {status.run}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s, plan {status.plan}, mode {status.mode}",
+        f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, limit {show_bytes(status.memory_limit_bytes)}",
+        f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
+        f"{status.steps} steps, {status.tokens} tokens",
+        "",
+        f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}",
+    ]
+    for process in status.processes:
+        core = "any" if process.core is None else str(process.core)
+        name = f"{process.role}.{process.index}"
+        lines.append(f"{name:<16}{process.pid:>8}{core:>6}  {process.state:<10}{process.step:>8}{process.restarts:>10}")
+    return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""`neuronpipe up [PACKAGE] [--run DIR]`: start a run that stays, and return when it is ready."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from neuronpipe.launch.client import Client
+from neuronpipe.launch.live import LiveRun, start_run
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.protocol.links import CONTROL
+
+POLL_S = 0.02
+SEQUENCES = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `up`."""
+    add_package_argument(parser)
+    add_plan_arguments(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Start the run."""
+    package, plan = package_and_plan(arguments, sequences=SEQUENCES)
+    live = start_run(package, plan, arguments.run, stays=True)
+    try:
+        _wait_until_ready(live)
+    except BaseException:
+        live.stop()
+        raise
+    if arguments.json:
+        print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))
+    else:
+        place = live.directory.path
+        print(f"up: {place}\n  ask it:   neuronpipe ask --run {place} -p TEXT\n  watch it: neuronpipe status --run {place}\n"
+              f"  end it:   neuronpipe down --run {place}")  # fmt: skip
+    return 0
+
+
+def _wait_until_ready(live: LiveRun) -> None:
+    with Client(live.directory.endpoint(CONTROL), live.failed) as client:
+        while not client.status().ready:
+            time.sleep(POLL_S)

@@ -1,0 +1,167 @@
+"""The header of a GGUF file, read with suspicion: metadata and where each tensor lies.
+
+GGUF is little-endian: magic, version, number of tensors and of metadata entries; the metadata (key, type, value); the
+tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Every count is compared with
+the bytes that are left before anything is allocated: a damaged file costs an error and not the machine's memory.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import UserError
+
+MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
+VERSIONS = (2, 3)
+MOST_METADATA, MOST_TENSORS, MOST_DIMENSIONS, MOST_DEPTH = 1 << 16, 1 << 20, 4, 2
+DEFAULT_ALIGNMENT_BYTES = 32
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor: shape with rows first, encoding by ggml's name, and its bytes [start, stop) in the file."""
+
+    shape: tuple[int, ...]
+    encoding: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata by key, and tensors by name."""
+
+    metadata: Record
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read a file's header. Raises UserError naming the file and the field that is wrong."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(path, file).header()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class _Reader:
+    """Reads values one after the other; `_what` says what is being read, for the error."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self._size_bytes = file.seek(0, 2)
+        file.seek(0)
+        self._left_bytes, self._what = self._size_bytes, "magic"
+
+    def _fail(self, problem: str) -> NoReturn:
+        raise UserError(f"{self._path}: {self._what}: {problem}")
+
+    def _take(self, count_bytes: int) -> bytes:
+        if count_bytes > self._left_bytes:
+            self._fail(f"needs {count_bytes} bytes where the file has {self._left_bytes} left: truncated or damaged")
+        self._left_bytes -= count_bytes
+        return self._file.read(count_bytes)
+
+    def _numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}")))
+
+    def _count(self, code: str, most: int) -> int:
+        value = int(self._numbers(code)[0])
+        if value > most:
+            self._fail(f"{value} is more than the {most} a model may have: damaged")
+        return value
+
+    def _string(self) -> str:
+        data = self._take(int(self._numbers("Q")[0]))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            self._fail("is not UTF-8 text: damaged")
+
+    def header(self) -> GgufHeader:
+        self._check_magic()
+        self._what = "number of tensors"
+        tensor_count = self._count("Q", MOST_TENSORS)
+        self._what = "number of metadata entries"
+        values: dict[str, Any] = {}
+        for number in range(self._count("Q", MOST_METADATA)):
+            self._what = f"metadata entry {number}"
+            key = self._what = self._string()
+            if key in values:
+                self._fail("the key appears twice: damaged")
+            values[key] = self._value(self._numbers("I")[0], 0)
+        metadata = Record(values, str(self._path))
+        return GgufHeader(metadata, self._tensors(tensor_count, metadata))
+
+    def _check_magic(self) -> None:
+        magic = self._take(4)
+        if magic == POWERINFER_MAGIC:
+            self._fail(
+                "is PWRI: a file for PowerInfer only, with predictors inside; convert the original "
+                "Hugging Face checkpoint or an ordinary GGUF of the same model instead"
+            )
+        if magic != MAGIC:
+            self._fail("is not GGUF; expected a GGUF file or a Hugging Face directory")
+        self._what = "version"
+        if (version := self._numbers("I")[0]) not in VERSIONS:
+            self._fail(f"{version} is not supported; {' and '.join(map(str, VERSIONS))} are")
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind in SCALARS:
+            return self._numbers(SCALARS[kind])[0]
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY or depth >= MOST_DEPTH:
+            self._fail(f"has value type {kind} at depth {depth}: damaged")
+        item, count = self._numbers("IQ")
+        if item in SCALARS:
+            return list(self._numbers(SCALARS[item], min(count, self._left_bytes + 1)))
+        if count > self._left_bytes // 8:
+            self._fail(f"announces {count} items in {self._left_bytes} bytes: truncated or damaged")
+        return [self._value(item, depth + 1) for _ in range(count)]
+
+    def _tensors(self, count: int, metadata: Record) -> dict[str, GgufTensor]:
+        alignment = DEFAULT_ALIGNMENT_BYTES
+        if metadata.has("general.alignment"):
+            alignment = metadata.integer("general.alignment", 1, 1 << 20)
+        described: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for number in range(count):
+            self._what = f"tensor {number}"
+            name = self._what = self._string()
+            if name in described:
+                self._fail("the tensor appears twice: damaged")
+            dimensions = self._numbers("Q", self._count("I", MOST_DIMENSIONS))
+            described[name] = (dimensions[::-1], *self._numbers("IQ"))
+        read_bytes = self._size_bytes - self._left_bytes
+        start = read_bytes + -read_bytes % alignment
+        tensors = {name: self._tensor(name, start, *fields) for name, fields in described.items()}
+        end, before = start, "the header"
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+            self._what = name
+            if tensor.start < end:
+                self._fail(f"overlaps {before}: damaged")
+            end, before = tensor.stop, name
+        return tensors
+
+    def _tensor(self, name: str, data_start: int, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        self._what = name
+        try:
+            encoding = GGMLQuantizationType(kind)
+        except ValueError:
+            self._fail(f"has type {kind}, which is unknown")
+        block_weights, block_bytes = GGML_QUANT_SIZES[encoding]
+        weights = math.prod(shape)
+        if not shape or not weights or shape[-1] % block_weights:
+            self._fail(f"has shape {list(shape)}, which {encoding.name} cannot store: damaged")
+        stop = data_start + offset + weights // block_weights * block_bytes
+        if stop > self._size_bytes:
+            self._fail(f"ends at byte {stop} of a file of {self._size_bytes}: truncated or damaged")
+        return GgufTensor(shape, encoding.name, data_start + offset, stop)

@@ -1,0 +1,188 @@
+"""A tokenizer.json from the vocabulary inside a GGUF file.
+
+GGUF names two families: `gpt2`, byte-level BPE with merges, whose rule for splitting text has only a name
+(tokenizer.ggml.pre); and `llama`, sentencepiece's BPE, where the scores of the pieces say what is merged first. What
+cannot be rebuilt is refused, unless a tokenizer.json lies beside the file or is named with --tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import UserError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+SPACE = "▁"
+ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _words(digits: str) -> str:
+    """The split of Llama 3 and Qwen2, which differ in how many digits stay together."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+# The patterns that text is split by, one after the other, for each name of tokenizer.ggml.pre.
+SPLITS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "llama-bpe": (_words(r"\p{N}{1,3}"),),
+    "qwen2": (_words(r"\p{N}"),),
+}
+
+
+def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabulary: int) -> bytes:
+    """The tokenizer.json of a package made from the GGUF file at `path`."""
+    if wanted is not None:
+        return read_tokenizer(wanted, vocabulary)
+    try:
+        data = build_tokenizer(metadata)
+    except UserError as error:
+        beside = path.with_name("tokenizer.json")
+        if beside.exists():
+            return read_tokenizer(beside, vocabulary)
+        raise UserError(f"{error}; put the model's tokenizer.json beside the file or pass --tokenizer FILE") from None
+    check_tokenizer(data, vocabulary, f"{path}: tokenizer")
+    return data
+
+
+def build_tokenizer(metadata: Record) -> bytes:
+    """tokenizer.json for the metadata, or UserError when it cannot be the same tokenizer."""
+    pieces = _texts(metadata, "tokenizer.ggml.tokens")
+    kinds = _kinds(metadata, len(pieces))
+    if len(set(pieces)) != len(pieces):
+        metadata.fail("tokenizer.ggml.tokens", "a token appears twice")
+    model = metadata.text("tokenizer.ggml.model")
+    try:
+        if model == "gpt2":
+            tokenizer, starts = _byte_level(metadata, pieces)
+        elif model == "llama":
+            tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
+        else:
+            metadata.fail("tokenizer.ggml.model", f"{model!r} is not supported; gpt2 and llama are")
+        for piece, kind in zip(pieces, kinds, strict=True):
+            if kind in (CONTROL, USER_DEFINED):
+                tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
+        values = json.loads(tokenizer.to_str())
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {' '.join(str(error).split())}")
+    values["post_processor"] = _frame(metadata, pieces, starts)
+    return json.dumps(values, ensure_ascii=False).encode()
+
+
+def end_tokens(metadata: Record, vocabulary: int) -> tuple[int, ...]:
+    """The ids that end a text: those the metadata names, and the control tokens that end one by convention."""
+    ends = [
+        metadata.integer(field, 0, vocabulary - 1)
+        for field in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+        if metadata.has(field)
+    ]
+    if metadata.has("tokenizer.ggml.tokens"):
+        pieces = _texts(metadata, "tokenizer.ggml.tokens")[:vocabulary]
+        kinds = _kinds(metadata, len(metadata.items("tokenizer.ggml.tokens")))
+        ends += [n for n, piece in enumerate(pieces) if kinds[n] == CONTROL and piece in ENDINGS]
+    return tuple(dict.fromkeys(ends))
+
+
+def _texts(metadata: Record, field: str) -> list[str]:
+    values = metadata.items(field)
+    if not all(isinstance(value, str) for value in values):
+        metadata.fail(field, "expected a list of strings")
+    return values
+
+
+def _kinds(metadata: Record, count: int) -> list[int]:
+    field = "tokenizer.ggml.token_type"
+    kinds = metadata.items(field) if metadata.has(field) else [NORMAL] * count
+    if len(kinds) != count or not all(type(kind) is int for kind in kinds):
+        metadata.fail(field, f"expected {count} whole numbers, one for each token")
+    return kinds
+
+
+def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether texts start with the begin token where the file does not say."""
+    pre = metadata.text("tokenizer.ggml.pre")
+    if pre not in SPLITS:
+        metadata.fail("tokenizer.ggml.pre", f"{pre!r} is not known; {', '.join(SPLITS)} are")
+    merges = []
+    for merge in _texts(metadata, "tokenizer.ggml.merges"):
+        left, space, right = merge.partition(" ")
+        if not space or " " in right:
+            metadata.fail("tokenizer.ggml.merges", "expected two pieces and a space between them")
+        merges.append((left, right))
+    vocabulary = {piece: n for n, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre == "llama-bpe"
+
+
+def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tokenizer:
+    scores = metadata.items("tokenizer.ggml.scores")
+    if len(scores) != len(pieces) or not all(isinstance(score, float) for score in scores):
+        metadata.fail("tokenizer.ggml.scores", f"expected {len(pieces)} numbers, one for each token")
+    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
+    normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: n for n, piece in enumerate(pieces)},
+            merges=list(_merges(normal, scores)),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=BYTE in kinds,
+        )
+    )
+    field = "tokenizer.ggml.add_space_prefix"
+    prefix = metadata.boolean(field) if metadata.has(field) else True
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(normal: dict[str, int], scores: list[float]) -> Iterator[tuple[str, str]]:
+    """Every way to put a piece together from two others, pieces of the highest score first."""
+    for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        found = [(left, right) for left, right in halves if left in normal and right in normal]
+        yield from sorted(found, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+
+
+def _frame(metadata: Record, pieces: list[str], starts: bool) -> dict[str, Any] | None:
+    """The post-processor that puts the begin and end tokens round a text, where the file asks for them."""
+    around: list[dict[str, Any] | None] = []
+    special = {}
+    for name, default in (("bos", starts), ("eos", False)):
+        field, wanted = f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.add_{name}_token"
+        if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
+            around.append(None)
+            continue
+        number = metadata.integer(field, 0, len(pieces) - 1)
+        special[pieces[number]] = {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
+        around.append({"SpecialToken": {"id": pieces[number], "type_id": 0}})
+    if not special:
+        return None
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    single = [part for part in (around[0], texts[0], around[1]) if part]
+    pair = [part for part in (around[0], texts[0], around[1], around[0], texts[1], around[1]) if part]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}

@@ -1,0 +1,1 @@
+"""The services: one process each, and what they share."""

@@ -1,0 +1,137 @@
+"""The cache: decides which clusters stay. It evicts ahead of need, so that the loader always has free slots.
+
+It keeps nothing that dies with it: which slot holds what is in the residency words. A cache that starts (again) resets the
+loader, reads the words, and knows everything it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.channel import Connection, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.links import CACHE
+from neuronpipe.protocol.messages.cache import ResetDone, Stock
+from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.services.cache.core import GATE, REST, FreeSlots, Region
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.service import Service
+
+RETRY_MS = 1
+NAMES = ("gate_words", "rest_words")
+
+
+class CacheService:
+    """The messages around the bookkeeping."""
+
+    def __init__(self, job: Job) -> None:
+        self._memory = RunMemory.open("cache", job.segments)
+        self._context = open_context()
+        self._service = Service(self._context, job.endpoints["control"], "cache", 0, job.incarnation, job.seat.core, slots=0)
+        self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
+        memory, layout, words = job.plan.memory, job.package.manifest.layout, job.package.manifest.words
+        self._regions = [
+            FreeSlots(
+                Region(part=GATE, slots=memory.gate_slots, stock=job.plan.flash.stock_gates, words=words,
+                       clusters_per_layer=layout.clusters, pinned_per_layer=memory.pinned_gates_per_layer)
+            ),
+            FreeSlots(
+                Region(part=REST, slots=memory.rest_slots, stock=job.plan.flash.stock_rests, words=words,
+                       clusters_per_layer=layout.clusters, pinned_per_layer=memory.pinned_rests_per_layer)
+            ),
+        ]  # fmt: skip
+        self._words = [self._memory.view("residency", name) for name in NAMES]
+        self._pointers = [ffi.from_buffer("uint32_t[]", words) for words in self._words]
+        windows = self._memory.view("residency", "windows")
+        self._members = len(windows) // 2
+        self._windows = ffi.from_buffer("uint64_t[]", windows)
+        self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
+        self._generation_word = self._memory.view("residency", "generation")
+        self._generation = 0
+        self._settled = False
+        self._stock: Stock | None = None
+        self._hungry = False
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        self._service.add(self._link, self._from_loader)
+        self._reset()
+        self._service.serve(lambda message: None, self._before_wait)
+        self._context.close()
+
+    def _reset(self) -> None:
+        """A new generation: the loader forgets its slots, and what it says of older ones no longer counts."""
+        self._generation = int(self._generation_word[0]) + 1
+        self._generation_word[0] = self._generation
+        self._settled = False
+        self._link.send(Reset(generation=self._generation))
+
+    def _before_wait(self) -> int | None:
+        if self._hungry and self._stock is not None:
+            self._feed(self._stock)
+        return RETRY_MS if self._hungry else None
+
+    def _from_loader(self) -> None:
+        while (message := self._link.receive()) is not None:
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, ResetDone) and message.generation == self._generation:
+            self._start()
+        elif isinstance(message, Stock):
+            if message.generation == self._generation and self._settled:
+                self._feed(message)
+            elif message.generation == 0:  # a loader that was started after our reset, or again
+                self._reset()
+
+    def _start(self) -> None:
+        """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
+        self._settled = True
+        for region, words in zip(self._regions, self._words, strict=True):
+            present = [w & lib.NP_WORD_SLOT_MASK for w in words if w & lib.NP_WORD_STATE_MASK == lib.NP_WORD_PRESENT]
+            region.restart(present)
+        self._feed(Stock(generation=self._generation, gate_free=0, rest_free=0))
+        for region in self._regions:
+            self._warm(region.region)
+
+    def _warm(self, region: Region) -> None:
+        for words, pinned in ((region.pinned_words(), True), (region.warm_words(), False)):
+            if words:
+                self._grant(region.part, self._regions[region.part].take(len(words)))
+                packed = array("I", words).tobytes()
+                self._link.send(Warm(generation=self._generation, part=region.part, clusters=packed, pinned=pinned))
+
+    def _feed(self, stock: Stock) -> None:
+        """Bring the loader's stock up to what the plan wants, and to what is waiting."""
+        self._stock = stock
+        self._hungry = False
+        said = (
+            (stock.gate_free, stock.gate_waiting, stock.gate_granted),
+            (stock.rest_free, stock.rest_waiting, stock.rest_granted),
+        )
+        for part, (free, waiting, received) in enumerate(said):
+            granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
+            self._grant(part, granted)
+            self._hungry |= waiting > 0 and free + len(granted) == 0
+
+    def _grant(self, part: int, slots: list[int]) -> None:
+        if slots:
+            packed = array("I", slots).tobytes()
+            self._link.send(Grant(generation=self._generation, part=part, slots=packed))  # type: ignore[arg-type]
+
+    def _evict(self, part: int, want: int) -> list[int]:
+        slots: Any = ffi.new("uint32_t[]", want)
+        taken = lib.np_clock_take(
+            self._pointers[part], len(self._words[part]), self._hands[part], self._windows + part * self._members, self._members,
+            want, slots,
+        )  # fmt: skip
+        return list(slots[0:taken])
+
+
+def main(job: Job) -> None:
+    """Serve until drained."""
+    CacheService(job).serve()

@@ -1,0 +1,279 @@
+"""The coordinator: clients and services on one socket, the core's decisions between them.
+
+It reads messages, hands events to the core, and carries out its actions: send, sample, measure. The epoch word tells it that a
+process was lost; the board tells it which.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.channel import Listener, Publisher, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Full, Lost
+from neuronpipe.protocol.layouts import BOARD_FLASH, BOARD_MEMORY, LINE_WORDS
+from neuronpipe.protocol.links import CONTROL, EVENTS
+from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused, Status
+from neuronpipe.protocol.messages.event import Life, StepEvent
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
+from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
+from neuronpipe.protocol.version import VERSION
+from neuronpipe.services.coordinator.core import (
+    Abandon,
+    Action,
+    Asked,
+    Broken,
+    Core,
+    EpochChanged,
+    Event,
+    Left,
+    Likelihoods,
+    Limits,
+    Measured,
+    Sample,
+    Sampled,
+    SeatReady,
+    SendStep,
+    Tell,
+)
+from neuronpipe.services.coordinator.seats import Seats
+from neuronpipe.services.coordinator.text import FileTokenizer
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import Epoch, RunMemory
+
+IDLE_MS = 250
+BUSY_MS = 20  # how soon a lost process is noticed when nobody is left to tell
+log = logging.getLogger(__name__)
+
+
+class CoordinatorService:
+    """The shell around the core."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._memory = RunMemory.open("coordinator", job.segments)
+        self._epoch = Epoch(self._memory)
+        manifest, compute = job.package.manifest, job.plan.compute
+        self._vocabulary = manifest.shape.vocabulary
+        limits = Limits(
+            mode=compute.mode,
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            logit_rows=compute.logit_rows,
+            vocabulary=self._vocabulary,
+            end_tokens=frozenset(manifest.end_tokens),
+            plan_id=job.plan.id,
+        )
+        places = [(seat.role, seat.index, seat.core) for seat in compute.seats]
+        self._lines = {(role, index): number for number, (role, index, _) in enumerate(places)}
+        services = [place for place in places if place[0] != "coordinator"]
+        self._seats = Seats(services)
+        self._core = Core(limits, [(role, index) for role, index, _ in services], FileTokenizer(job.package.tokenizer_path))
+        self._core.epoch = self._epoch.load()
+        self._logits = ffi.from_buffer("float[]", self._memory.view("exchange", "logits"))
+        self._scratch = ffi.new("int32_t[]", 2 * self._vocabulary)
+        self._board = self._memory.view("board", "processes")
+        self._board_memory = self._memory.view("board", "memory")
+        self._board_flash = self._memory.view("board", "flash")
+        self._flash_at_start: dict[str, tuple[int, int]] = {}
+        self._sent_at = 0.0
+        self._started_at = time.monotonic()
+        self._tokens = 0
+        self._draining = False
+        self._context = open_context()
+        self._control = Listener(self._context, CONTROL, job.endpoints["control"])
+        self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        while not self._draining:
+            received = self._control.receive(BUSY_MS if self._core.busy else IDLE_MS)
+            if self._epoch.load() != self._core.epoch:
+                self._notice_epoch()
+            while received is not None:
+                self._take(*received)
+                received = self._control.receive()
+        for seat in self._seats:
+            self._send(f"{seat.role}-{seat.index}", Drain())
+        self._context.close()
+
+    # ---- messages -------------------------------------------------------------------------------------------------------
+    def _take(self, peer: str, message: Message) -> None:
+        match message:
+            case Generate() | Cancel() | Score() | Next():
+                if isinstance(message, Generate):
+                    self._flash_at_start[f"{peer}/{message.request}"] = self._flash_now()
+                self._handle(Asked(peer.encode(), message))
+            case AskStatus():
+                self._send(peer, self._status())
+            case _ if peer in self._seats:
+                self._take_from_seat(peer, message)
+            case Hello():
+                self._send(peer, Reject(reason=f"this run's plan has no seat {peer}"))
+            case _:
+                log.warning("%s sent %s and has no seat here", peer, type(message).__name__)
+
+    def _take_from_seat(self, peer: str, message: Message) -> None:
+        seat = self._seats.heard(peer, time.monotonic())
+        name = (seat.role, seat.index)
+        match message:
+            case Hello():
+                seat.pid, seat.core, seat.restarts, seat.state = message.pid, message.core, message.incarnation, "starting"
+                self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+            case Ready():
+                seat.state = "ready"
+                seat.pid = self._board[self._lines[name] * LINE_WORDS]
+                self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
+                self._handle(SeatReady(name))
+            case Beat():
+                if seat.state == "starting" and message.state == "ready":  # it knows an earlier coordinator
+                    self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+                seat.step = max(seat.step, message.step)
+                self._events.send(message)
+            case StepDone() | Prefilled():
+                seat.outstanding, seat.step = 0, message.step
+                self._handle(Left(name, message.step, message.epoch, True, message.counters))
+            case StepAbandoned():
+                seat.outstanding = 0
+                self._handle(Left(name, message.step, message.epoch, False))
+            case StepFailed():
+                seat.outstanding = 0
+                self._handle(Broken(name, message.step, message.epoch, message.message))
+            case Drained():
+                seat.state = "stopped"
+            case Failed():
+                seat.state = "failed"
+                log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
+
+    def _notice_epoch(self) -> None:
+        """Somebody was lost: the board says who, by the count of processes that had its seat."""
+        lost = []
+        for seat in self._seats:
+            line = self._lines[(seat.role, seat.index)] * LINE_WORDS
+            if self._board[line] != seat.pid and seat.pid:
+                lost.append((seat.role, seat.index))
+                seat.pid, seat.state, seat.outstanding = 0, "starting", 0
+                self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
+        self._handle(EpochChanged(self._epoch.load(), tuple(lost)))
+
+    # ---- actions --------------------------------------------------------------------------------------------------------
+    def _handle(self, event: Event) -> None:
+        pending: list[Event] = [event]
+        while pending:
+            for action in self._core.handle(pending.pop(0), time.monotonic()):
+                answer = self._do(action)
+                if answer is not None:
+                    pending.append(answer)
+
+    def _do(self, action: Action) -> Event | None:
+        match action:
+            case Tell(client, message):
+                self._tell(client.decode(), message)
+            case SendStep(seats, message):
+                self._sent_at = time.monotonic()
+                self._epoch.reset_barrier()
+                for role, index in seats:
+                    self._seats[f"{role}-{index}"].outstanding = 1
+                    self._send(f"{role}-{index}", message)
+            case Sample(draws):
+                self._publish_step()
+                self._tokens += len(draws)
+                return Sampled(tuple(self._draw(draw) for draw in draws))
+            case Likelihoods(targets):
+                return Measured(tuple(-lib.np_log_probability(self._row(row), self._vocabulary, target) for row, target in enumerate(targets)))
+            case Abandon():
+                self._epoch.advance()
+                return EpochChanged(self._epoch.load(), ())
+        return None
+
+    def _row(self, row: int) -> Any:
+        return self._logits + row * self._vocabulary
+
+    def _draw(self, draw: Any) -> int:
+        uniform = lib.np_uniform(draw.seed & (2**64 - 1), draw.counter)
+        token = lib.np_sample(self._row(draw.row), self._vocabulary, draw.temperature, draw.top_k, draw.top_p, uniform, self._scratch)
+        if token < 0:
+            raise RuntimeError("the logits hold no number: a kernel or the package is broken")
+        return int(token)
+
+    def _tell(self, client: str, message: Message) -> None:
+        """Send to a client; one that is gone or does not read loses its request."""
+        if isinstance(message, Finished):
+            message = self._completed(client, message)
+        try:
+            self._control.send(client, message)
+        except (Lost, Full):
+            request = getattr(message, "request", None)
+            if request is not None and not isinstance(message, Finished | Refused):
+                self._handle(Asked(client.encode(), Cancel(request=request)))
+
+    def _completed(self, client: str, finished: Finished) -> Finished:
+        """Add what the core cannot know: memory and flash."""
+        bytes_now, reads_now = self._flash_now()
+        bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
+        looked_up = finished.flash.get("gate_clusters", 0) + finished.flash.get("rest_clusters", 0)
+        missed = finished.flash.get("gate_missed", 0) + finished.flash.get("rest_missed", 0)
+        flash = {
+            "bytes": float(bytes_now - bytes_before),
+            "reads": float(reads_now - reads_before),
+            "miss_rate": missed / looked_up if looked_up else 0.0,
+            "wait_ms": finished.flash.get("wait_ms", 0.0),
+            "active_share": finished.flash.get("neurons_fired", 0) / max(1.0, finished.flash.get("neurons_total", 0)),
+        }
+        memory = {f"{name}": int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
+        values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
+        return Finished(**{**values, "flash": flash, "memory": memory})
+
+    def _flash_now(self) -> tuple[int, int]:
+        """(bytes, reads) of the loader so far."""
+        return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
+
+    def _publish_step(self) -> None:
+        if self._events.watched:
+            ms = round(1000 * (time.monotonic() - self._sent_at), 3)
+            self._events.send(StepEvent(step=self._core.steps, batch=len(self._core.works), ms=ms, misses=0, read_bytes=0))
+
+    def _send(self, peer: str, message: Message) -> None:
+        """Send to a service. One that has vanished is the supervisor's business: it advances the epoch."""
+        try:
+            self._control.send(peer, message)
+        except (Lost, Full) as error:
+            log.warning("%s", error)
+
+    def _status(self) -> Status:
+        now = time.monotonic()
+        current, peak, limit = (int(self._board_memory[n]) for n in range(3))
+        me = ProcessStatus(role="coordinator", index=0, pid=os.getpid(), state="ready", core=self._job.seat.core,
+                           step=self._core.steps, restarts=self._job.incarnation)  # fmt: skip
+        others = [
+            ProcessStatus(role=seat.role, index=seat.index, pid=seat.pid, state=seat.verdict(now), core=seat.core, step=seat.step,
+                          outstanding=seat.outstanding, restarts=seat.restarts)
+            for seat in self._seats
+        ]  # fmt: skip
+        return Status(
+            run=self._job.run,
+            ready=self._core.all_ready,
+            plan=self._job.plan.id,
+            mode="exact",
+            processes=(me, *others),
+            memory_bytes=current,
+            memory_peak_bytes=peak,
+            memory_limit_bytes=limit,
+            sequences_active=len(self._core.works),
+            sequences_most=self._job.plan.compute.sequences,
+            sequences_waiting=len(self._core.waiting),
+            steps=self._core.steps,
+            tokens=self._tokens,
+            uptime_s=round(now - self._started_at, 3),
+        )
+
+
+def main(job: Job) -> None:
+    """Serve until drained."""
+    CoordinatorService(job).serve()

@@ -1,0 +1,53 @@
+"""A decode worker: computes its share of every step, together with the other decode workers."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.channel import open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone, StepFailed
+from neuronpipe.protocol.messages.worker import Step
+from neuronpipe.services.job import Job
+from neuronpipe.services.member import Abandoned, Damaged, Place
+from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.service import Service
+from neuronpipe.services.worker import Worker
+
+
+def main(job: Job) -> None:
+    """Serve until drained."""
+    memory = RunMemory.open("decode", job.segments)
+    compute, seat = job.plan.compute, job.seat
+    place = Place(
+        sequences=compute.sequences,
+        context_tokens=compute.context_tokens,
+        most_tokens=compute.sequences,
+        logit_rows=compute.logit_rows,
+        members=len(compute.decode_workers()),
+        share_from=seat.share_from,
+        share_to=seat.share_to,
+        window_blocks=compute.decode_window_blocks,
+        spin_us=compute.spin_us,
+        prefetch=False,
+    )
+    context = open_context()
+    worker = Worker(job, memory, context, place, seat.index, private=False)
+    service = Service(context, job.endpoints["control"], "decode", seat.index, job.incarnation, seat.core, slots=1)
+    worker.wait_until_loaded()
+
+    def handle(message: Message) -> None:
+        if isinstance(message, Step):
+            service.step = message.step
+            service.answer(step(message))
+
+    def step(ask: Step) -> StepDone | StepAbandoned | StepFailed:
+        names = {"step": ask.step, "epoch": ask.epoch, "index": seat.index}
+        try:
+            counters = worker.compute(ask.epoch, ask.sequences, ask.positions, ask.tokens, (0, len(ask.tokens)))
+        except Abandoned:
+            return StepAbandoned(**names)
+        except Damaged as error:
+            return StepFailed(**names, code="damaged", message=str(error))
+        return StepDone(**names, counters=counters)
+
+    service.serve(handle)
+    context.close()

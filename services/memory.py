@@ -1,0 +1,130 @@
+"""The run's segments: made once by the supervisor, mapped by each role with the rights it needs and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping as MappingOf
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import FIXED, Manifest
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layouts import Layout
+from neuronpipe.protocol.segments import Mapping, Segment
+
+READS: dict[str, frozenset[str]] = {
+    "coordinator": frozenset({"board"}),
+    "loader": frozenset({"exchange"}),
+    "cache": frozenset({"board"}),
+    "decode": frozenset({"fixed", "slots", "board"}),
+    "prefill": frozenset({"fixed", "slots", "board"}),
+}
+WRITES: dict[str, frozenset[str]] = {
+    "supervisor": frozenset({"exchange", "residency", "board"}),
+    "coordinator": frozenset({"exchange", "residency"}),
+    "loader": frozenset({"slots", "residency", "board"}),
+    "cache": frozenset({"residency"}),
+    "decode": frozenset({"residency", "kv", "exchange"}),
+    "prefill": frozenset({"residency", "kv", "exchange"}),
+}
+
+
+def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
+    """The layout of every segment of a run."""
+    shape, layout, compute = manifest.shape, manifest.layout, plan.compute
+    made = (
+        layouts.fixed(file_bytes=manifest.files[FIXED].bytes),
+        layouts.slots(
+            gate_slots=plan.memory.gate_slots,
+            gate_part_bytes=layout.gate_part_bytes,
+            rest_slots=plan.memory.rest_slots,
+            rest_part_bytes=layout.rest_part_bytes,
+        ),
+        layouts.residency(words=manifest.words, members=len(compute.decode_workers()) + 1),
+        layouts.kv(
+            layers=shape.layers,
+            sequences=compute.sequences,
+            key_heads=shape.key_heads,
+            context_tokens=compute.context_tokens,
+            head_width=shape.head_width,
+        ),
+        layouts.exchange(
+            tokens=compute.sequences,
+            width=shape.width,
+            query_width=shape.query_width,
+            blocks=layout.blocks,
+            logit_rows=compute.logit_rows,
+            vocabulary=shape.vocabulary,
+        ),
+        layouts.board(processes=len(compute.seats)),
+    )
+    return {one.name: one for one in made}
+
+
+def create_segments(manifest: Manifest, plan: Plan) -> dict[str, Segment]:
+    """All segments, zeroed. Raises UserError when memory does not suffice."""
+    segments: dict[str, Segment] = {}
+    try:
+        for name, layout in run_layouts(manifest, plan).items():
+            segments[name] = Segment.create(layout)
+    except BaseException:
+        for segment in segments.values():
+            segment.close()
+        raise
+    return segments
+
+
+@dataclasses.dataclass
+class RunMemory:
+    """The segments as one role maps them."""
+
+    segments: dict[str, Segment]
+    mappings: dict[str, Mapping]
+
+    @classmethod
+    def open(cls, role: str, segments: MappingOf[str, Segment]) -> RunMemory:
+        """Map what `role` needs. In a forked child: descriptors it may only read are replaced by read-only ones, and those it
+        has no business with are closed, so that a bug cannot write where it should not."""
+        reads, writes = READS.get(role, frozenset()), WRITES.get(role, frozenset())
+        keeps_fixed = role == "loader"  # it writes and seals the fixed tensors once, then lets go
+        own: dict[str, Segment] = {}
+        for name, segment in segments.items():
+            if name in reads:
+                own[name] = segment.read_only()
+            elif name in writes or (name == "fixed" and keeps_fixed):
+                own[name] = segment
+            if role != "supervisor" and own.get(name) is not segment:
+                segment.close()
+        mappings = {name: own[name].map(writable=name in writes) for name in own if name in reads | writes}
+        return cls(own, mappings)
+
+    def view(self, segment: str, field: str) -> memoryview:
+        """The items of a field, flat."""
+        return self.mappings[segment].view(field)
+
+    def pointer(self, kind: str, segment: str, field: str) -> object:
+        """A cffi pointer to a field; it keeps the mapping alive."""
+        return ffi.from_buffer(kind, self.view(segment, field))
+
+
+class Epoch:
+    """The epoch word, and everything that sleeps under it."""
+
+    def __init__(self, memory: RunMemory) -> None:
+        self._word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
+        self._barrier = ffi.from_buffer("np_barrier[]", memory.view("exchange", "barriers"))
+        self._arrivals = ffi.from_buffer("uint32_t[]", memory.view("residency", "arrivals"))
+
+    def load(self) -> int:
+        """The present epoch."""
+        return int(lib.np_word_load(self._word))
+
+    def advance(self) -> int:
+        """A new epoch: every wait inside a step is abandoned."""
+        barrier_word = ffi.cast("uint32_t *", ffi.addressof(self._barrier[0], "phase"))
+        words = ffi.new("uint32_t *[]", [barrier_word, self._arrivals])
+        return int(lib.np_epoch_advance(self._word, words, 2))
+
+    def reset_barrier(self) -> None:
+        """Before a step is sent again: nobody waits on the barrier now."""
+        lib.np_barrier_reset(self._barrier)

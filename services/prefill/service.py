@@ -1,0 +1,61 @@
+"""The prefill worker: runs prompts through all layers, a chunk of tokens at a time, and writes their keys and values.
+
+It computes every (weight row, token) pair by the same kernels as decode, so that a text prefilled and a text decoded token by
+token have the same bits. Weights that are not resident stream through the slots: while one window of blocks is computed, the
+next one is on its way.
+"""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.channel import open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepFailed
+from neuronpipe.protocol.messages.worker import Prefill
+from neuronpipe.services.job import Job
+from neuronpipe.services.member import Abandoned, Damaged, Place
+from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.service import Service
+from neuronpipe.services.worker import Worker
+
+
+def main(job: Job) -> None:
+    """Serve until drained."""
+    memory = RunMemory.open("prefill", job.segments)
+    compute, seat = job.plan.compute, job.seat
+    place = Place(
+        sequences=compute.sequences,
+        context_tokens=compute.context_tokens,
+        most_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
+        logit_rows=compute.logit_rows,
+        members=1,
+        share_from=0.0,
+        share_to=1.0,
+        window_blocks=compute.prefill_window_blocks,
+        spin_us=compute.spin_us,
+        prefetch=not job.plan.memory.everything_resident,
+    )
+    context = open_context()
+    worker = Worker(job, memory, context, place, len(compute.decode_workers()) + seat.index, private=True)
+    service = Service(context, job.endpoints["control"], "prefill", seat.index, job.incarnation, seat.core, slots=1)
+    worker.wait_until_loaded()
+
+    def handle(message: Message) -> None:
+        if isinstance(message, Prefill):
+            service.step = message.step
+            service.answer(prefill(message))
+
+    def prefill(ask: Prefill) -> Prefilled | StepAbandoned | StepFailed:
+        names = {"step": ask.step, "epoch": ask.epoch, "index": seat.index}
+        count = len(ask.tokens)
+        wanted = {"none": None, "last": (count - 1, 1), "all": (0, count)}[ask.logits]
+        positions = tuple(range(ask.position, ask.position + count))
+        try:
+            counters = worker.compute(ask.epoch, (ask.sequence,) * count, positions, ask.tokens, wanted)
+        except Abandoned:
+            return StepAbandoned(**names)
+        except Damaged as error:
+            return StepFailed(**names, code="damaged", message=str(error))
+        return Prefilled(**names, counters=counters)
+
+    service.serve(handle)
+    context.close()

@@ -1,0 +1,83 @@
+"""What decode and prefill workers share: their view of shared memory, and the way to ask the loader for clusters."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.channel import Connection, Context
+from neuronpipe.protocol.errors import Full
+from neuronpipe.protocol.links import LOADER
+from neuronpipe.protocol.messages.loader import Fetch
+from neuronpipe.services.job import Job
+from neuronpipe.services.member import DEMAND, Abandoned, Member, Place, View
+from neuronpipe.services.memory import RunMemory
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """A member of steps with its connection to the loader. `tokens`: most in one step; None for `scratch` keeps the residual stream
+    and partial sums in the exchange segment, where other members see them."""
+
+    def __init__(self, job: Job, memory: RunMemory, context: Context, place: Place, window: int, *, private: bool) -> None:
+        self._loader = Connection(context, LOADER, job.endpoints["loader"], f"{job.seat.role}-{job.seat.index}")
+        self._epoch = 0
+        self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
+        self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
+        self._job, self._memory, self._place, self._window, self._private = job, memory, place, window, private
+        self._member: Member | None = None
+
+    def wait_until_loaded(self) -> None:
+        """Sleep until the loader has verified and sealed the fixed tensors; the engine is built then."""
+        while lib.np_word_load(self._loaded) == 0:
+            lib.np_word_wait(self._loaded, 0, self._epoch_word, lib.np_word_load(self._epoch_word), 0, 1000)
+        self._member = Member(self._job.package.manifest, self._view(), self._place, self._fetch)
+
+    def compute(self, epoch: int, sequences: tuple[int, ...], positions: tuple[int, ...], tokens: tuple[int, ...], logits: tuple[int, int] | None) -> dict[str, float]:
+        """See Member.compute; returns the step's counters."""
+        assert self._member is not None
+        self._epoch = epoch
+        if lib.np_word_load(self._epoch_word) != epoch:
+            raise Abandoned
+        self._member.compute(epoch, sequences, positions, tokens, logits)
+        return self._member.counters()
+
+    def _fetch(self, part: int, clusters: bytes, priority: int) -> None:
+        try:
+            self._loader.send(Fetch(part=part, clusters=clusters, epoch=self._epoch, priority=priority))  # type: ignore[arg-type]
+        except Full:
+            if priority == DEMAND:
+                log.warning("the loader does not listen; waiting for the supervisor to restart it")
+                raise Abandoned from None
+
+    def _view(self) -> View:
+        memory, manifest = self._memory, self._job.package.manifest
+        fixed = memory.view("fixed", "file")
+        shape, blocks, most = manifest.shape, manifest.layout.blocks, self._place.most_tokens
+
+        def stage(field: str, floats_per_token: int) -> Any:
+            return array("f", bytes(4 * most * floats_per_token)) if self._private else memory.view("exchange", field)
+
+        windows = memory.view("residency", "windows")
+        members = len(windows) // 2
+        return View(
+            fixed={name: fixed[entry.start : entry.stop] for name, entry in self._job.package.fixed.items()},
+            residual=stage("residual", shape.width),
+            queries=stage("queries", shape.query_width),
+            attention=stage("attention", shape.query_width),
+            partials=stage("partials", blocks * shape.width),
+            logits=memory.view("exchange", "logits"),
+            kv=memory.view("kv", "kv"),
+            gate_slots=memory.view("slots", "gate_slots"),
+            rest_slots=memory.view("slots", "rest_slots"),
+            gate_words=memory.view("residency", "gate_words"),
+            rest_words=memory.view("residency", "rest_words"),
+            gate_window=windows[self._window : self._window + 1],
+            rest_window=windows[members + self._window : members + self._window + 1],
+            arrivals=memory.view("residency", "arrivals"),
+            epoch=memory.view("exchange", "epoch"),
+            barrier=memory.view("exchange", "barriers"),
+        )

@@ -1,0 +1,125 @@
+/* Norm, rotary positions, attention and sums against plain double precision. */
+#include "isa_loop.h"
+#include "kernels/exponential.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+static void test_rms_norm(const char *isa) {
+    static const size_t lengths[] = {1, 7, 8, 31, 320, 4096};
+    for (size_t k = 0; k < 6; k++) {
+        const size_t n = lengths[k];
+        float x[4096], weight[4096], out[4096];
+        double sum = 0;
+        for (size_t j = 0; j < n; j++) {
+            x[j] = 5.0f * random_float(), weight[j] = random_float();
+            sum += (double)x[j] * x[j];
+        }
+        const double root = sqrt(sum / (double)n + 1e-5);
+        np_rms_norm(x, weight, n, 1e-5f, out);
+        for (size_t j = 0; j < n; j++)
+            CHECK(fabs(out[j] - x[j] / root * weight[j]) <= 3e-7 * fabs(out[j]), "%s n=%zu [%zu]: %g", isa, n, j, out[j]);
+        np_rms_norm(x, weight, n, 1e-5f, x);
+        CHECK(memcmp(x, out, n * sizeof *x) == 0, "%s n=%zu: out may be x", isa, n);
+    }
+    float zeros[32] = {0}, ones[32];
+    for (int j = 0; j < 32; j++) ones[j] = 1.0f;
+    np_rms_norm(zeros, ones, 32, 1e-6f, zeros);
+    CHECK(zeros[0] == 0.0f, "zero stays zero: %g", zeros[0]);
+}
+
+static void test_rope(const char *isa) {
+    static const int32_t positions[] = {0, 1, 2, 31, 4095, 131071, 900000};
+    for (size_t k = 0; k < 7; k++) {
+        enum { WIDTH = 74 };
+        float head[WIDTH], before[WIDTH], inverse[WIDTH / 2];
+        for (int j = 0; j < WIDTH; j++) before[j] = head[j] = random_float();
+        for (int j = 0; j < WIDTH / 2; j++) inverse[j] = powf(10000.0f, -2.0f * (float)j / WIDTH);
+        np_rope(head, WIDTH, inverse, positions[k]);
+        for (int j = 0; j < WIDTH / 2; j++) {
+            const double angle = (float)positions[k] * inverse[j], a = before[j], b = before[j + WIDTH / 2];
+            const double first = a * cos(angle) - b * sin(angle), second = b * cos(angle) + a * sin(angle);
+            CHECK(fabs(head[j] - first) <= 3e-7 && fabs(head[j + WIDTH / 2] - second) <= 3e-7,
+                  "%s position %d pair %d: %g, want %g", isa, positions[k], j, head[j], first);
+        }
+    }
+}
+
+static void test_exponential(const char *isa) {
+    double worst = 0;
+    for (float x = 0.0f; x > -87.0f; x -= 0.00037f) worst = fmax(worst, fabs(np_exponential(x) / exp(x) - 1));
+    CHECK(worst < 2e-7, "%s relative error %g", isa, worst);
+    CHECK(np_exponential(0.0f) == 1.0f && np_exponential(-87.1f) == 0.0f && np_exponential(-INFINITY) == 0.0f, "%s", isa);
+    CHECK(isnan(np_exponential(NAN)), "%s NaN", isa);
+}
+
+static void attend_case(const char *isa, size_t positions, size_t width, float spread) {
+    float *query = malloc(width * sizeof *query), *out = malloc(width * sizeof *out);
+    float *scores = malloc(positions * sizeof *scores);
+    uint16_t *keys = malloc(positions * width * 2), *values = malloc(positions * width * 2);
+    double *weights = malloc(positions * sizeof *weights), most = -INFINITY, sum = 0;
+    for (size_t j = 0; j < width; j++) query[j] = random_float();
+    for (size_t i = 0; i < positions * width; i++) {
+        keys[i] = np_float_to_half(spread * random_float());
+        values[i] = np_float_to_half(random_float());
+    }
+    const float scale = 1.0f / sqrtf((float)width);
+    for (size_t p = 0; p < positions; p++) {
+        weights[p] = 0;
+        for (size_t j = 0; j < width; j++) weights[p] += (double)query[j] * np_half_to_float(keys[p * width + j]) * scale;
+        most = fmax(most, weights[p]);
+    }
+    for (size_t p = 0; p < positions; p++) sum += weights[p] = exp(weights[p] - most);
+    np_attend(query, keys, values, positions, width, scale, scores, out);
+    for (size_t j = 0; j < width; j++) {
+        double want = 0;
+        for (size_t p = 0; p < positions; p++) want += weights[p] / sum * np_half_to_float(values[p * width + j]);
+        /* A score's rounding error is an error of the same absolute size in the logarithm of its weight. */
+        CHECK(fabs(out[j] - want) <= 2e-6 * (1 + spread), "%s positions %zu width %zu [%zu]: %.8g, want %.8g", isa, positions,
+              width, j, out[j], want);
+    }
+    free(query), free(out), free(scores), free(keys), free(values), free(weights);
+}
+
+static void test_attend(const char *isa) {
+    for (size_t positions = 1; positions <= 40; positions++) attend_case(isa, positions, 32, 1.0f);
+    attend_case(isa, 1000, 128, 1.0f);
+    attend_case(isa, 333, 80, 30.0f); /* scores far apart: most weights vanish */
+    attend_case(isa, 17, 46, 1.0f);
+}
+
+static void test_sums(const char *isa) {
+    enum { COUNT = 40, WIDTH = 131, STRIDE = 135 };
+    float *rows = malloc(COUNT * STRIDE * sizeof *rows), out[WIDTH], tree[COUNT];
+    for (int i = 0; i < COUNT * STRIDE; i++) rows[i] = random_float();
+    for (size_t count = 1; count <= COUNT; count++) {
+        np_sum_tree(rows, count, STRIDE, WIDTH, out);
+        for (size_t j = 0; j < WIDTH; j++) {
+            size_t left = count;
+            for (size_t i = 0; i < count; i++) tree[i] = rows[i * STRIDE + j];
+            for (; left > 1; left = (left + 1) / 2)
+                for (size_t i = 0; i < (left + 1) / 2; i++)
+                    tree[i] = 2 * i + 1 < left ? tree[2 * i] + tree[2 * i + 1] : tree[2 * i];
+            CHECK(out[j] == tree[0], "%s count %zu [%zu]: %.9g, want %.9g", isa, count, j, out[j], tree[0]);
+        }
+    }
+    np_sum_tree(rows, 0, STRIDE, WIDTH, out);
+    CHECK(out[0] == 0.0f && out[WIDTH - 1] == 0.0f, "%s no rows", isa);
+    float y[3] = {1, 2, 3};
+    np_add((float[]){10, 20, 30}, 3, y);
+    CHECK(y[0] == 11 && y[1] == 22 && y[2] == 33, "%s np_add", isa);
+    free(rows);
+}
+
+static void test_isa(const char *isa) {
+    test_rms_norm(isa);
+    test_rope(isa);
+    test_exponential(isa);
+    test_attend(isa);
+    test_sums(isa);
+}
+
+int main(void) {
+    for_each_isa(test_isa);
+    return checks_report();
+}
