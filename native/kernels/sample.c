@@ -31,18 +31,16 @@ static double weight_of(float logit, float greatest, float temperature) {
     return logit == greatest ? 1.0 : np_exponential((logit - greatest) / temperature);
 }
 
-/* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. */
+/* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. There is one, since target is less
+ * than the whole sum, which was added up in the same order. */
 static int32_t draw(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double target) {
     double sum = 0.0;
-    int32_t last = -1;
-    for (size_t i = 0; i < count; i++) {
-        const int32_t id = ids ? ids[i] : (int32_t)i;
-        const double weight = weight_of(logits[id], greatest, temperature);
-        sum += weight;
-        if (weight > 0.0) last = id; /* rounding may leave the sum a little short: then the last possible one */
-        if (sum > target) break;
+    int32_t id = 0;
+    for (size_t i = 0; i < count && sum <= target; i++) {
+        id = ids ? ids[i] : (int32_t)i;
+        sum += weight_of(logits[id], greatest, temperature);
     }
-    return last;
+    return id;
 }
 
 int32_t np_sample(const float *logits, size_t n, float temperature, int32_t top_k, float top_p, double uniform,

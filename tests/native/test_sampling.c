@@ -62,6 +62,8 @@ static void test_edges(void) {
     CHECK(np_sample(equal, 0, 1.0f, 0, 1.0f, 0.0, scratch) == NP_E_ARGUMENT, "nothing to draw from");
     CHECK(np_sample(equal, 4, 1.0f, 0, 1.0f, 1.0, scratch) == NP_E_ARGUMENT, "uniform is below 1");
     CHECK(np_sample(equal, 4, NAN, 0, 1.0f, 0.5, scratch) == NP_E_ARGUMENT, "temperature NaN");
+    const float tail[4] = {0, 0.3f, 0.1f, -INFINITY};
+    CHECK(np_sample(tail, 4, 1.0f, 0, 1.0f, 0x1.fffffffffffffp-1, scratch) == 2, "the last number draws a possible id");
     const float masked[4] = {-INFINITY, 0, -INFINITY, 0};
     for (double u = 0; u < 1; u += 0.05) {
         const int32_t id = np_sample(masked, 4, 1.0f, 3, 1.0f, u, scratch), all = np_sample(masked, 4, 1.0f, 0, 1.0f, u, scratch);
