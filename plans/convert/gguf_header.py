@@ -1,7 +1,7 @@
 """The header of a GGUF file, read with suspicion: metadata and where each tensor lies.
 
 GGUF is little-endian: magic, version, number of tensors and of metadata entries; the metadata (key, type, value); the
-tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Every count is compared with
+tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Counts are compared with
 the bytes that are left before anything is allocated: a damaged file costs an error and not the machine's memory.
 """
 

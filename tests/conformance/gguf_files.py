@@ -1,0 +1,125 @@
+"""The recipes of checkpoints.py as GGUF files, named and permuted as the stock converter does it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+from tests.conformance.checkpoints import Array, Recipe, config, tensors, tokenizer
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    stem, kind = name.rsplit(".", 1)
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
+        return f"blk.{match[1]}.{NAMES[match[2]]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def interleaved(values: Array, heads: int) -> Array:
+    """Rows of each head reordered from halves (0, 1, .., h, h+1, ..) to pairs (0, h, 1, h+1, ..)."""
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def write_gguf(
+    path: Path,
+    recipe: Recipe,
+    encoding: str = "F16",
+    *,
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, Array] | None = None,
+    name: str = "model",
+) -> Path:
+    """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors."""
+    architecture = "qwen2" if recipe.architecture.startswith("Qwen2") else "llama"
+    writer = GGUFWriter(path, architecture)
+    writer.add_name(name)
+    writer.add_block_count(recipe.layers)
+    writer.add_context_length(recipe.context_tokens)
+    writer.add_embedding_length(recipe.width)
+    writer.add_feed_forward_length(recipe.neurons)
+    writer.add_head_count(recipe.query_heads)
+    writer.add_head_count_kv(recipe.key_heads)
+    writer.add_key_length(recipe.head_width)
+    writer.add_value_length(recipe.head_width)
+    writer.add_layer_norm_rms_eps(1e-5)
+    values = config(recipe)
+    rope = values.get("rope_parameters", values)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "rope_scaling" in values:
+        writer.add_rope_scaling_factor(values["rope_scaling"]["factor"])
+    add_tokenizer(writer, recipe)
+    for key, value in (metadata or {}).items():
+        add_value(writer, key, value)
+    for full_name, tensor in tensors(recipe):
+        add_tensor(writer, recipe, full_name, tensor, encoding, architecture)
+    for full_name, tensor in (extra or {}).items():
+        writer.add_tensor(full_name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Enter one metadata value by its Python type."""
+    method = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    method.get(type(value), writer.add_array)(key, value)
+
+
+def add_tensor(writer: GGUFWriter, recipe: Recipe, name: str, values: Array, encoding: str, architecture: str) -> None:
+    """Enter one tensor; vectors stay float32, as the stock converter keeps them."""
+    heads = {"q": recipe.query_heads, "k": recipe.key_heads}
+    match = re.search(r"self_attn\.([qk])_proj", name)
+    if architecture == "llama" and match:
+        values = interleaved(values, heads[match[1]])
+    if values.ndim == 1 or encoding == "F32":
+        writer.add_tensor(gguf_name(name), values)
+        return
+    kind = GGMLQuantizationType[encoding]
+    writer.add_tensor(gguf_name(name), quantize(values, kind), raw_dtype=kind)
+
+
+def add_tokenizer(writer: GGUFWriter, recipe: Recipe) -> None:
+    """The recipe's tokenizer as GGUF describes byte-level BPE."""
+    model = json.loads(tokenizer(recipe.vocabulary).to_str())
+    pieces = [*model["model"]["vocab"], *(token["content"] for token in model["added_tokens"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(pieces)
+    writer.add_token_types([1] * (len(pieces) - 1) + [3])
+    writer.add_token_merges([" ".join(merge) for merge in model["model"]["merges"]])
+    writer.add_eos_token_id(recipe.vocabulary - 1)
+
+
+def llama3_factors(recipe: Recipe) -> Array:
+    """rope_freqs.weight of a recipe with llama3 scaling: what each frequency is divided by."""
+    rope = config(recipe)["rope_parameters"]
+    exponents = np.arange(0, recipe.head_width, 2) / recipe.head_width
+    turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** -exponents / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (kept + (1 - kept) / rope["factor"])).astype(np.float32)

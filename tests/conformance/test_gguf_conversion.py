@@ -1,0 +1,121 @@
+"""The same weights through GGUF and through safetensors give the same package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.plans.reference.weights import PackageWeights
+
+from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens
+from tests.conformance.gguf_files import llama3_factors, write_gguf
+from tests.conformance.test_golden_logits import GOLDEN
+
+WIDE = Recipe("wide", "LlamaForCausalLM", "silu", 256, 512, 1, 4, 2, 64, vocabulary=300)
+
+
+def same_weights(one: Package, other: Package) -> bool:
+    """Whether two packages hold the same bytes; only the rope tables may differ in the last place."""
+    fixed = [
+        {name: package.fixed_path.read_bytes()[entry.start : entry.stop] for name, entry in package.fixed.items()}
+        for package in (one, other)
+    ]
+    tables = [np.frombuffer(tensors.pop("rope.inverse_frequency"), "<f4") for tensors in fixed]
+    np.testing.assert_allclose(*tables, rtol=1e-6)
+    return fixed[0] == fixed[1] and one.bundles_path.read_bytes() == other.bundles_path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["awkward", "qwen2", "relu2", "llama3"])
+def test_gguf_and_safetensors_give_the_same_package(
+    name: str, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe = RECIPES[name]
+    extra = {"rope_freqs.weight": llama3_factors(recipe)} if name == "llama3" else {}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, extra=extra)
+    expected = converted(name, "q8")
+    package = convert(source, tmp_path / "p", quantization="q8", activation=expected.manifest.activation)
+    assert same_weights(package, expected)
+    # GGUF keeps epsilon as float32.
+    assert package.manifest.shape == replace(expected.manifest.shape, norm_epsilon=float(np.float32(1e-5)))
+    assert package.manifest.end_tokens == expected.manifest.end_tokens
+
+
+def test_interleaved_queries_and_keys_reach_the_golden_logits(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["awkward"])
+    package = convert(source, tmp_path / "p", quantization="f16", activation="relu")
+    logits = ReferenceEngine(package).run(tokens(RECIPES["awkward"])).logits
+    assert np.abs(logits - GOLDEN["awkward"]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("encoding", "quantization"), [("Q4_0", "q4"), ("Q8_0", "q8")])
+def test_the_packages_own_encodings_pass_unchanged(encoding: str, quantization: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
+    package = convert(source, tmp_path / "p", quantization=quantization)
+    errors = package.manifest.quantization_error
+    # Down is stored transposed, so its groups are others than the source's.
+    assert {kind for kind, error in errors.items() if error} == {"down"}
+    gate, _, _ = PackageWeights(package).neurons(0)
+    stored = stored_values(WIDE, "model.layers.0.mlp.gate_proj.weight", encoding)
+    np.testing.assert_array_equal(gate, stored)
+
+
+def stored_values(recipe: Recipe, name: str, encoding: str) -> np.ndarray:
+    """What a tensor decodes to once it was stored in an encoding."""
+    from gguf.quants import quantize
+
+    kind = GGMLQuantizationType[encoding]
+    return dequantize(quantize(dict(tensors(recipe))[name], kind), kind)
+
+
+@pytest.mark.parametrize("encoding", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1"])
+def test_encodings_decode_to_what_was_stored(encoding: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
+    weights = PackageWeights(convert(source, tmp_path / "p", quantization="f16"))
+    _, up, down = weights.neurons(0)
+    for values, name in ((up, "up"), (down.T, "down")):
+        stored = stored_values(WIDE, f"model.layers.0.mlp.{name}_proj.weight", encoding)
+        np.testing.assert_array_equal(values, stored.astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("encoding", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_decode_as_the_gguf_library_says(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = GGMLQuantizationType[encoding]
+    block_weights, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(1).integers(0, 256, (512, WIDE.width // block_weights * block_bytes), dtype=np.uint8)
+    # Random bits make wild fp16 scales; a small exponent keeps every value finite.
+    flat = blocks.reshape(-1, block_bytes)
+    for start in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(encoding, (0, 2)):
+        flat[:, start + 1] = flat[:, start + 1] & 0x83 | 0x18
+    add = GGUFWriter.add_tensor
+
+    def add_blocks(writer: GGUFWriter, name: str, tensor: np.ndarray, **options: object) -> None:
+        if name == "blk.0.ffn_up.weight":
+            add(writer, name, blocks, raw_dtype=kind)
+        else:
+            add(writer, name, tensor, **options)
+
+    monkeypatch.setattr(GGUFWriter, "add_tensor", add_blocks)
+    source = write_gguf(tmp_path / "m.gguf", WIDE)
+    _, up, _ = PackageWeights(convert(source, tmp_path / "p", quantization="f16")).neurons(0)
+    np.testing.assert_array_equal(up, dequantize(blocks, kind).astype(np.float16).astype(np.float32))
+
+
+def test_block_sizes_are_those_of_the_gguf_library() -> None:
+    for encoding, sizes in BLOCK_WEIGHTS_BYTES.items():
+        assert sizes == GGML_QUANT_SIZES[GGMLQuantizationType[encoding]]
+
+
+def test_a_tied_gguf_model_has_no_output(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", replace(WIDE, tied=True))
+    assert convert(source, tmp_path / "p", quantization="q4").manifest.tied_embeddings
