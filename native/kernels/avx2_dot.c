@@ -11,8 +11,8 @@ NP_INLINE NP_AVX2 float add_lanes(__m256 sum) {
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
-NP_INLINE NP_AVX2 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX2 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                               const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     __m256 even[NP_TOKEN_BLOCK], odd[NP_TOKEN_BLOCK];
     for (int t = 0; t < tokens; t++) even[t] = odd[t] = _mm256_setzero_ps();
@@ -43,8 +43,8 @@ NP_INLINE NP_AVX2 __m256 group_scales(const uint16_t *scales, size_t count) {
 
 /* One group of 32. maddubs wants one side unsigned: the weights' magnitudes, their signs given to the activation; two products
  * reach 2 * 128 * 127, which int16 just holds. */
-NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                              const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const __m256i ones = _mm256_set1_epi16(1);
     const size_t groups = n / NP_GROUP;
@@ -89,8 +89,8 @@ NP_INLINE NP_AVX2 void q4_pair(__m256i w, size_t pair, __m256 *scale, __m256i *o
     }
 }
 
-NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                              const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const size_t groups = n / NP_GROUP;
     np_activation x[NP_TOKEN_BLOCK];

@@ -13,8 +13,8 @@ NP_INLINE NP_AVX512 void f16_step(__m512 w, __mmask16 mask, size_t j, int lane, 
     }
 }
 
-NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                 const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     __m512 sum[NP_TOKEN_BLOCK][4];
     for (int t = 0; t < tokens; t++)
@@ -57,8 +57,8 @@ NP_INLINE NP_AVX512 void q8_pair(__m512i w, size_t pair, __m512 *scale, const np
     }
 }
 
-NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const size_t groups = n / NP_GROUP;
     np_activation x[NP_TOKEN_BLOCK];
@@ -101,8 +101,8 @@ NP_INLINE NP_AVX512 void q4_four(__m512i w, size_t four, __m512 *scale, __m512i 
     }
 }
 
-NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const size_t groups = n / NP_GROUP;
     np_activation x[NP_TOKEN_BLOCK];

@@ -3,7 +3,7 @@
 #include "kernels/exponential.h"
 
 NP_INLINE void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+                       size_t stride, const int tokens, float *sums) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     for (int t = 0; t < tokens; t++) {
         const float *x = (const float *)(const void *)(activation + t * stride);
@@ -14,7 +14,7 @@ NP_INLINE void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, s
 }
 
 NP_INLINE void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+                      size_t stride, const int tokens, float *sums) {
     const int8_t *w = (const int8_t *)quants;
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (int t = 0; t < tokens; t++) {
@@ -30,7 +30,7 @@ NP_INLINE void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, si
 }
 
 NP_INLINE void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-        size_t stride, const int tokens, float *sums) {
+                      size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (int t = 0; t < tokens; t++) {
         const np_activation x = np_activation_at(activation + t * stride, n);

@@ -85,7 +85,8 @@ static void free_matrix(matrix *m) {
     free(m->quants), free(m->scales), free(m->w), free(m->x), free(m->inputs), free(m->activations);
 }
 
-static void dot(const matrix *m, size_t row, size_t rows, size_t token, size_t tokens, const float *bias, float *out, size_t stride) {
+static void dot(const matrix *m, size_t row, size_t rows, size_t token, size_t tokens, const float *bias, float *out,
+                size_t stride) {
     np_dot_rows(m->type, m->quants + row * m->quant_bytes, m->scales + row * m->scale_bytes, rows, m->n,
                 m->activations + token * m->stride, m->stride, tokens, bias, out, stride);
 }
