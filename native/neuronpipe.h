@@ -151,7 +151,7 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
  *   absent   loading  loader  claims the cluster; bits 0-23 say into which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
  *   loading  failed   loader  I/O error or checksum
- *   loading  absent   loader  after a restart
+ *   loading  absent   loader  after a restart (np_loader_create)
  *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
  *   bit 26   set      decode, prefill: by np_word_look alone; cleared by cache. It also keeps a slot from being taken
  *                     between a worker's look and the cache's (residency/clock.c has the argument)
@@ -204,7 +204,8 @@ typedef struct {
 
 /* Two parts: 0 gate, 1 rest. arrivals: futex word advanced after words become present or failed. Allocates; NULL when out of memory or
  * when a part contradicts itself or the reader's alignment. The reader must outlive the loader and serve nobody else; the loader
- * waits for reads in flight when it is destroyed. */
+ * waits for reads in flight when it is destroyed. Words that a loader before this one left loading become absent, after a second's
+ * wait: the kernel may still be writing what a dead process asked for. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, uint32_t *arrivals, uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
 /* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
@@ -217,8 +218,8 @@ int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t c
  * flight. Call it until it returns 0 before sleeping on the reader's event descriptor.
  * Returns the number of clusters published or failed. */
 int np_loader_turn(np_loader *loader, int timeout_ms);
-/* Finish what is in flight (published as usual), forget queued requests and free slots, turn words that a loader before this one left
- * loading to absent. Slots that no present word names are free again, for the cache to grant. */
+/* Finish what is in flight (published as usual), forget queued requests and free slots. Afterwards no word is loading, and every slot
+ * that no present word names is free, for the cache to grant. */
 void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 

@@ -87,7 +87,8 @@ int np_crc32c_has_instruction(void)
 
 static uint32_t over_stream(uint32_t crc)
 {
-    return stream_table[0][crc & 255] ^ stream_table[1][crc >> 8 & 255] ^ stream_table[2][crc >> 16 & 255] ^ stream_table[3][crc >> 24];
+    return stream_table[0][crc & 255] ^ stream_table[1][crc >> 8 & 255] ^ stream_table[2][crc >> 16 & 255] ^
+           stream_table[3][crc >> 24];
 }
 
 static uint64_t eight_bytes(const uint8_t *at)
