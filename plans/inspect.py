@@ -1,0 +1,124 @@
+"""What a package holds, as data for --json and as a page for a person. Reads the manifest only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from neuronpipe.plans.package.fixed import fixed_tensors
+from neuronpipe.plans.package.layout import Part
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
+
+BAR_WIDTH = 64
+MIB = 1 << 20
+
+
+def describe(package: Package) -> dict[str, Any]:
+    """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster."""
+    manifest = package.manifest
+    shape, layout = manifest.shape, manifest.layout
+    parts: dict[str, list[dict[str, Any]]] = {"gate": [], "rest": []}
+    for part, name, offset, size_bytes in layout.pieces(manifest.quantization, shape.width):
+        if size_bytes:
+            parts[part].append({"name": name, "offset": offset, "bytes": size_bytes})
+    return {
+        "path": str(package.path),
+        "id": manifest.id,
+        "name": manifest.name,
+        "source": {
+            "kind": manifest.source.kind,
+            "name": manifest.source.name,
+            "architecture": manifest.source.architecture,
+        },
+        "activation": manifest.activation,
+        "quantization": manifest.quantization,
+        "parameters": parameters(manifest),
+        "shape": {name: getattr(shape, name) for name in shape.__slots__},
+        "attention_bias": manifest.attention_bias,
+        "tied_embeddings": manifest.tied_embeddings,
+        "end_tokens": list(manifest.end_tokens),
+        "bytes": bytes_by_kind(manifest),
+        "layout": {
+            "cluster_neurons": layout.cluster_neurons,
+            "clusters": layout.clusters,
+            "block_neurons": layout.block_neurons,
+            "blocks": layout.blocks,
+            "neuron_order": layout.neuron_order,
+            "gate_part": {"bytes": layout.gate_part_bytes, "pieces": parts["gate"]},
+            "rest_part": {"bytes": layout.rest_part_bytes, "pieces": parts["rest"]},
+        },
+        "quantization_error": dict(manifest.quantization_error),
+        "activity_by_layer": None if manifest.activity_by_layer is None else list(manifest.activity_by_layer),
+    }
+
+
+def parameters(manifest: Manifest) -> int:
+    """Weights of the model; a tied embedding counts once."""
+    shape = manifest.shape
+    per_layer = shape.qkv_rows * shape.width + shape.width * shape.query_width + 2 * shape.width
+    per_layer += shape.experts * 3 * shape.neurons * shape.width + manifest.attention_bias * shape.qkv_rows
+    tables = 1 if manifest.tied_embeddings else 2
+    return tables * shape.vocabulary * shape.width + shape.layers * per_layer + shape.width
+
+
+def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
+    """Bytes on flash; `padding` is what fills the neurons' pages up, and all kinds together are `total`."""
+    shape, layout = manifest.shape, manifest.layout
+    kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
+    tensors = fixed_tensors(shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings)
+    for name, (dtype, dimensions) in tensors.items():
+        kind = "vectors" if len(dimensions) == 1 else name.split(".")[0]
+        kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
+    cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, shape.width))
+    kinds["neurons"] = cluster_bytes * shape.neurons * shape.layers * shape.experts // layout.cluster_neurons
+    kinds["padding"] = manifest.files["bundles.bin"].bytes - kinds["neurons"]
+    total = sum(entry.bytes for entry in manifest.files.values())
+    return {**kinds, "other": total - sum(kinds.values()), "total": total}
+
+
+def render(description: dict[str, Any]) -> str:
+    """The page for a person."""
+    shape, layout, sizes = description["shape"], description["layout"], description["bytes"]
+    source = description["source"]
+    window = f", window {shape['window_tokens']:,}" if shape["window_tokens"] else ""
+    lines = [
+        f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['quantization']}, "
+        f"{description['activation']}   {sizes['total'] / MIB:,.1f} MiB",
+        f"  id      {description['id']}",
+        f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
+        f"  shape   {shape['layers']} layers of width {shape['width']:,} with {shape['neurons']:,} neurons; "
+        f"{shape['query_heads']} query heads on {shape['key_heads']} key heads of {shape['head_width']}; "
+        f"vocabulary {shape['vocabulary']:,}; context {shape['context_tokens']:,}{window}",
+        "",
+        "Bytes",
+        *(f"  {kind:<10} {size:>15,}  {size / sizes['total']:>6.1%}" for kind, size in sizes.items()),
+        "",
+        f"Clusters of {layout['cluster_neurons']} neurons ({layout['neuron_order']} order), {layout['clusters']:,} per "
+        f"layer; blocks of {layout['block_neurons']}, {layout['blocks']} per layer",
+        *_drawn("gate", layout["gate_part"]),
+        *_drawn("rest", layout["rest_part"]),
+        "",
+        "Quantization error, |w - w'| / |w|",
+        *(f"  {kind:<10} {error:>8.3%}" for kind, error in description["quantization_error"].items()),
+    ]
+    if (activity := description["activity_by_layer"]) is not None:
+        lines += ["", "Neurons that fire, by layer (measured)"]
+        lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
+    return "\n".join(lines)
+
+
+def _drawn(name: Part, part: dict[str, Any]) -> list[str]:
+    """One part as a bar: each piece as wide as its bytes, with its letter; dots are padding."""
+    bar, legend = ["."] * BAR_WIDTH, []
+    for letter, piece in zip("abcdef", part["pieces"], strict=False):
+        start = piece["offset"] * BAR_WIDTH // part["bytes"]
+        stop = -(-(piece["offset"] + piece["bytes"]) * BAR_WIDTH // part["bytes"])
+        bar[start:stop] = letter * (stop - start)
+        legend.append(f"{letter} {piece['name']} {piece['bytes']:,}")
+    padding = part["bytes"] - sum(piece["bytes"] for piece in part["pieces"])
+    return [
+        f"  {name} part [{''.join(bar)}] {part['bytes']:,}",
+        f"            {', '.join(legend)}, padding {padding:,}",
+    ]
