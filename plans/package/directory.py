@@ -31,8 +31,8 @@ class PartialDirectory:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}")
 
     def __enter__(self) -> PartialDirectory:
-        self._refuse_target()
         _clear_leftovers(self.target)
+        self._refuse_target()
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)

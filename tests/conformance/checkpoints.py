@@ -70,6 +70,8 @@ RECIPES = {
     )
 }  # fmt: skip
 
+TINY = Recipe("tiny", "LlamaForCausalLM", "relu", 64, 100, 2, 2, 1, 32, vocabulary=300)
+
 
 def random_tensor(generator: np.random.PCG64, shape: tuple[int, ...], deviation: float) -> Array:
     """Nearly normal: the sum of the four 16-bit quarters of a raw 64-bit number, centred."""

@@ -1,0 +1,150 @@
+"""The conversion: order of neurons, errors reported, memory used."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from neuronpipe.plans.convert import conversion as conversion_module
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.inspect import describe, render
+from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.plans.reference.weights import PackageWeights
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import RECIPES, TINY, Recipe, tensors, tokens, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint."""
+    return write_checkpoint(tmp_path_factory.mktemp("source"), TINY)
+
+
+def shares(recipe: Recipe) -> np.ndarray:
+    """Firing shares with ties, [layers, experts, neurons]."""
+    values = np.random.default_rng(3).integers(0, 20, (recipe.layers, 1, recipe.neurons)) / 20
+    return values.astype(np.float32)
+
+
+def test_neurons_are_stored_hot_first_and_mean_the_same(source: Path, tmp_path: Path) -> None:
+    frequencies = shares(TINY)
+    np.save(tmp_path / "shares.npy", frequencies)
+    package = convert(source, tmp_path / "hot", quantization="f16", frequencies=tmp_path / "shares.npy")
+    assert package.manifest.layout.neuron_order == "frequency"
+    assert package.manifest.activity_by_layer == pytest.approx(frequencies.mean(axis=(1, 2)))
+    stored = dict(tensors(TINY))
+    for layer in range(TINY.layers):
+        order = sorted(range(TINY.neurons), key=lambda n, layer=layer: (-frequencies[layer, 0, n], n))
+        gate, up, down = PackageWeights(package).neurons(layer)
+        for values, name in ((gate, "gate"), (up, "up"), (down.T, "down")):
+            matrix = stored[f"model.layers.{layer}.mlp.{name}_proj.weight"]
+            np.testing.assert_array_equal(values, matrix[:, order] if name == "down" else matrix[order])
+    plain = convert(source, tmp_path / "plain", quantization="f16")
+    logits = [ReferenceEngine(each).run(tokens(TINY)).logits for each in (package, plain)]
+    np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+def test_the_model_with_more_than_ten_layers_keeps_each_layers_own_order(tmp_path: Path) -> None:
+    recipe = replace(TINY, layers=12, neurons=40)
+    source, frequencies = write_checkpoint(tmp_path / "source", recipe), shares(recipe)
+    np.save(tmp_path / "shares.npy", frequencies)
+    package = convert(source, tmp_path / "p", quantization="f16", frequencies=tmp_path / "shares.npy")
+    stored = dict(tensors(recipe))
+    for layer in range(12):
+        gate, _, _ = PackageWeights(package).neurons(layer)
+        hottest = frequencies[layer, 0].argmax()
+        np.testing.assert_array_equal(gate[0], stored[f"model.layers.{layer}.mlp.gate_proj.weight"][hottest])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (np.zeros((2, 1, 99), np.float32), r"expected floating-point firing shares of shape \[2, 1, 100\]"),
+        (np.zeros((2, 1, 100), np.int64), "expected floating-point"),
+        (np.full((2, 1, 100), 1.5), "lie between 0 and 1"),
+        (np.full((2, 1, 100), np.nan), "lie between 0 and 1"),
+        (b"\x93NUMPY\x01\x00\x40\x00{'descr': '<f4', 'fortran_order': False, 'shape': (2, 1, 100)}", "not a .npy"),
+        (b"", "not a .npy"),
+    ],
+)
+def test_odd_frequencies_are_refused(content: np.ndarray | bytes, message: str, source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "shares.npy"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(UserError, match=rf"shares.npy: .*{message}"):
+        convert(source, tmp_path / "p", quantization="q4", frequencies=path)
+    assert not (tmp_path / "p").exists()
+
+
+def test_slabs_and_blocks_of_any_size_give_the_same_package(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
+    for name in ("BLOCK_BYTES", "LEAST_SLAB_BYTES", "MOST_SLAB_BYTES"):
+        monkeypatch.setattr(conversion_module, name, 1)
+    assert convert(source, tmp_path / "pieces", quantization="q4", name="same").manifest.id == whole.manifest.id
+
+
+def test_errors_are_reported_by_kind_and_progress_to_the_end(source: Path, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    package = convert(
+        source, tmp_path / "p", quantization="q4", progress=lambda done, total: calls.append((done, total))
+    )
+    errors = package.manifest.quantization_error
+    assert set(errors) == {"embedding", "output", "attention", "gate", "up", "down"}
+    weights = dict(tensors(TINY))["model.layers.0.mlp.gate_proj.weight"]
+    gate, _, _ = PackageWeights(package).neurons(0)
+    assert errors["gate"] == pytest.approx(np.linalg.norm(gate - weights) / np.linalg.norm(weights), rel=0.05)
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1] == 2 * (128 * 64 + 64 * 64 + 3 * 100 * 64) + 2 * 300 * 64
+
+
+def test_conversion_needs_a_fraction_of_the_model_in_memory(tmp_path: Path) -> None:
+    recipe = replace(RECIPES["awkward"], layers=12, neurons=1500, dtype="F32")
+    source = write_checkpoint(tmp_path / "source", recipe)
+    model_bytes = (source / "model.safetensors").stat().st_size
+    assert model_bytes > 70e6
+    tracemalloc.start()
+    try:
+        convert(source, tmp_path / "p", quantization="q4")
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < model_bytes / 4
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q8"])
+def test_rows_that_are_no_groups_of_32_allow_only_f16(quantization: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, width=72, query_heads=2, head_width=36))
+    with pytest.raises(UserError, match=f"width is 72, no multiple of 32, so {quantization} is impossible"):
+        convert(source, tmp_path / "p", quantization=quantization)
+    package = convert(source, tmp_path / "p", quantization="f16")
+    assert np.isfinite(ReferenceEngine(package).run([1, 2]).logits).all()
+
+
+def test_a_person_may_overrule_name_activation_and_context(source: Path, tmp_path: Path) -> None:
+    package = convert(
+        source, tmp_path / "p", quantization="q4", activation="silu", context_tokens=17, name="mine"
+    ).manifest
+    assert (package.activation, package.shape.context_tokens, package.name) == ("silu", 17, "mine")
+    with pytest.raises(UserError, match="so a context of 129 tokens is impossible"):
+        convert(source, tmp_path / "q", quantization="q4", context_tokens=129)
+
+
+def test_a_description_accounts_for_every_byte(source: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "shares.npy", shares(TINY))
+    package = convert(source, tmp_path / "p", quantization="q4", frequencies=tmp_path / "shares.npy")
+    description = describe(package)
+    sizes = dict(description["bytes"])
+    on_disk = sum(path.stat().st_size for path in package.path.iterdir() if path.name != "manifest.json")
+    assert sizes.pop("total") == sum(sizes.values()) == on_disk
+    assert description["parameters"] == sum(values.size for _, values in tensors(TINY))
+    page = render(description)
+    for text in (package.manifest.id, "gate part [aaaa", "frequency order"):
+        assert text in page

@@ -1,0 +1,77 @@
+"""Where neurons lie: the layouts that the documentation promises, and rules every layout keeps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from neuronpipe.plans.package.layout import (
+    PAGE_BYTES,
+    Layout,
+    Quantization,
+    compute_layout,
+    quant_bytes,
+    scale_bytes,
+)
+
+WIDTHS = st.integers(1, 512).map(lambda groups: groups * 32)
+QUANTIZATIONS: st.SearchStrategy[Quantization] = st.sampled_from(("q4", "q8", "f16"))
+
+
+def test_a_7b_neuron_at_q4_is_two_pages_and_its_gate_is_one() -> None:
+    layout = compute_layout("q4", 4096, 11008, "source")
+    assert layout.cluster_neurons == 1
+    assert (layout.gate_part_bytes, layout.rest_part_bytes) == (4096, 4096)
+    assert layout.scales_part == "gate"
+    assert (layout.gate_scales, layout.up_scales, layout.down_scales) == (2048, 2304, 2560)
+    assert (layout.up_quants, layout.down_quants) == (0, 2048)
+    assert (layout.block_neurons, layout.blocks) == (344, 32)
+
+
+def test_small_neurons_share_pages() -> None:
+    layout = compute_layout("q8", 320, 1024, "source")
+    assert layout.cluster_neurons == 12
+    assert layout.clusters == 86
+    assert (layout.gate_part_bytes, layout.rest_part_bytes) == (4096, 8192)
+    assert (layout.block_neurons, layout.blocks) == (72, 15)
+
+
+def test_f16_has_no_scales() -> None:
+    layout = compute_layout("f16", 320, 1000, "source")
+    assert all(size == 0 for _, name, _, size in layout.pieces("f16", 320) if name.endswith("scales"))
+
+
+@given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
+def test_pieces_neither_overlap_nor_leave_their_part(quantization: Quantization, width: int, neurons: int) -> None:
+    layout = compute_layout(quantization, width, neurons, "source")
+    ends = {"gate": 0, "rest": 0}
+    for part, _, offset, size_bytes in sorted(layout.pieces(quantization, width), key=lambda piece: piece[2]):
+        assert offset >= ends[part]
+        ends[part] = offset + size_bytes
+    assert ends["gate"] <= layout.gate_part_bytes
+    assert ends["rest"] <= layout.rest_part_bytes
+    assert layout.gate_part_bytes % PAGE_BYTES == layout.rest_part_bytes % PAGE_BYTES == 0
+
+
+@given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
+def test_blocks_hold_whole_clusters_and_cover_the_layer(quantization: Quantization, width: int, neurons: int) -> None:
+    layout = compute_layout(quantization, width, neurons, "source")
+    assert layout.block_neurons % layout.cluster_neurons == 0
+    assert layout.clusters * layout.cluster_neurons >= neurons > (layout.clusters - 1) * layout.cluster_neurons
+    assert (layout.blocks - 1) * layout.block_clusters < layout.clusters <= layout.blocks * layout.block_clusters
+    assert layout.blocks <= 32
+
+
+@given(QUANTIZATIONS, st.integers(8, 512).map(lambda groups: groups * 32))
+def test_padding_is_at_most_a_quarter_where_some_cluster_achieves_it(quantization: Quantization, width: int) -> None:
+    layout = compute_layout(quantization, width, 1000, "source")
+    used = layout.cluster_neurons * 3 * (quant_bytes(quantization, width) + scale_bytes(quantization, width))
+    assert 1 - used / layout.cluster_stride_bytes <= 0.25
+
+
+@pytest.mark.parametrize(("layer", "neuron", "word"), [(0, 0, 0), (0, 11, 0), (0, 12, 1), (1, 0, 86), (7, 1023, 687)])
+def test_addresses_count_clusters_layer_after_layer(layer: int, neuron: int, word: int) -> None:
+    layout: Layout = compute_layout("q8", 320, 1024, "source")
+    assert layout.word(layer, 0, 1, neuron) == word
+    assert layout.offset_bytes(word) == word * 12288
+    assert layout.offset_bytes(word, "rest") == word * 12288 + 4096

@@ -1,0 +1,114 @@
+"""A manifest says what it means or is refused by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.package.manifest import identity
+from neuronpipe.plans.package.parse import parse_manifest
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def manifest_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """manifest.json of a small package."""
+    directory = tmp_path_factory.mktemp("manifest")
+    package = convert(write_checkpoint(directory / "source", TINY), directory / "package", quantization="q4")
+    return (package.path / "manifest.json").read_bytes()
+
+
+def changed(data: bytes, change: Callable[[Any], object]) -> bytes:
+    """The manifest with a change and the id that belongs to it: only the field itself can be wrong."""
+    values = json.loads(data)
+    change(values)
+    del values["id"]
+    return json.dumps({**values, "id": identity(values)}).encode()
+
+
+def test_a_manifest_survives_being_read_and_written(manifest_bytes: bytes) -> None:
+    assert parse_manifest(manifest_bytes, "manifest.json").to_bytes() == manifest_bytes
+
+
+def test_any_changed_number_is_noticed_by_the_id(manifest_bytes: bytes) -> None:
+    values = json.loads(manifest_bytes)
+    values["shape"]["context_tokens"] += 1
+    with pytest.raises(UserError, match=r"manifest.json: id: the content was changed"):
+        parse_manifest(json.dumps(values).encode(), "manifest.json")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "another format": (lambda m: m.update(format="zip"), "format: is not"),
+    "a later version": (lambda m: m.update(version=2), "version: is not 1"),
+    "an unknown activation": (lambda m: m.update(activation="gelu"), "activation: 'gelu' is not one of"),
+    "an unknown quantization": (lambda m: m.update(quantization="q5"), "quantization: 'q5'"),
+    "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),
+    "an unknown field of the shape": (lambda m: m["shape"].update(heads=1), r"shape\.heads: unknown field"),
+    "a missing field": (lambda m: m["shape"].pop("width"), r"shape\.width: missing"),
+    "a number as text": (lambda m: m["shape"].update(width="64"), r"shape\.width: expected a whole number"),
+    "true as a number": (lambda m: m["shape"].update(layers=True), r"shape\.layers: expected a whole number"),
+    "two experts": (lambda m: m["shape"].update(experts=2), r"shape\.experts: 2 is outside 1..1"),
+    "an odd head": (lambda m: m["shape"].update(head_width=33), r"shape\.head_width: 33 is odd"),
+    "heads that do not share": (
+        lambda m: m["shape"].update(query_heads=3, key_heads=2),
+        r"shape\.query_heads: 3 is no multiple of key_heads, 2",
+    ),
+    "more neurons than clusters": (lambda m: m["shape"].update(neurons=5000), r"layout\.clusters: "),
+    "half a page": (lambda m: m["layout"].update(gate_part_bytes=4097), r"layout\.gate_part_bytes: parts are whole"),
+    "another stride": (lambda m: m["layout"].update(cluster_stride_bytes=4096), r"layout\.cluster_stride_bytes"),
+    "too few blocks": (lambda m: m["layout"].update(blocks=1), r"layout\.blocks"),
+    "pieces that overlap": (lambda m: m["layout"]["down"].update(quants=2), r"layout\.down\.quants: bytes 2"),
+    "a piece outside its part": (lambda m: m["layout"]["gate"].update(scales=4094), r"layout\.gate\.scales"),
+    "an odd offset": (lambda m: m["layout"]["gate"].update(scales=4001), r"layout\.gate\.scales: offset 4001 is odd"),
+    "up and down in different parts": (
+        lambda m: m["layout"]["down"].update(scales_part="rest"),
+        r"layout\.down\.scales_part",
+    ),
+    "an end token without embedding": (lambda m: m["special_tokens"].update(end=[300]), r"special_tokens\.end: 300"),
+    "a short hash": (lambda m: m["files"]["tokenizer.json"].update(sha256="ab"), r"files\.tokenizer\.json\.sha256"),
+    "another size of bundles.bin": (lambda m: m["files"]["bundles.bin"].update(bytes=5), r"files\.bundles\.bin\.bytes"),
+    "a kind of error that is none": (lambda m: m["quantization_error"].update(norm=0.1), r"quantization_error\.norm"),
+    "activity of too few layers": (
+        lambda m: m.update(activity={"mean_by_layer": [0.1]}),
+        r"activity\.mean_by_layer: expected 2 shares",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_contradiction_is_refused_by_name(what: str, manifest_bytes: bytes) -> None:
+    change, message = CHANGES[what]
+    with pytest.raises(UserError, match=message):
+        parse_manifest(changed(manifest_bytes, change), "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"[]", "expected a JSON object"),
+        (b'{"a": 1, "a": 2}', "the field 'a' appears twice"),
+        (b'{"a": NaN}', "NaN is not a number"),
+        (b'{"a": ' + b"[" * 100_000, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_manifest(data, "manifest.json")
+
+
+def test_a_manifest_larger_than_any_is_not_read_into_memory(tmp_path: Path) -> None:
+    from neuronpipe.plans.package.parse import read_manifest
+
+    path = tmp_path / "manifest.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match="larger than"):
+        read_manifest(path)
