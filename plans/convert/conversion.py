@@ -112,10 +112,9 @@ class _Work:
         self._slab_bytes = min(max(share_bytes, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
 
     def errors(self) -> dict[str, float]:
-        """Relative rms error per kind of tensor: |w - w'| / |w|."""
-        return {
-            kind: float(np.sqrt(error / weight)) if weight else 0.0 for kind, (error, weight) in self._squares.items()
-        }
+        """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
+        ratios = {kind: np.sqrt(error / weight) if weight else 0.0 for kind, (error, weight) in self._squares.items()}
+        return {kind: float(f"{ratio:.4g}") for kind, ratio in ratios.items()}
 
     def fixed(self) -> None:
         """Everything but the neurons."""

@@ -44,12 +44,12 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     """A whole file, refused when it is missing or larger than `most_bytes`."""
     try:
         with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
+            if file.seek(0, 2) > most_bytes:
+                raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
+            file.seek(0)
+            return file.read()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > most_bytes:
-        raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
-    return data
 
 
 class Record:
