@@ -6,7 +6,9 @@ verifies checksums, publishes the words and wakes the waiters; Python only carri
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from array import array
 from typing import Any
 
@@ -26,7 +28,6 @@ from neuronpipe.services.service import Service
 GATE, REST = 0, 1
 DEMAND, PREFETCH, WARM_UP = 0, 1, 2
 UNKNOWN_GENERATION_MS = 50
-WORDS = ("gate_words", "rest_words")
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +71,7 @@ class Core:
         self._keep += [parts, memory]
         self._loader = lib.np_loader_create(self._reader, parts, arrivals, manifest.words + 64)
         if self._loader == ffi.NULL:
-            raise MemoryError("the loader's queues could not be allocated")
+            raise UserError(f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short")
         self._state = ffi.new("np_loader_state *")
 
     @property
@@ -82,12 +83,15 @@ class Core:
         """Queue clusters; those that are there or on their way are passed over."""
         count = len(clusters) // 4
         taken = lib.np_loader_request(self._loader, part, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags)
-        if taken < count:
+        if taken < 0:
+            log.error("a message named clusters outside the package; dropped")
+        elif taken < count:
             log.warning("the loader's queue is full: %d of %d clusters dropped", count - taken, count)
 
     def grant(self, part: int, slots: bytes) -> None:
         """Take over free slots."""
-        lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4)
+        if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
+            raise RuntimeError("the cache granted a slot that does not exist or is in use")
 
     def turn(self) -> Any:
         """Submit, reap, publish; returns the state after it."""
@@ -114,7 +118,6 @@ class LoaderService:
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
         load_fixed(job.package, self._memory.segments["fixed"])
         self._core = Core(job, self._memory)
-        self._forget_loading()
         self._board = self._memory.view("board", "flash")
         self._epoch = ffi.from_buffer("uint32_t[]", self._memory.view("exchange", "epoch"))
         loaded = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "loaded"))
@@ -163,8 +166,7 @@ class LoaderService:
             _, message = received
             if isinstance(message, Reset):
                 self._core.reset()
-                self._forget_loading()
-                self._generation, self._told, self._granted = message.generation, None, [0, 0]
+                        self._generation, self._told, self._granted = message.generation, None, [0, 0]
                 self._tell(ResetDone(generation=message.generation))
             elif message.generation == self._generation:  # type: ignore[attr-defined]
                 self._take(message)
@@ -183,16 +185,9 @@ class LoaderService:
             self._told = None  # the cache is not there yet, or again; the next turn tells it
 
     def _drain_event(self) -> None:
-        """The turn before the next wait reaps what the descriptor announced."""
-
-    def _forget_loading(self) -> None:
-        """No read is in flight: words that say so are left over from a loader that died."""
-        for name in WORDS:
-            words = self._memory.view("residency", name)
-            pointer = ffi.from_buffer("uint32_t[]", words)
-            for index, value in enumerate(words):
-                if value & lib.NP_WORD_STATE_MASK == lib.NP_WORD_LOADING:
-                    lib.np_word_swap(pointer + index, value, lib.NP_WORD_ABSENT)
+        """Take the notice; the turn before the next wait reaps what it announced."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._core.event_fd, 8)
 
 
 def main(job: Job) -> None:

@@ -1,0 +1,219 @@
+"""The coordinator's decisions, driven by hand: no sockets, no clock, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
+from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.core import (
+    Abandon,
+    Action,
+    Asked,
+    Broken,
+    Core,
+    EpochChanged,
+    Left,
+    Likelihoods,
+    Limits,
+    Measured,
+    Sample,
+    Sampled,
+    SeatReady,
+    SendStep,
+    Tell,
+)
+
+SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
+END = 0
+
+
+class Letters:
+    """A tokenizer whose tokens are code points."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def make_core(**changes: int) -> Core:
+    limits = {"sequences": 2, "context_tokens": 16, "prefill_chunk_tokens": 4, "logit_rows": 3, "vocabulary": 200} | changes
+    core = Core(Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters())
+    for seat in SEATS:
+        core.handle(SeatReady(seat), 0.0)
+    return core
+
+
+def sent(actions: list[Action]) -> list[Step | Prefill]:
+    return [action.message for action in actions if isinstance(action, SendStep)]
+
+
+def told(actions: list[Action]) -> list[Message]:
+    return [action.message for action in actions if isinstance(action, Tell)]
+
+
+def finish(core: Core, message: Step | Prefill, now: float = 1.0) -> list[Action]:
+    """All members of a step report that they are done."""
+    actions: list[Action] = []
+    for seat in [("prefill", 0)] if isinstance(message, Prefill) else SEATS[:2]:
+        actions += core.handle(Left(seat, message.step, message.epoch, True), now)
+    return actions
+
+
+def generate(core: Core, prompt: str, tokens: Sequence[int], **ask: int) -> list[Action]:
+    """Run one request to its end; `tokens` are what sampling draws, one after the other. Returns all actions."""
+    draws = list(tokens)
+    everything = core.handle(Asked(b"c", Generate(request="r", prompt=prompt, **ask)), 0.0)  # type: ignore[arg-type]
+    pending = list(everything)
+    while pending:
+        action = pending.pop(0)
+        answer: list[Action] = []
+        if isinstance(action, SendStep):
+            answer = finish(core, action.message)
+        elif isinstance(action, Sample):
+            answer = core.handle(Sampled(tuple(draws.pop(0) for _ in action.draws)), 2.0)
+        pending += answer
+        everything += answer
+    return everything
+
+
+def test_a_prompt_is_prefilled_in_chunks_and_only_the_last_chunk_asks_for_logits() -> None:
+    actions = generate(make_core(), "abcdefghi", [ord("x")], max_tokens=1)
+    chunks = [message for message in sent(actions) if isinstance(message, Prefill)]
+    assert [len(chunk.tokens) for chunk in chunks] == [4, 4, 1]
+    assert [chunk.position for chunk in chunks] == [0, 4, 8]
+    assert [chunk.logits for chunk in chunks] == ["none", "none", "last"]
+
+
+def test_each_sampled_token_is_the_input_of_the_next_step_at_the_next_position() -> None:
+    steps = [message for message in sent(generate(make_core(), "ab", b"xyz", max_tokens=3)) if isinstance(message, Step)]
+    assert [(step.positions, step.tokens) for step in steps] == [((2,), (ord("x"),)), ((3,), (ord("y"),))]
+
+
+def test_the_text_ends_at_max_tokens_at_an_end_token_and_at_the_context() -> None:
+    def reason(prompt: str, tokens: Sequence[int], most: int) -> tuple[str, str]:
+        (finished,) = [m for m in told(generate(make_core(), prompt, tokens, max_tokens=most)) if isinstance(m, Finished)]
+        return finished.reason, finished.text
+
+    assert reason("ab", b"xyz", 3) == ("length", "xyz")
+    assert reason("ab", [ord("x"), END], 9) == ("end", "x")
+    assert reason("a" * 15, b"xy", 9) == ("context", "xy")
+    assert reason("a" * 16, b"x", 9) == ("context", "x")
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("", "bad_request"), ("a" * 17, "too_long"), ("\u0fff", "bad_request")])
+def test_a_prompt_that_cannot_be_served_is_refused_and_nothing_is_sent(prompt: str, code: str) -> None:
+    actions = make_core().handle(Asked(b"c", Generate(request="r", prompt=prompt)), 0.0)
+    (refused,) = told(actions)
+    assert isinstance(refused, Refused)
+    assert refused.code == code
+    assert not sent(actions)
+
+
+def test_a_lost_member_voids_the_step_and_the_same_step_is_sent_once_everybody_is_back() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=2)), 0.0))
+    finish(core, prefill)
+    (step,) = sent(core.handle(Sampled((ord("x"),)), 1.0))
+    assert not sent(core.handle(EpochChanged(1, (("decode", 1),)), 1.1))
+    assert not sent(core.handle(Left(("decode", 0), step.step, 0, False), 1.2)), "decode.1 is not back yet"
+    (again,) = sent(core.handle(SeatReady(("decode", 1)), 1.3))
+    assert isinstance(again, Step)
+    assert (again.step, again.tokens, again.positions) == (step.step, step.tokens, step.positions)  # type: ignore[union-attr]
+    assert again.epoch == 1
+
+
+def test_an_answer_under_an_old_epoch_does_not_count() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    core.handle(EpochChanged(1, (("loader", 0),)), 0.1)
+    core.handle(Left(("prefill", 0), prefill.step, 0, False), 0.2)
+    (again,) = sent(core.handle(SeatReady(("loader", 0)), 0.3))
+    assert not core.handle(Left(("prefill", 0), prefill.step, 0, True), 0.4)
+    assert any(isinstance(action, Sample) for action in core.handle(Left(("prefill", 0), again.step, 1, True), 0.5))
+
+
+def test_no_step_is_sent_before_every_seat_is_ready() -> None:
+    core = Core(Limits(mode="exact", sequences=1, context_tokens=16, prefill_chunk_tokens=4, logit_rows=1, vocabulary=200,
+                       end_tokens=frozenset(), plan_id="p"), SEATS, Letters())  # fmt: skip
+    assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    for seat in SEATS[:-1]:
+        assert not sent(core.handle(SeatReady(seat), 0.0))
+    assert sent(core.handle(SeatReady(SEATS[-1]), 0.0))
+
+
+def test_two_texts_share_a_step_and_a_third_waits_for_a_slot() -> None:
+    core = make_core()
+    pending = [a for name in "123" for a in core.handle(Asked(b"c", Generate(request=name, prompt="ab", max_tokens=4)), 0.0)]
+    widest = 0
+    finished = []
+    while pending:
+        action = pending.pop(0)
+        if isinstance(action, SendStep):
+            widest = max(widest, len(action.message.tokens) if isinstance(action.message, Step) else 0)
+            pending += finish(core, action.message)
+        elif isinstance(action, Sample):
+            pending += core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
+        elif isinstance(action, Tell) and isinstance(action.message, Finished):
+            finished.append(action.message.request)
+    assert widest == 2
+    assert sorted(finished) == ["1", "2", "3"]
+
+
+def test_a_broken_step_refuses_its_requests_calls_the_others_away_and_serves_the_next() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    actions = core.handle(Broken(("prefill", 0), prefill.step, 0, "damaged bundle"), 0.1)
+    assert [m.message for m in told(actions) if isinstance(m, Refused)] == ["damaged bundle"]
+    assert Abandon() in actions
+    core.handle(EpochChanged(1, ()), 0.2)
+    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="cd")), 0.3))
+
+
+def test_a_cancelled_text_ends_after_the_step_in_flight() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=9)), 0.0))
+    assert not told(core.handle(Asked(b"c", Cancel(request="r")), 0.1))
+    finish(core, prefill)
+    (token, finished) = told(core.handle(Sampled((120,)), 0.2))
+    assert isinstance(token, Token)
+    assert isinstance(finished, Finished)
+    assert finished.reason == "cancelled"
+
+
+@pytest.mark.parametrize("path", ["decode", "prefill"])
+def test_scoring_rates_every_token_but_the_first(path: str) -> None:
+    core = make_core()
+    ask = Score(request="s", tokens=(1, 2, 3, 4, 5), path=path)  # type: ignore[arg-type]
+    pending = core.handle(Asked(b"c", ask), 0.0)
+    targets: list[int] = []
+    scored: list[Scored] = []
+    finished: list[ScoreFinished] = []
+    while pending:
+        action = pending.pop(0)
+        if isinstance(action, SendStep):
+            pending += finish(core, action.message)
+        elif isinstance(action, Likelihoods):
+            targets += action.targets
+            pending += core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+        elif isinstance(action, Tell):
+            scored += [action.message] if isinstance(action.message, Scored) else []
+            finished += [action.message] if isinstance(action.message, ScoreFinished) else []
+            assert isinstance(action.message, Accepted | Scored | ScoreFinished)
+    assert targets == [2, 3, 4, 5]
+    assert sum(message.rows for message in scored) == 5
+    assert [message.position for message in scored] == ([0, 1, 2, 3, 4] if path == "decode" else [0, 3])
+    assert (finished[0].tokens, finished[0].nll_mean) == (4, 0.5)
+
+
+def test_no_step_overwrites_logits_that_a_client_is_reading() -> None:
+    core = make_core()
+    (step,) = sent(core.handle(Asked(b"c", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0))
+    finish(core, step)
+    assert not sent(core.handle(Measured((0.5,)), 0.1))
+    assert sent(core.handle(Asked(b"c", Next(request="s")), 0.2))

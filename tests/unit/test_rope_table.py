@@ -1,0 +1,60 @@
+"""Inverse frequencies: each scaling against its definition, position by position."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.package.fields import Record
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def table(**config: Any) -> list[float]:
+    """The table of a config.json with heads of 64."""
+    return [float(value) for value in scaled_frequencies(Record(config, "config.json"), 64)]
+
+
+def plain(theta: float) -> list[float]:
+    """The definition."""
+    return [theta ** (-2 * j / 64) for j in range(32)]
+
+
+def test_without_scaling_only_theta_counts() -> None:
+    assert table() == pytest.approx(plain(10_000))
+    assert table(rope_theta=5e5) == pytest.approx(plain(5e5))
+    assert table(rope_theta=1e6, rope_scaling=None) == pytest.approx(plain(1e6))
+    assert table(rope_parameters={"rope_type": "default", "rope_theta": 7e4}) == pytest.approx(plain(7e4))
+
+
+def test_linear_scaling_slows_everything_down() -> None:
+    expected = [value / 4 for value in plain(10_000)]
+    assert table(rope_scaling={"type": "linear", "factor": 4.0}) == pytest.approx(expected)
+    assert table(rope_theta=1e4, rope_parameters={"rope_type": "linear", "factor": 4}) == pytest.approx(expected)
+
+
+def test_llama3_scaling_is_its_three_cases() -> None:
+    found = table(rope_theta=5e5, rope_scaling=LLAMA3)
+    cases = set()
+    for before, after in zip(plain(5e5), found, strict=True):
+        length = 2 * math.pi / before
+        if length > 8192 / 1:
+            case, expected = "long", before / 8
+        elif length < 8192 / 4:
+            case, expected = "short", before
+        else:
+            share = (8192 / length - 1) / (4 - 1)
+            case, expected = "between", (1 - share) * before / 8 + share * before
+        cases.add(case)
+        assert after == pytest.approx(expected, rel=1e-6)
+    assert cases == {"long", "between", "short"}
+    assert np.all(np.diff(found) < 0)
