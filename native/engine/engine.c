@@ -4,14 +4,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-
-uint64_t np_now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000u + (uint64_t)now.tv_nsec / 1000u;
-}
 
 static size_t larger(size_t a, size_t b)
 {
@@ -136,9 +128,9 @@ int np_engine_meet(np_engine *engine)
 {
     if (engine->members == 1)
         return np_word_load(engine->shared.epoch) == engine->epoch ? 1 : NP_E_EPOCH;
-    const uint64_t before = np_now_us();
+    const uint64_t before = np_clock_ns();
     const int last = np_barrier_wait(engine->shared.barrier, engine->members, engine->shared.epoch, engine->epoch, engine->spin_us, 0);
-    engine->counters.meet_us += np_now_us() - before;
+    engine->counters.meet_us += (np_clock_ns() - before) / 1000;
     return last;
 }
 

@@ -2,6 +2,7 @@
 #ifndef NP_ENGINE_H
 #define NP_ENGINE_H
 #include "neuronpipe.h"
+#include "sync/clock.h"
 
 typedef struct {
     uint32_t from, to;
@@ -52,6 +53,5 @@ np_range np_engine_share(const np_engine *engine, uint32_t n);
 int np_engine_meet(np_engine *engine);
 /* Prepare `n`-long activation vectors of all tokens from `source` ([tokens][stride]); norm weight or NULL. */
 void np_engine_prepare(np_engine *engine, const float *source, size_t stride, size_t n, const float *norm);
-uint64_t np_now_us(void);
 
 #endif

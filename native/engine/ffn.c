@@ -173,13 +173,13 @@ static int gates_pass(np_engine *engine)
 /* Repeat `pass` until nothing is pending, sleeping on the arrivals word between two passes. */
 static int until_done(np_engine *engine, int (*pass)(np_engine *), int wait)
 {
-    const uint64_t before = np_now_us();
+    const uint64_t before = np_clock_ns();
     for (;;) {
         const uint32_t seen = np_word_load(engine->shared.arrivals); /* before the pass: no arrival is slept through */
         const int pending = pass(engine);
         if (pending <= 0 || !wait) {
             if (wait)
-                engine->counters.wait_us += np_now_us() - before;
+                engine->counters.wait_us += (np_clock_ns() - before) / 1000;
             return pending;
         }
         const int woken = np_word_wait(engine->shared.arrivals, seen, engine->shared.epoch, engine->epoch, engine->spin_us, 0);

@@ -166,7 +166,7 @@ class LoaderService:
             _, message = received
             if isinstance(message, Reset):
                 self._core.reset()
-                        self._generation, self._told, self._granted = message.generation, None, [0, 0]
+                self._generation, self._told, self._granted = message.generation, None, [0, 0]
                 self._tell(ResetDone(generation=message.generation))
             elif message.generation == self._generation:  # type: ignore[attr-defined]
                 self._take(message)
