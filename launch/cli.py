@@ -43,7 +43,9 @@ def _parser(verb: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, purpose in VERBS.items():
-        verb_parser = verbs.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb)
+        verb_parser = verbs.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb
+        )
         if name == verb:
             importlib.import_module(f"neuronpipe.launch.verbs.{name}").add_arguments(verb_parser)
     return parser

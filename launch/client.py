@@ -28,7 +28,9 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._context.close()
 
     def send(self, message: Message) -> None:
@@ -45,7 +47,8 @@ class Client:
                 raise UserError(reason)
 
     def request(self, ask: Any) -> Iterator[Message]:
-        """Send a request and yield its answers up to the last. Interrupted, it is cancelled. Raises UserError when it is refused."""
+        """Send a request and yield its answers up to the last. Interrupted, it is cancelled. Raises UserError when it
+        is refused."""
         self.send(ask)
         try:
             for message in self.replies():

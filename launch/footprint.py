@@ -1,4 +1,5 @@
-"""How much memory a run takes, as seen from outside: proportional set sizes, so that shared pages count once in the sum."""
+"""How much memory a run takes, as seen from outside: proportional set sizes, so that shared pages count once in the
+sum."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
-LEAST_INTERVAL_S = 0.1
+LEAST_INTERVAL_S = 0.05
 COST_FACTOR = 50  # a sample that takes 10 ms is taken every 500 ms at most
+EARLY_S, EARLY_FACTOR = 1.0, 10  # while a run fills up, and for runs that are over soon
 
 
 def proportional_bytes(pid: int) -> int:
@@ -28,6 +30,7 @@ class Footprint:
         self.current_bytes = 0
         self.peak_bytes = 0
         self.due_at = 0.0
+        self._began = time.monotonic()
 
     def sample(self, pids: Iterable[int]) -> None:
         """Take a sample now."""
@@ -35,4 +38,5 @@ class Footprint:
         self.current_bytes = sum(proportional_bytes(pid) for pid in pids)
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         after = time.monotonic()
-        self.due_at = after + max(LEAST_INTERVAL_S, COST_FACTOR * (after - before))
+        factor = EARLY_FACTOR if after - self._began < EARLY_S else COST_FACTOR
+        self.due_at = after + max(LEAST_INTERVAL_S, factor * (after - before))

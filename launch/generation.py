@@ -20,18 +20,39 @@ DEFAULT_TOP_P = 0.95
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Prompt and sampling."""
     parser.add_argument("-p", "--prompt", help="the text to continue (default: standard input)")
-    parser.add_argument("-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, metavar="T", help=f"0: always the likeliest token (default: {DEFAULT_TEMPERATURE}; 0 with --json)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=None, metavar="P", help=f"draw from the likeliest tokens that make up P (default: {DEFAULT_TOP_P})")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same text (default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be given again")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0: always the likeliest token (default: {DEFAULT_TEMPERATURE}; 0 with --json)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=None,
+        metavar="P",
+        help=f"draw from the likeliest tokens that make up P (default: {DEFAULT_TOP_P})",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws; the same seed gives the same text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be given again"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
-    temperature = arguments.temperature if arguments.temperature is not None else (0.0 if arguments.json else DEFAULT_TEMPERATURE)
+    temperature = (
+        arguments.temperature if arguments.temperature is not None else (0.0 if arguments.json else DEFAULT_TEMPERATURE)
+    )
     top_p = DEFAULT_TOP_P if arguments.top_p is None else arguments.top_p
     for name, value, good in (
         ("--max-tokens", arguments.max_tokens, arguments.max_tokens >= 1),
@@ -43,8 +64,16 @@ def generate_request(arguments: argparse.Namespace) -> Generate:
         if not good:
             raise UserError(f"{name} {value}: out of range; see --help")
     prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
-    return Generate(request="1", prompt=prompt, max_tokens=arguments.max_tokens, temperature=temperature, top_k=arguments.top_k,
-                    top_p=top_p, seed=arguments.seed, stop=tuple(arguments.stop))  # fmt: skip
+    return Generate(
+        request="1",
+        prompt=prompt,
+        max_tokens=arguments.max_tokens,
+        temperature=temperature,
+        top_k=arguments.top_k,
+        top_p=top_p,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+    )
 
 
 def _standard_input() -> str:

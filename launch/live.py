@@ -39,8 +39,8 @@ class LiveRun:
 
 
 def start_run(package: Package, plan: Plan, path: Path | None, *, stays: bool) -> LiveRun:
-    """Fork a supervisor for a new run. stays: it outlives this command; otherwise this process's memory counts as the run's and
-    the run ends with it. Raises UserError when the run directory cannot be made."""
+    """Fork a supervisor for a new run. stays: it outlives this command; otherwise this process's memory counts as the
+    run's and the run ends with it. Raises UserError when the run directory cannot be made."""
     directory = RunDirectory.create(path)
     preload()
     sys.stdout.flush()
@@ -63,4 +63,3 @@ def _detach() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for target in (0, 1, 2):
         os.dup2(null, target)
-

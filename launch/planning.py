@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from neuronpipe.launch.sizes import parse_bytes, parse_share
 from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.sizes import parse_bytes, parse_share
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -16,17 +16,33 @@ from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.protocol.errors import UserError
 
 
-
 def add_package_argument(parser: argparse.ArgumentParser) -> None:
     """PACKAGE, the demo by default."""
-    parser.add_argument("package", nargs="?", type=Path, default=DEMO, metavar="PACKAGE", help="package directory (default: the demo model)")
+    parser.add_argument(
+        "package",
+        nargs="?",
+        type=Path,
+        default=DEMO,
+        metavar="PACKAGE",
+        help="package directory (default: the demo model)",
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a plan can be asked for."""
     group = parser.add_argument_group("plan")
-    group.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="limit for the whole run, e.g. 512MiB, interpreters included")
-    group.add_argument("--ffn-resident", type=parse_share, metavar="SHARE", help="share of feed-forward bytes that may be resident, e.g. 50%%")
+    group.add_argument(
+        "--memory",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="limit for the whole run, e.g. 512MiB, interpreters included",
+    )
+    group.add_argument(
+        "--ffn-resident",
+        type=parse_share,
+        metavar="SHARE",
+        help="share of feed-forward bytes that may be resident, e.g. 50%%",
+    )
     group.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the package's)")
     group.add_argument("--sequences", type=int, default=None, metavar="N", help="most texts generated at once")
     group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")

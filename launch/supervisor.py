@@ -1,7 +1,8 @@
 """The supervisor: starts the processes of a run, watches them, starts them again, and leaves nothing behind.
 
-It is also the warmed parent: everything a role needs is imported once, before the first fork, so that the pages are shared. It
-holds all segments, so that no worker's death loses one; it opens no ZeroMQ context, whose threads would not survive a fork.
+It is also the warmed parent: everything a role needs is imported once, before the first fork, so that the pages are
+shared. It holds all segments, so that no worker's death loses one; it opens no ZeroMQ context, whose threads would
+not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
@@ -48,7 +49,8 @@ def preload() -> None:
 
 
 class Supervisor:
-    """One run. `watched` are processes whose memory counts and that are not children: the client that started the run."""
+    """One run. `watched` are processes whose memory counts and that are not children: the client that started the
+    run."""
 
     def __init__(self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...]) -> None:
         self._directory, self._package, self._plan = directory, package, plan
@@ -103,11 +105,18 @@ class Supervisor:
         }
         pid = os.getpid()
         self._directory.publish(
-            RunFile(protocol=VERSION, run=self._run, supervisor_pid=pid, supervisor_started=started(pid),
-                    endpoints=self._directory.endpoints(), segments=handles, plan=self._plan.id)
-        )  # fmt: skip
+            RunFile(
+                protocol=VERSION,
+                run=self._run,
+                supervisor_pid=pid,
+                supervisor_started=started(pid),
+                endpoints=self._directory.endpoints(),
+                segments=handles,
+                plan=self._plan.id,
+            )
+        )
 
-    # ---- processes ------------------------------------------------------------------------------------------------------
+    # ---- processes -------------------------------------------------------------------------------------------
     def _start(self, seat: Seat) -> None:
         key = (seat.role, seat.index)
         parent = os.getpid()
@@ -193,7 +202,9 @@ class Supervisor:
         while deaths and deaths[0] < deaths[-1] - WITHIN_S:
             deaths.popleft()
         if len(deaths) > RESTARTS:
-            self.failure = f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}"
+            self.failure = (
+                f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}"
+            )
             return
         self._start(seat)
 
@@ -212,7 +223,7 @@ class Supervisor:
         self._board_memory[0] = self._footprint.current_bytes
         self._board_memory[1] = self._footprint.peak_bytes
 
-    # ---- the end --------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
         """Drain, then terminate, then kill; then remove the run directory."""
         self._stopping = True
@@ -233,8 +244,8 @@ class Supervisor:
 
 
 def supervise(directory: RunDirectory, package: Package, plan: Plan, report: int, watched: tuple[int, ...]) -> None:
-    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or could not
-    go on; its end means that the run is over. Never returns."""
+    """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
+    could not go on; its end means that the run is over. Never returns."""
     message = ""
     try:
         lib.np_process_name(b"np-supervisor")
@@ -251,4 +262,3 @@ def supervise(directory: RunDirectory, package: Package, plan: Plan, report: int
         if message:
             os.write(report, message.encode())
         os._exit(1 if message else 0)
-

@@ -1,6 +1,7 @@
 """One member of a step: the native engine over this process's view of shared memory, and the loop over layers.
 
-Decode workers are the members of one step together; the prefill worker is the only member of its own. Both run `compute`.
+Decode workers are the members of one step together; the prefill worker is the only member of its own. Both run
+`compute`.
 """
 
 from __future__ import annotations
@@ -115,9 +116,17 @@ class Member:
         fixed = self._native_fixed(view.fixed)
         shared = self._native_shared(view)
         self._engine = lib.np_engine_create(
-            shape, fixed, shared, place.sequences, place.most_tokens, place.logit_rows, place.members, place.share_from,
-            place.share_to, place.spin_us,
-        )  # fmt: skip
+            shape,
+            fixed,
+            shared,
+            place.sequences,
+            place.most_tokens,
+            place.logit_rows,
+            place.members,
+            place.share_from,
+            place.share_to,
+            place.spin_us,
+        )
         if self._engine == ffi.NULL:
             raise MemoryError("the engine's private memory could not be allocated")
         own = ffi.new("uint32_t[2]")
@@ -134,13 +143,20 @@ class Member:
         self._keep.clear()
 
     def compute(
-        self, epoch: int, sequences: Sequence[int], positions: Sequence[int], tokens: Sequence[int], logits: tuple[int, int] | None
+        self,
+        epoch: int,
+        sequences: Sequence[int],
+        positions: Sequence[int],
+        tokens: Sequence[int],
+        logits: tuple[int, int] | None,
     ) -> None:
         """One pass of these tokens over all layers; logits of `logits` = (first token, count) into logit rows 0...
 
         Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
         """
-        self._check(lib.np_engine_begin(self._engine, epoch, list(sequences), list(positions), list(tokens), len(tokens)))
+        self._check(
+            lib.np_engine_begin(self._engine, epoch, list(sequences), list(positions), list(tokens), len(tokens))
+        )
         self._check(lib.np_engine_embed(self._engine))
         for layer in range(self._manifest.shape.layers):
             self._check(lib.np_engine_attention(self._engine, layer))
@@ -210,8 +226,8 @@ class Member:
         part = "up/down" if counters.damaged_part else "gate"
         n = self._manifest.layout.cluster_neurons
         return (
-            f"bundles.bin: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part cannot be read or does not "
-            "match its checksum; convert the model again or copy the package again"
+            f"bundles.bin: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
+            "cannot be read or does not match its checksum; convert the model again or copy the package again"
         )
 
     def _read_counters(self) -> Any:
@@ -227,11 +243,22 @@ class Member:
         return ffi.cast(kind, pinned)
 
     def _native_shared(self, view: View) -> Any:
-        kinds = {"kv": "uint16_t *", "gate_slots": "uint8_t *", "rest_slots": "uint8_t *", "gate_words": "uint32_t *",
-                 "rest_words": "uint32_t *", "gate_window": "uint64_t *", "rest_window": "uint64_t *", "arrivals": "uint32_t *",
-                 "epoch": "uint32_t *", "barrier": "np_barrier *"}  # fmt: skip
+        kinds = {
+            "kv": "uint16_t *",
+            "gate_slots": "uint8_t *",
+            "rest_slots": "uint8_t *",
+            "gate_words": "uint32_t *",
+            "rest_words": "uint32_t *",
+            "gate_window": "uint64_t *",
+            "rest_window": "uint64_t *",
+            "arrivals": "uint32_t *",
+            "epoch": "uint32_t *",
+            "barrier": "np_barrier *",
+        }
         names = [field.name for field in dataclasses.fields(View) if field.name != "fixed"]
-        shared = ffi.new("np_shared *", {name: self._pointer(kinds.get(name, "float *"), getattr(view, name)) for name in names})
+        shared = ffi.new(
+            "np_shared *", {name: self._pointer(kinds.get(name, "float *"), getattr(view, name)) for name in names}
+        )
         self._keep.append(shared)
         return shared
 

@@ -83,8 +83,8 @@ class RunMemory:
 
     @classmethod
     def open(cls, role: str, segments: MappingOf[str, Segment]) -> RunMemory:
-        """Map what `role` needs. In a forked child: descriptors it may only read are replaced by read-only ones, and those it
-        has no business with are closed, so that a bug cannot write where it should not."""
+        """Map what `role` needs. In a forked child: descriptors it may only read are replaced by read-only ones, and
+        those it has no business with are closed, so that a bug cannot write where it should not."""
         reads, writes = READS.get(role, frozenset()), WRITES.get(role, frozenset())
         keeps_fixed = role == "loader"  # it writes and seals the fixed tensors once, then lets go
         own: dict[str, Segment] = {}

@@ -1,7 +1,7 @@
 """What every service does besides its work: greet the coordinator, beat, drain, and notice that a peer was restarted.
 
-One thread per process: it waits for messages, does the work they ask for, and answers. While it computes, the board line
-tells what it is at; a beat goes out between two pieces of work and at least every BEAT_MS when idle.
+One thread per process: it waits for messages, does the work they ask for, and answers. While it computes, the board
+line tells what it is at; a beat goes out between two pieces of work and at least every BEAT_MS when idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from neuronpipe.protocol.channel import Channel, Connection, Context, Poller
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, FailureCode, Hello, Ready, Reject, State, Welcome
+from neuronpipe.protocol.messages.lifecycle import (
+    Beat,
+    Drain,
+    Drained,
+    Failed,
+    FailureCode,
+    Hello,
+    Ready,
+    Reject,
+    State,
+    Welcome,
+)
 from neuronpipe.protocol.version import VERSION
 
 BEAT_MS = 250
@@ -25,9 +36,13 @@ log = logging.getLogger(__name__)
 class Service:
     """The shell of one service. `handle` gets the messages of the control link that are not about life itself."""
 
-    def __init__(self, context: Context, endpoint: str, role: str, index: int, incarnation: int, core: int | None, slots: int) -> None:
+    def __init__(
+        self, context: Context, endpoint: str, role: str, index: int, incarnation: int, core: int | None, slots: int
+    ) -> None:
         self.role, self.index = role, index
-        self._hello = Hello(role=role, index=index, pid=os.getpid(), incarnation=incarnation, protocol=VERSION, slots=slots, core=core)
+        self._hello = Hello(
+            role=role, index=index, pid=os.getpid(), incarnation=incarnation, protocol=VERSION, slots=slots, core=core
+        )
         self.control = Connection(context, CONTROL, endpoint, f"{role}-{index}")
         self._poller = Poller()
         self._poller.add(self.control)
@@ -46,7 +61,8 @@ class Service:
         self._sources.append((source, readable))
 
     def answer(self, content: Message) -> None:
-        """Send to the coordinator. One that does not listen for seconds is being restarted: it asks again afterwards."""
+        """Send to the coordinator. One that does not listen for seconds is being restarted: it asks again
+        afterwards."""
         try:
             self.control.send(content)
         except Full as error:

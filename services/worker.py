@@ -19,10 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """A member of steps with its connection to the loader. `tokens`: most in one step; None for `scratch` keeps the residual stream
-    and partial sums in the exchange segment, where other members see them."""
+    """A member of steps with its connection to the loader. `tokens`: most in one step; None for `scratch` keeps the
+    residual stream and partial sums in the exchange segment, where other members see them."""
 
-    def __init__(self, job: Job, memory: RunMemory, context: Context, place: Place, window: int, *, private: bool) -> None:
+    def __init__(
+        self, job: Job, memory: RunMemory, context: Context, place: Place, window: int, *, private: bool
+    ) -> None:
         self._loader = Connection(context, LOADER, job.endpoints["loader"], f"{job.seat.role}-{job.seat.index}")
         self._epoch = 0
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
@@ -36,7 +38,14 @@ class Worker:
             lib.np_word_wait(self._loaded, 0, self._epoch_word, lib.np_word_load(self._epoch_word), 0, 1000)
         self._member = Member(self._job.package.manifest, self._view(), self._place, self._fetch)
 
-    def compute(self, epoch: int, sequences: tuple[int, ...], positions: tuple[int, ...], tokens: tuple[int, ...], logits: tuple[int, int] | None) -> dict[str, float]:
+    def compute(
+        self,
+        epoch: int,
+        sequences: tuple[int, ...],
+        positions: tuple[int, ...],
+        tokens: tuple[int, ...],
+        logits: tuple[int, int] | None,
+    ) -> dict[str, float]:
         """See Member.compute; returns the step's counters."""
         assert self._member is not None
         self._epoch = epoch

@@ -14,11 +14,27 @@ from neuronpipe.plans.package.manifest import ACTIVATIONS, QUANTIZATIONS, Manife
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `convert`."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file"
+    )
     parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="q4", help="of the weights in the package (default: %(default)s)")
-    parser.add_argument("--activation", choices=ACTIVATIONS, help="of the feed-forward layers, where the source does not say or says it wrongly")
-    parser.add_argument("--frequencies", type=Path, metavar="FILE.npy", help="how often each neuron fires, float [layers, experts, neurons]: hot ones first")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="q4",
+        help="of the weights in the package (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--activation",
+        choices=ACTIVATIONS,
+        help="of the feed-forward layers, where the source does not say or says it wrongly",
+    )
+    parser.add_argument(
+        "--frequencies",
+        type=Path,
+        metavar="FILE.npy",
+        help="how often each neuron fires, float [layers, experts, neurons]: hot ones first",
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where the source has none")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
     parser.add_argument("--name", help="name of the model in the package")
@@ -43,8 +59,14 @@ def main(arguments: argparse.Namespace) -> int:
         )
     manifest = package.manifest
     if arguments.json:
-        result = {"package": str(package.path), "id": manifest.id, "quantization": manifest.quantization, "activation": manifest.activation,
-                  "bytes": _size(manifest), "quantization_error": dict(manifest.quantization_error)}  # fmt: skip
+        result = {
+            "package": str(package.path),
+            "id": manifest.id,
+            "quantization": manifest.quantization,
+            "activation": manifest.activation,
+            "bytes": _size(manifest),
+            "quantization_error": dict(manifest.quantization_error),
+        }
         print(json.dumps(result))
     else:
         print(render(package.path, manifest))
@@ -57,7 +79,10 @@ def _size(manifest: Manifest) -> int:
 
 def render(path: Path, manifest: Manifest) -> str:
     """What was made, and what quantization cost, for a person."""
-    lines = [f"{path}: {manifest.name}, {manifest.quantization}, activation {manifest.activation}, {show_bytes(_size(manifest))}", ""]
+    lines = [
+        f"{path}: {manifest.name}, {manifest.quantization}, {manifest.activation}, {show_bytes(_size(manifest))}",
+        "",
+    ]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
     lines += ["", f"run it: neuronpipe run {path} -p TEXT"]

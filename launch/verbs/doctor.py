@@ -19,5 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check; 1 when something fails."""
     made = checks(arguments.package)
-    print(json.dumps({"checks": [dataclasses.asdict(check) for check in made]}) if arguments.json else render(made), end="" if not arguments.json else "\n")
+    print(
+        json.dumps({"checks": [dataclasses.asdict(check) for check in made]}) if arguments.json else render(made),
+        end="" if not arguments.json else "\n",
+    )
     return int(any(check.state == "fail" for check in made))

@@ -1,7 +1,7 @@
 """`neuronpipe perplexity [PACKAGE] --text FILE`: how well a package predicts a text, through the pipeline itself.
 
-The text is cut into windows of the context length; the first token of a window is not rated. With --logits-out the logits after
-every token are written as float32 [tokens, vocabulary], read from shared memory while the run waits.
+The text is cut into windows of the context length; the first token of a window is not rated. With --logits-out the
+logits after every token are written as float32 [tokens, vocabulary], read from shared memory while the run waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `perplexity`."""
     add_package_argument(parser)
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text to rate, UTF-8")
-    parser.add_argument("--path", choices=("decode", "prefill"), default="decode", help="who computes (default: %(default)s)")
-    parser.add_argument("--logits-out", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]")
+    parser.add_argument(
+        "--path", choices=("decode", "prefill"), default="decode", help="who computes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--logits-out", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="rate the first N tokens only")
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -49,17 +53,28 @@ def main(arguments: argparse.Namespace) -> int:
     live = start_run(package, plan, None, stays=False)
     try:
         with Client(live.directory.endpoint(CONTROL), live.failed) as client:
-            keep = _logits_writer(arguments.logits_out, live, package, plan, len(tokens)) if arguments.logits_out else None
+            keep = (
+                _logits_writer(arguments.logits_out, live, package, plan, len(tokens)) if arguments.logits_out else None
+            )
             nll = _rate(client, tokens, plan.compute.context_tokens, arguments, keep)
     finally:
         live.stop()
     mean = math.fsum(nll) / len(nll)
-    result = {"nll": mean, "perplexity": math.exp(mean), "tokens": len(tokens), "rated_tokens": len(nll), "path": arguments.path,
-              "context_tokens": plan.compute.context_tokens, "mode": plan.compute.mode, "plan": plan.id, "nll_by_token": nll}  # fmt: skip
+    result = {
+        "nll": mean,
+        "perplexity": math.exp(mean),
+        "tokens": len(tokens),
+        "rated_tokens": len(nll),
+        "path": arguments.path,
+        "context_tokens": plan.compute.context_tokens,
+        "mode": plan.compute.mode,
+        "plan": plan.id,
+        "nll_by_token": nll,
+    }
     if arguments.json:
         print(json.dumps(result))
     else:
-        print(f"perplexity {result['perplexity']:.4f}  ({mean:.4f} nats per token over {len(nll)} tokens, {arguments.path} path)")
+        print(f"perplexity {math.exp(mean):.4f}  ({mean:.4f} nats per token, {len(nll)} tokens, {arguments.path} path)")
     return 0
 
 
@@ -74,7 +89,9 @@ def _read_tokens(arguments: argparse.Namespace, package: Package) -> list[int]:
     return tokens
 
 
-def _rate(client: Client, tokens: list[int], window_tokens: int, arguments: argparse.Namespace, keep: Keep | None) -> list[float]:
+def _rate(
+    client: Client, tokens: list[int], window_tokens: int, arguments: argparse.Namespace, keep: Keep | None
+) -> list[float]:
     """Nats per rated token."""
     nll: list[float] = []
     with Progress("rating", "tokens", plain=arguments.json) as progress:

@@ -29,8 +29,10 @@ def main(arguments: argparse.Namespace) -> int:
 def render(status: Status) -> str:
     """A table for a person."""
     lines = [
-        f"run {status.run}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s, plan {status.plan}, mode {status.mode}",
-        f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, limit {show_bytes(status.memory_limit_bytes)}",
+        f"run {status.run}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s, "
+        f"plan {status.plan}, mode {status.mode}",
+        f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, "
+        f"limit {show_bytes(status.memory_limit_bytes)}",
         f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens",
         "",

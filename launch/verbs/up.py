@@ -37,8 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))
     else:
         place = live.directory.path
-        print(f"up: {place}\n  ask it:   neuronpipe ask --run {place} -p TEXT\n  watch it: neuronpipe status --run {place}\n"
-              f"  end it:   neuronpipe down --run {place}")  # fmt: skip
+        print(f"up: {place}")
+        for purpose, verb in (("ask it", "ask"), ("watch it", "status"), ("end it", "down")):
+            print(f"  {purpose + ':':<10}neuronpipe {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
     return 0
 
 

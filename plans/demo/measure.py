@@ -1,7 +1,8 @@
 """Measure a trained demo model: `python -m neuronpipe.plans.demo.measure TRAINED FREQUENCIES.npy > measured.json`.
 
-Writes how often each neuron's gate fires on training text (float32 [layers, 1, neurons], for `convert --frequencies`), and prints
-held-out loss and activity per layer. A gate fires when gate > 0; with dReLU a neuron is active when up > 0 as well.
+Writes how often each neuron's gate fires on training text (float32 [layers, 1, neurons], for `convert
+--frequencies`), and prints held-out loss and activity per layer. A gate fires when gate > 0; with dReLU a neuron is
+active when up > 0 as well.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from neuronpipe.plans.demo.model import DemoModel, Shape
+from neuronpipe.plans.demo.train import HELD_OUT_TOKENS, tokens_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-
-from .model import DemoModel, Shape
-from .train import HELD_OUT_TOKENS, tokens_of
 
 CALIBRATION_TOKENS = 100_000
 
@@ -33,7 +33,9 @@ def load(trained: Path) -> DemoModel:
 
 def windows(ids: np.ndarray, context_tokens: int) -> Tensor:
     """Whole contexts, [n, context_tokens]."""
-    return torch.from_numpy(ids[: len(ids) // context_tokens * context_tokens].astype(np.int64)).view(-1, context_tokens)
+    return torch.from_numpy(ids[: len(ids) // context_tokens * context_tokens].astype(np.int64)).view(
+        -1, context_tokens
+    )
 
 
 class Activity:
@@ -72,7 +74,10 @@ def main() -> None:
     model = load(arguments.trained)
     activity = Activity(model)
     with torch.no_grad():
-        mean_loss(model, windows(tokens_of(arguments.trained, held_out=False)[:CALIBRATION_TOKENS], model.shape.context_tokens))
+        mean_loss(
+            model,
+            windows(tokens_of(arguments.trained, held_out=False)[:CALIBRATION_TOKENS], model.shape.context_tokens),
+        )
         gates, active = activity.gate_fired / activity.tokens, activity.active / activity.tokens
         np.save(arguments.frequencies, gates[:, None, :].astype(np.float32))
         held_out = windows(tokens_of(arguments.trained, held_out=True)[:HELD_OUT_TOKENS], model.shape.context_tokens)

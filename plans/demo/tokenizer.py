@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from neuronpipe.plans.demo.corpus import DOCUMENT_END
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from .corpus import DOCUMENT_END
 
 VOCABULARY = 4096
 

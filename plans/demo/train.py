@@ -1,9 +1,10 @@
 """Train the demo model: `python -m neuronpipe.plans.demo.train OUT [--tokens N] [--device cuda]`.
 
 Needs PyTorch, tokenizers and safetensors (`pip install neuronpipe[train]`). On a CPU run it under tcmalloc
-(`LD_PRELOAD=libtcmalloc_minimal.so.4`): large temporary tensors then stay mapped, which is half the time of a step. AdamW in bf16 autocast, learning rate 2e-3 falling linearly to zero over
-`--tokens`. Writes a checkpoint every few minutes and continues from it when started again (with another `--tokens`,
-if wanted: the rate then falls towards the new end). OUT ends as a Hugging Face directory that `neuronpipe convert` reads.
+(`LD_PRELOAD=libtcmalloc_minimal.so.4`): large temporary tensors then stay mapped, which is half the time of a step.
+AdamW in bf16 autocast, learning rate 2e-3 falling linearly to zero over `--tokens`. Writes a checkpoint every few
+minutes and continues from it when started again (with another `--tokens`, if wanted: the rate then falls towards the
+new end). OUT ends as a Hugging Face directory that `neuronpipe convert` reads.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from neuronpipe.plans.demo.corpus import DOCUMENT_END, documents
+from neuronpipe.plans.demo.model import DemoModel, Shape
+from neuronpipe.plans.demo.tokenizer import train_tokenizer
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
-
-from .corpus import DOCUMENT_END, documents
-from .model import DemoModel, Shape
-from .tokenizer import train_tokenizer
 
 PEAK_LEARNING_RATE = 2e-3
 WARMUP_TOKENS = 400_000

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device
-
-from .plan import Seat
-from .planner import DeviceFacts
+from neuronpipe.plans.plan.plan import Seat
+from neuronpipe.plans.plan.planner import DeviceFacts
 
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 TYPICAL_READ_BYTES, TYPICAL_DEPTH = 8192, 32
@@ -30,7 +29,8 @@ def device_facts(device: Device, workers: int | None = None) -> DeviceFacts:
     shares = decode_shares([capacity[core] if core is not None else 1024 for core in decode_cores])
     seats = [Seat(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")]
     seats += [
-        Seat(role="decode", index=n, core=decode_cores[n], share_from=shares[n][0], share_to=shares[n][1]) for n in range(count)
+        Seat(role="decode", index=n, core=decode_cores[n], share_from=shares[n][0], share_to=shares[n][1])
+        for n in range(count)
     ]
     speed = device.flash.bytes_per_s(TYPICAL_READ_BYTES, TYPICAL_DEPTH) if device.flash else 0.0
     return DeviceFacts(

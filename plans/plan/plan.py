@@ -1,4 +1,5 @@
-"""The plan: the planner's output, which the services obey. JSON with a version; refused for another package or device."""
+"""The plan: the planner's output, which the services obey. JSON with a version; refused for another package or
+device."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One process of the run: its role, its core, and its share of every matrix's rows and blocks (0..1, decode only)."""
+    """One process of the run: its role, its core, and its share of every matrix's rows and blocks (0..1, decode
+    only)."""
 
     role: str
     index: int
@@ -143,7 +145,9 @@ def parse_plan(text: str, where: str) -> Plan:
     if not isinstance(data, dict):
         raise UserError(f"{where}: a plan is a JSON object; make one with `neuronpipe plan`")
     if data.get("version") != VERSION:
-        raise UserError(f"{where}: field 'version': {data.get('version')!r}, this program reads {VERSION}; make a new plan")
+        raise UserError(
+            f"{where}: field 'version': {data.get('version')!r}, this program reads {VERSION}; make a new plan"
+        )
     plan_id = data.pop("id", None)
     plan: Plan = _build(Plan, data, where, "")
     if plan_id != plan.id:

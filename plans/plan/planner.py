@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import VERSION, Compute, Expected, Flash, Memory, Plan, Seat
 from neuronpipe.protocol.errors import UserError
-
-from .plan import VERSION, Compute, Expected, Flash, Memory, Plan, Seat
 
 MIB = 1 << 20
 # Measured on the demo (PSS summed over all processes, weights and segments taken off): see README, "Interpreters".
@@ -81,26 +80,56 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
         budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
         reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
 
-    slots = _fill(layout.blocks, layout.block_neurons // layout.cluster_neurons, layout.clusters, shape.layers, gate_bytes,
-                  rest_bytes, workers, budget, manifest.layout.neuron_order == "frequency")
+    slots = _fill(
+        layout.blocks,
+        layout.block_neurons // layout.cluster_neurons,
+        layout.clusters,
+        shape.layers,
+        gate_bytes,
+        rest_bytes,
+        workers,
+        budget,
+        manifest.layout.neuron_order == "frequency",
+    )
     least = int((others + _least_slots(layout, workers)) * (1 + HEADROOM_SHARE)) + 1
     if slots is None:
         _refuse(limit, least, wanted, ffn_bytes, _least_slots(layout, workers), others, usable)
     assert slots is not None
     reasons += slots.reasons
     memory = Memory(
-        limit_bytes=limit, interpreters_bytes=interpreters, fixed_bytes=fixed, kv_bytes=kv, exchange_bytes=exchange,
-        residency_bytes=residency, private_bytes=private, gate_slots=slots.gates, rest_slots=slots.rests,
-        slots_bytes=slots.gates * gate_bytes + slots.rests * rest_bytes, ffn_bytes=ffn_bytes,
-        pinned_gates_per_layer=slots.pinned_gates, pinned_rests_per_layer=slots.pinned_rests, least_bytes=least,
+        limit_bytes=limit,
+        interpreters_bytes=interpreters,
+        fixed_bytes=fixed,
+        kv_bytes=kv,
+        exchange_bytes=exchange,
+        residency_bytes=residency,
+        private_bytes=private,
+        gate_slots=slots.gates,
+        rest_slots=slots.rests,
+        slots_bytes=slots.gates * gate_bytes + slots.rests * rest_bytes,
+        ffn_bytes=ffn_bytes,
+        pinned_gates_per_layer=slots.pinned_gates,
+        pinned_rests_per_layer=slots.pinned_rests,
+        least_bytes=least,
     )
-    reasons.append(f"prefill takes {chunk} tokens at a time, so that its partial sums stay below {PREFILL_PARTIALS_BYTES // MIB} MiB")
+    reasons.append(
+        f"prefill takes {chunk} tokens at a time, so that "
+        f"its partial sums stay below {PREFILL_PARTIALS_BYTES // MIB} MiB"
+    )
     return Plan(
-        version=VERSION, package_id=manifest.id, device_id=device.id,
+        version=VERSION,
+        package_id=manifest.id,
+        device_id=device.id,
         compute=Compute(
-            mode="exact", seats=device.seats, sequences=wanted.sequences, context_tokens=context_tokens,
-            prefill_chunk_tokens=chunk, logit_rows=logit_rows, decode_window_blocks=slots.window,
-            prefill_window_blocks=min(layout.blocks, slots.window * workers), spin_us=50,
+            mode="exact",
+            seats=device.seats,
+            sequences=wanted.sequences,
+            context_tokens=context_tokens,
+            prefill_chunk_tokens=chunk,
+            logit_rows=logit_rows,
+            decode_window_blocks=slots.window,
+            prefill_window_blocks=min(layout.blocks, slots.window * workers),
+            spin_us=50,
         ),
         memory=memory,
         flash=Flash(engine=device.flash_engine, depth=64, stock_gates=slots.stock_gates, stock_rests=slots.stock_rests),
@@ -128,14 +157,30 @@ def _least_slots(layout: object, workers: int) -> int:
 
 
 def _fill(
-    blocks: int, per_block: int, clusters: int, layers: int, gate_bytes: int, rest_bytes: int, workers: int, budget: int, by_frequency: bool
+    blocks: int,
+    per_block: int,
+    clusters: int,
+    layers: int,
+    gate_bytes: int,
+    rest_bytes: int,
+    workers: int,
+    budget: int,
+    by_frequency: bool,
 ) -> _Slots | None:
     """Share `budget` bytes out between gate and rest slots; None when it is too small for one block per worker."""
     all_clusters = layers * clusters
     if budget >= all_clusters * (gate_bytes + rest_bytes):
         own = -(-blocks // workers)
-        return _Slots(gates=all_clusters, rests=all_clusters, pinned_gates=clusters, pinned_rests=clusters, window=own,
-                      stock_gates=0, stock_rests=0, reasons=("everything is resident: nothing is read after start-up",))  # fmt: skip
+        return _Slots(
+            gates=all_clusters,
+            rests=all_clusters,
+            pinned_gates=clusters,
+            pinned_rests=clusters,
+            window=own,
+            stock_gates=0,
+            stock_rests=0,
+            reasons=("everything is resident: nothing is read after start-up",),
+        )
     window = -(-blocks // workers)
     while window > 1 and 2 * window * workers * per_block * (gate_bytes + rest_bytes) > budget // 3:
         window = (window + 1) // 2
@@ -148,14 +193,36 @@ def _fill(
     if budget >= all_clusters * gate_bytes + moving * rest_bytes:
         rests = min(all_clusters, (budget - all_clusters * gate_bytes) // rest_bytes)
         pinned_rests = (rests - moving) // 2 // layers if by_frequency else 0
-        reasons.append(f"all gates are resident; {rests} of {all_clusters} up/down parts fit, the {pinned_rests} hottest of each layer stay")
-        return _Slots(gates=all_clusters, rests=rests, pinned_gates=clusters, pinned_rests=pinned_rests, window=window,
-                      stock_gates=0, stock_rests=moving // 2, reasons=tuple(reasons))  # fmt: skip
+        reasons.append(
+            f"all gates are resident; {rests} of {all_clusters} up/down parts fit, "
+            f"the {pinned_rests} hottest of each layer stay"
+        )
+        return _Slots(
+            gates=all_clusters,
+            rests=rests,
+            pinned_gates=clusters,
+            pinned_rests=pinned_rests,
+            window=window,
+            stock_gates=0,
+            stock_rests=moving // 2,
+            reasons=tuple(reasons),
+        )
     gates = (budget - moving * rest_bytes) // gate_bytes
     pinned = max(0, gates - moving) // layers
-    reasons.append(f"{pinned} of {clusters} gates per layer stay, the others are read for every token: memory does not hold all gates")
-    return _Slots(gates=gates, rests=moving, pinned_gates=pinned, pinned_rests=0, window=window, stock_gates=moving // 2,
-                  stock_rests=moving // 2, reasons=tuple(reasons))  # fmt: skip
+    reasons.append(
+        f"{pinned} of {clusters} gates per layer stay, the others are read for every token: "
+        "memory does not hold all gates"
+    )
+    return _Slots(
+        gates=gates,
+        rests=moving,
+        pinned_gates=pinned,
+        pinned_rests=0,
+        window=window,
+        stock_gates=moving // 2,
+        stock_rests=moving // 2,
+        reasons=tuple(reasons),
+    )
 
 
 def _refuse(limit: int, least: int, wanted: Wanted, ffn_bytes: int, slots: int, others: int, usable: int) -> None:
@@ -165,7 +232,8 @@ def _refuse(limit: int, least: int, wanted: Wanted, ffn_bytes: int, slots: int, 
             f"({slots:,} bytes): one block of neurons per worker must be open, and as much arriving"
         )
     raise UserError(
-        f"--memory {limit:,}: the least for this package is {least:,} bytes ({least / MIB:.0f} MiB): {others:,} for interpreters, fixed "
+        f"--memory {limit:,}: the least for this package is {least:,} bytes ({least / MIB:.0f} MiB): "
+        f"{others:,} for interpreters, fixed "
         f"tensors, KV cache and exchange, {slots:,} for the neurons being computed; a smaller --context needs less"
     )
 
@@ -185,7 +253,8 @@ def _expected(manifest: Manifest, memory: Memory, device: DeviceFacts) -> Expect
     dram = memory.fixed_bytes + int(clusters * layout.cluster_neurons * row_bytes * (1 + 2 * activity))
     looked_up = clusters * (1 + touched)
     return Expected(
-        dram_bytes_per_token=dram, flash_bytes_per_token=flash,
+        dram_bytes_per_token=dram,
+        flash_bytes_per_token=flash,
         flash_ms_per_token=round(1000 * flash / device.flash_bytes_per_s, 3) if device.flash_bytes_per_s else 0.0,
         miss_rate=round((gate_misses + rest_misses) / looked_up, 4),
     )

@@ -1,21 +1,23 @@
 """The cache's bookkeeping, without sockets: which slots are free, what to grant, what to warm up first.
 
-    a slot is    free (here)  ->  granted (the loader's)  ->  holds a cluster (named by a present word)  ->  free ...
+a slot is    free (here)  ->  granted (the loader's)  ->  holds a cluster (named by a present word)  ->  free ...
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Final, Literal
 
-GATE, REST = 0, 1
+GATE: Final = 0
+REST: Final = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
     """One part's slots, from the plan. `stock`: free slots that the loader should have ahead of need."""
 
-    part: int
+    part: Literal[0, 1]
     slots: int
     stock: int
     words: int
@@ -38,7 +40,9 @@ class Region:
         layers = self.words // self.clusters_per_layer
         room = self.slots - self.stock - len(self.pinned_words())
         end = min(self.clusters_per_layer, self.pinned_per_layer + max(0, room) // layers)
-        return [layer * self.clusters_per_layer + n for layer in range(layers) for n in range(self.pinned_per_layer, end)]
+        return [
+            layer * self.clusters_per_layer + n for layer in range(layers) for n in range(self.pinned_per_layer, end)
+        ]
 
 
 class FreeSlots:
@@ -64,8 +68,8 @@ class FreeSlots:
     def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], list[int]]) -> list[int]:
         """Slots to hand to the loader, so that it has its stock and one for each waiting cluster.
 
-        free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our own free slots
-        go first; then `evict(n)` gives up to n more.
+        free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our
+        own free slots go first; then `evict(n)` gives up to n more.
         """
         if self.region.holds_everything:
             return self.take(len(self._free))

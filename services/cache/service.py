@@ -1,7 +1,7 @@
 """The cache: decides which clusters stay. It evicts ahead of need, so that the loader always has free slots.
 
-It keeps nothing that dies with it: which slot holds what is in the residency words. A cache that starts (again) resets the
-loader, reads the words, and knows everything it needs.
+It keeps nothing that dies with it: which slot holds what is in the residency words. A cache that starts (again)
+resets the loader, reads the words, and knows everything it needs.
 """
 
 from __future__ import annotations
@@ -31,19 +31,33 @@ class CacheService:
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("cache", job.segments)
         self._context = open_context()
-        self._service = Service(self._context, job.endpoints["control"], "cache", 0, job.incarnation, job.seat.core, slots=0)
+        self._service = Service(
+            self._context, job.endpoints["control"], "cache", 0, job.incarnation, job.seat.core, slots=0
+        )
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
         memory, layout, words = job.plan.memory, job.package.manifest.layout, job.package.manifest.words
         self._regions = [
             FreeSlots(
-                Region(part=GATE, slots=memory.gate_slots, stock=job.plan.flash.stock_gates, words=words,
-                       clusters_per_layer=layout.clusters, pinned_per_layer=memory.pinned_gates_per_layer)
+                Region(
+                    part=GATE,
+                    slots=memory.gate_slots,
+                    stock=job.plan.flash.stock_gates,
+                    words=words,
+                    clusters_per_layer=layout.clusters,
+                    pinned_per_layer=memory.pinned_gates_per_layer,
+                )
             ),
             FreeSlots(
-                Region(part=REST, slots=memory.rest_slots, stock=job.plan.flash.stock_rests, words=words,
-                       clusters_per_layer=layout.clusters, pinned_per_layer=memory.pinned_rests_per_layer)
+                Region(
+                    part=REST,
+                    slots=memory.rest_slots,
+                    stock=job.plan.flash.stock_rests,
+                    words=words,
+                    clusters_per_layer=layout.clusters,
+                    pinned_per_layer=memory.pinned_rests_per_layer,
+                )
             ),
-        ]  # fmt: skip
+        ]
         self._words = [self._memory.view("residency", name) for name in NAMES]
         self._pointers = [ffi.from_buffer("uint32_t[]", words) for words in self._words]
         windows = self._memory.view("residency", "windows")
@@ -126,9 +140,14 @@ class CacheService:
     def _evict(self, part: int, want: int) -> list[int]:
         slots: Any = ffi.new("uint32_t[]", want)
         taken = lib.np_clock_take(
-            self._pointers[part], len(self._words[part]), self._hands[part], self._windows + part * self._members, self._members,
-            want, slots,
-        )  # fmt: skip
+            self._pointers[part],
+            len(self._words[part]),
+            self._hands[part],
+            self._windows + part * self._members,
+            self._members,
+            want,
+            slots,
+        )
         return list(slots[0:taken])
 
 

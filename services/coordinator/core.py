@@ -17,128 +17,29 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-
-from .sequences import Generation, Scoring, Work, quantiles_ms
-from .text import TextStream, Tokenizer
-
-Seat = tuple[str, int]
-
-
-# ---- events -----------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A client sent a request."""
-
-    client: bytes
-    message: Message
-
-
-@dataclasses.dataclass(frozen=True)
-class SeatReady:
-    """A service finished its start, or its restart."""
-
-    seat: Seat
-
-
-@dataclasses.dataclass(frozen=True)
-class EpochChanged:
-    """Everybody leaves the step; `lost` are the seats whose process is gone."""
-
-    epoch: int
-    lost: tuple[Seat, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """A member is through with a step: done, or abandoned because of the epoch."""
-
-    seat: Seat
-    step: int
-    epoch: int
-    done: bool
-    counters: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken:
-    """A member cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
-
-    seat: Seat
-    step: int
-    epoch: int
-    message: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """The shell's answer to Sample, in the same order."""
-
-    tokens: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The shell's answer to Likelihoods: nats per target."""
-
-    nll: tuple[float, ...]
-
-
-Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured
-
-
-# ---- actions ----------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
-class SendStep:
-    """Send the message to these seats, under the present epoch."""
-
-    seats: tuple[Seat, ...]
-    message: Step | Prefill
-
-
-@dataclasses.dataclass(frozen=True)
-class Tell:
-    """Send the message to a client."""
-
-    client: bytes
-    message: Message
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """Sampling of one logit row; `counter` makes a repeated draw the same."""
-
-    row: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    counter: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """Read the logit rows and answer with Sampled."""
-
-    draws: tuple[Draw, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Likelihoods:
-    """Read logit rows 0.. and answer with Measured: one nll per target (a row without a target is not measured)."""
-
-    targets: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Abandon:
-    """Advance the epoch: the other members of a broken step must not wait for the one that gave up."""
-
-
-Action = SendStep | Tell | Sample | Likelihoods | Abandon
+from neuronpipe.services.coordinator.events import (
+    Abandon,
+    Action,
+    Asked,
+    Broken,
+    Draw,
+    EpochChanged,
+    Event,
+    Left,
+    Likelihoods,
+    Measured,
+    Sample,
+    Sampled,
+    Seat,
+    SeatReady,
+    SendStep,
+    Tell,
+)
+from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work, quantiles_ms
+from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,7 +111,7 @@ class Core:
                 actions += self._measured(nll, now)
         return actions + self._proceed(now)
 
-    # ---- requests -----------------------------------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------------------------
     def _asked(self, event: Asked, now: float) -> list[Action]:
         message = event.message
         if isinstance(message, Generate | Score):
@@ -236,7 +137,10 @@ class Core:
         if not tokens:
             problem = ("bad_request", "the prompt is empty; give at least one token")
         elif len(tokens) > limit:
-            problem = ("too_long", f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it")
+            problem = (
+                "too_long",
+                f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it",
+            )
         elif max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
             problem = ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         if problem:
@@ -252,14 +156,24 @@ class Core:
             work: Work
             if isinstance(ask, Generate):
                 most = min(self._limits.context_tokens + 1, len(tokens) + ask.max_tokens)
-                work = Generation(client=client, request=ask.request, slot=slot, arrived_at=arrived_at, tokens=tokens, ask=ask,
-                                  prompt_tokens=len(tokens), most_tokens=most)  # fmt: skip
+                work = Generation(
+                    client=client,
+                    request=ask.request,
+                    slot=slot,
+                    arrived_at=arrived_at,
+                    tokens=tokens,
+                    ask=ask,
+                    prompt_tokens=len(tokens),
+                    most_tokens=most,
+                )
                 self._texts[slot] = TextStream(self._tokenizer, tokens, ask.stop)
             else:
-                work = Scoring(client=client, request=ask.request, slot=slot, arrived_at=arrived_at, tokens=tokens, ask=ask)
+                work = Scoring(
+                    client=client, request=ask.request, slot=slot, arrived_at=arrived_at, tokens=tokens, ask=ask
+                )
             self.works.append(work)
 
-    # ---- steps --------------------------------------------------------------------------------------------------------
+    # ---- steps -----------------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:
         """Send the next step, or the voided one again, when nothing stands against it."""
         if self._reading or not self.all_ready:
@@ -302,13 +216,16 @@ class Core:
     def _send_prefill(self, work: Work) -> list[Action]:
         first = work.computed_tokens
         if isinstance(work, Scoring):
-            chunk, logits = list(work.next_chunk(self._limits.logit_rows)), "all"
+            chunk = list(work.next_chunk(self._limits.logit_rows))
+            logits: Literal["none", "last", "all"] = "all"
         else:
             assert isinstance(work, Generation)
             chunk = work.tokens[first : min(work.prompt_tokens, first + self._limits.prefill_chunk_tokens)]
             logits = "last" if first + len(chunk) == work.prompt_tokens else "none"
         self.steps += 1
-        message = Prefill(step=self.steps, epoch=self.epoch, sequence=work.slot, position=first, tokens=tuple(chunk), logits=logits)  # type: ignore[arg-type]
+        message = Prefill(
+            step=self.steps, epoch=self.epoch, sequence=work.slot, position=first, tokens=tuple(chunk), logits=logits
+        )  # type: ignore[arg-type]
         return self._send(SendStep((("prefill", 0),), message), [work])
 
     def _send_decode(self, works: list[Work]) -> list[Action]:
@@ -369,7 +286,7 @@ class Core:
         works, self._outstanding_works, self._outstanding, self._reading = self._outstanding_works, [], None, False
         return works
 
-    # ---- results ------------------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------
     def _sampled(self, tokens: tuple[int, ...], now: float) -> list[Action]:
         works = self._take_step()
         actions: list[Action] = []
@@ -391,7 +308,12 @@ class Core:
                 text += stream.finish()
             ms = 1000 * (now - (work.token_times[-2] if len(work.token_times) > 1 else work.arrived_at))
             actions.append(
-                Tell(work.client, Token(request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3)))
+                Tell(
+                    work.client,
+                    Token(
+                        request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3)
+                    ),
+                )
             )
             if reason:
                 actions += self._finish(work, reason, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from neuronpipe.protocol.messages.request import Generate, Score
@@ -59,7 +60,7 @@ class Scoring(Work):
 
 def quantiles_ms(times: Sequence[float]) -> dict[str, float]:
     """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
-    gaps = sorted(1000 * (b - a) for a, b in zip(times, times[1:], strict=False))
+    gaps = sorted(1000 * (b - a) for a, b in itertools.pairwise(times))
     if not gaps:
         return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
 

@@ -1,7 +1,7 @@
 """The coordinator: clients and services on one socket, the core's decisions between them.
 
-It reads messages, hands events to the core, and carries out its actions: send, sample, measure. The epoch word tells it that a
-process was lost; the board tells it which.
+It reads messages, hands events to the core, and carries out its actions: send, sample, measure. The epoch word tells
+it that a process was lost; the board tells it which.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed,
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
 from neuronpipe.protocol.version import VERSION
-from neuronpipe.services.coordinator.core import (
+from neuronpipe.services.coordinator.core import Core, Limits
+from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
     Asked,
     Broken,
-    Core,
     EpochChanged,
     Event,
     Left,
     Likelihoods,
-    Limits,
     Measured,
     Sample,
     Sampled,
@@ -74,7 +73,9 @@ class CoordinatorService:
         self._lines = {(role, index): number for number, (role, index, _) in enumerate(places)}
         services = [place for place in places if place[0] != "coordinator"]
         self._seats = Seats(services)
-        self._core = Core(limits, [(role, index) for role, index, _ in services], FileTokenizer(job.package.tokenizer_path))
+        self._core = Core(
+            limits, [(role, index) for role, index, _ in services], FileTokenizer(job.package.tokenizer_path)
+        )
         self._core.epoch = self._epoch.load()
         self._logits = ffi.from_buffer("float[]", self._memory.view("exchange", "logits"))
         self._scratch = ffi.new("int32_t[]", 2 * self._vocabulary)
@@ -103,7 +104,7 @@ class CoordinatorService:
             self._send(f"{seat.role}-{seat.index}", Drain())
         self._context.close()
 
-    # ---- messages -------------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
         match message:
             case Generate() | Cancel() | Score() | Next():
@@ -124,7 +125,12 @@ class CoordinatorService:
         name = (seat.role, seat.index)
         match message:
             case Hello():
-                seat.pid, seat.core, seat.restarts, seat.state = message.pid, message.core, message.incarnation, "starting"
+                seat.pid, seat.core, seat.restarts, seat.state = (
+                    message.pid,
+                    message.core,
+                    message.incarnation,
+                    "starting",
+                )
                 self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
             case Ready():
                 seat.state = "ready"
@@ -162,7 +168,7 @@ class CoordinatorService:
                 self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
         self._handle(EpochChanged(self._epoch.load(), tuple(lost)))
 
-    # ---- actions --------------------------------------------------------------------------------------------------------
+    # ---- actions ---------------------------------------------------------------------------------------------
     def _handle(self, event: Event) -> None:
         pending: list[Event] = [event]
         while pending:
@@ -186,7 +192,12 @@ class CoordinatorService:
                 self._tokens += len(draws)
                 return Sampled(tuple(self._draw(draw) for draw in draws))
             case Likelihoods(targets):
-                return Measured(tuple(-lib.np_log_probability(self._row(row), self._vocabulary, target) for row, target in enumerate(targets)))
+                return Measured(
+                    tuple(
+                        -lib.np_log_probability(self._row(row), self._vocabulary, target)
+                        for row, target in enumerate(targets)
+                    )
+                )
             case Abandon():
                 self._epoch.advance()
                 return EpochChanged(self._epoch.load(), ())
@@ -197,7 +208,9 @@ class CoordinatorService:
 
     def _draw(self, draw: Any) -> int:
         uniform = lib.np_uniform(draw.seed & (2**64 - 1), draw.counter)
-        token = lib.np_sample(self._row(draw.row), self._vocabulary, draw.temperature, draw.top_k, draw.top_p, uniform, self._scratch)
+        token = lib.np_sample(
+            self._row(draw.row), self._vocabulary, draw.temperature, draw.top_k, draw.top_p, uniform, self._scratch
+        )
         if token < 0:
             raise RuntimeError("the logits hold no number: a kernel or the package is broken")
         return int(token)
@@ -237,7 +250,9 @@ class CoordinatorService:
     def _publish_step(self) -> None:
         if self._events.watched:
             ms = round(1000 * (time.monotonic() - self._sent_at), 3)
-            self._events.send(StepEvent(step=self._core.steps, batch=len(self._core.works), ms=ms, misses=0, read_bytes=0))
+            self._events.send(
+                StepEvent(step=self._core.steps, batch=len(self._core.works), ms=ms, misses=0, read_bytes=0)
+            )
 
     def _send(self, peer: str, message: Message) -> None:
         """Send to a service. One that has vanished is the supervisor's business: it advances the epoch."""
@@ -249,13 +264,28 @@ class CoordinatorService:
     def _status(self) -> Status:
         now = time.monotonic()
         current, peak, limit = (int(self._board_memory[n]) for n in range(3))
-        me = ProcessStatus(role="coordinator", index=0, pid=os.getpid(), state="ready", core=self._job.seat.core,
-                           step=self._core.steps, restarts=self._job.incarnation)  # fmt: skip
+        me = ProcessStatus(
+            role="coordinator",
+            index=0,
+            pid=os.getpid(),
+            state="ready",
+            core=self._job.seat.core,
+            step=self._core.steps,
+            restarts=self._job.incarnation,
+        )
         others = [
-            ProcessStatus(role=seat.role, index=seat.index, pid=seat.pid, state=seat.verdict(now), core=seat.core, step=seat.step,
-                          outstanding=seat.outstanding, restarts=seat.restarts)
+            ProcessStatus(
+                role=seat.role,
+                index=seat.index,
+                pid=seat.pid,
+                state=seat.verdict(now),
+                core=seat.core,
+                step=seat.step,
+                outstanding=seat.outstanding,
+                restarts=seat.restarts,
+            )
             for seat in self._seats
-        ]  # fmt: skip
+        ]
         return Status(
             run=self._job.run,
             ready=self._core.all_ready,

@@ -13,8 +13,8 @@ BLOCK_BYTES = 4 << 20
 
 
 def load_fixed(package: Package, segment: Segment) -> None:
-    """Copy fixed.safetensors into the segment and seal it; nothing to do when an earlier loader has. Verifies the tokenizer, the
-    checksum table and the tensors (UserError naming the file)."""
+    """Copy fixed.safetensors into the segment and seal it; nothing to do when an earlier loader has. Verifies the
+    tokenizer, the checksum table and the tensors (UserError naming the file)."""
     if segment.sealed:
         return
     package.verify_fixed()
@@ -26,7 +26,9 @@ def load_fixed(package: Package, segment: Segment) -> None:
         while at < len(target):
             read = file.readinto(target[at : at + BLOCK_BYTES])
             if not read:
-                raise UserError(f"{path}: ended after {at} of {len(target)} bytes while it was loaded; is it being replaced?")
+                raise UserError(
+                    f"{path}: ended after {at} of {len(target)} bytes while it was loaded; is it being replaced?"
+                )
             digest.update(target[at : at + read])
             at += read
     if digest.hexdigest() != package.manifest.files[FIXED].sha256:

@@ -1,7 +1,7 @@
 """The loader: the only process that reads flash for neurons. One queue, direct I/O, deep submission.
 
-Workers send lists of clusters, the cache sends free slots. The native loader claims the clusters' words, reads into the slots,
-verifies checksums, publishes the words and wakes the waiters; Python only carries messages to it.
+Workers send lists of clusters, the cache sends free slots. The native loader claims the clusters' words, reads into
+the slots, verifies checksums, publishes the words and wakes the waiters; Python only carries messages to it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,14 @@ class Core:
                 }
                 for part_offset, part_bytes, slot_count, slots, words, checksums in (
                     (0, layout.gate_part_bytes, job.plan.memory.gate_slots, "gate_slots", "gate_words", self._keep[0]),
-                    (layout.gate_part_bytes, layout.rest_part_bytes, job.plan.memory.rest_slots, "rest_slots", "rest_words", self._keep[1]),
+                    (
+                        layout.gate_part_bytes,
+                        layout.rest_part_bytes,
+                        job.plan.memory.rest_slots,
+                        "rest_slots",
+                        "rest_words",
+                        self._keep[1],
+                    ),
                 )
             ],
         )
@@ -71,7 +78,9 @@ class Core:
         self._keep += [parts, memory]
         self._loader = lib.np_loader_create(self._reader, parts, arrivals, manifest.words + 64)
         if self._loader == ffi.NULL:
-            raise UserError(f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short")
+            raise UserError(
+                f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
+            )
         self._state = ffi.new("np_loader_state *")
 
     @property
@@ -82,7 +91,9 @@ class Core:
     def request(self, part: int, clusters: bytes, priority: int, flags: int = 0) -> None:
         """Queue clusters; those that are there or on their way are passed over."""
         count = len(clusters) // 4
-        taken = lib.np_loader_request(self._loader, part, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags)
+        taken = lib.np_loader_request(
+            self._loader, part, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags
+        )
         if taken < 0:
             log.error("a message named clusters outside the package; dropped")
         elif taken < count:

@@ -1,8 +1,8 @@
 """The prefill worker: runs prompts through all layers, a chunk of tokens at a time, and writes their keys and values.
 
-It computes every (weight row, token) pair by the same kernels as decode, so that a text prefilled and a text decoded token by
-token have the same bits. Weights that are not resident stream through the slots: while one window of blocks is computed, the
-next one is on its way.
+It computes every (weight row, token) pair by the same kernels as decode, so that a text prefilled and a text decoded
+token by token have the same bits. Weights that are not resident stream through the slots: while one window of blocks
+is computed, the next one is on its way.
 """
 
 from __future__ import annotations

@@ -9,16 +9,15 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.core import (
+from neuronpipe.services.coordinator.core import Core, Limits
+from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
     Asked,
     Broken,
-    Core,
     EpochChanged,
     Left,
     Likelihoods,
-    Limits,
     Measured,
     Sample,
     Sampled,
@@ -42,7 +41,13 @@ class Letters:
 
 
 def make_core(**changes: int) -> Core:
-    limits = {"sequences": 2, "context_tokens": 16, "prefill_chunk_tokens": 4, "logit_rows": 3, "vocabulary": 200} | changes
+    limits = {
+        "sequences": 2,
+        "context_tokens": 16,
+        "prefill_chunk_tokens": 4,
+        "logit_rows": 3,
+        "vocabulary": 200,
+    } | changes
     core = Core(Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters())
     for seat in SEATS:
         core.handle(SeatReady(seat), 0.0)
@@ -91,13 +96,17 @@ def test_a_prompt_is_prefilled_in_chunks_and_only_the_last_chunk_asks_for_logits
 
 
 def test_each_sampled_token_is_the_input_of_the_next_step_at_the_next_position() -> None:
-    steps = [message for message in sent(generate(make_core(), "ab", b"xyz", max_tokens=3)) if isinstance(message, Step)]
+    steps = [
+        message for message in sent(generate(make_core(), "ab", b"xyz", max_tokens=3)) if isinstance(message, Step)
+    ]
     assert [(step.positions, step.tokens) for step in steps] == [((2,), (ord("x"),)), ((3,), (ord("y"),))]
 
 
 def test_the_text_ends_at_max_tokens_at_an_end_token_and_at_the_context() -> None:
     def reason(prompt: str, tokens: Sequence[int], most: int) -> tuple[str, str]:
-        (finished,) = [m for m in told(generate(make_core(), prompt, tokens, max_tokens=most)) if isinstance(m, Finished)]
+        (finished,) = [
+            m for m in told(generate(make_core(), prompt, tokens, max_tokens=most)) if isinstance(m, Finished)
+        ]
         return finished.reason, finished.text
 
     assert reason("ab", b"xyz", 3) == ("length", "xyz")
@@ -139,8 +148,20 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
 
 
 def test_no_step_is_sent_before_every_seat_is_ready() -> None:
-    core = Core(Limits(mode="exact", sequences=1, context_tokens=16, prefill_chunk_tokens=4, logit_rows=1, vocabulary=200,
-                       end_tokens=frozenset(), plan_id="p"), SEATS, Letters())  # fmt: skip
+    core = Core(
+        Limits(
+            mode="exact",
+            sequences=1,
+            context_tokens=16,
+            prefill_chunk_tokens=4,
+            logit_rows=1,
+            vocabulary=200,
+            end_tokens=frozenset(),
+            plan_id="p",
+        ),
+        SEATS,
+        Letters(),
+    )
     assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
     for seat in SEATS[:-1]:
         assert not sent(core.handle(SeatReady(seat), 0.0))
@@ -149,7 +170,9 @@ def test_no_step_is_sent_before_every_seat_is_ready() -> None:
 
 def test_two_texts_share_a_step_and_a_third_waits_for_a_slot() -> None:
     core = make_core()
-    pending = [a for name in "123" for a in core.handle(Asked(b"c", Generate(request=name, prompt="ab", max_tokens=4)), 0.0)]
+    pending = [
+        a for name in "123" for a in core.handle(Asked(b"c", Generate(request=name, prompt="ab", max_tokens=4)), 0.0)
+    ]
     widest = 0
     finished = []
     while pending:

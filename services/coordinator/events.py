@@ -1,0 +1,124 @@
+"""What happens to the coordinator's core, and what it wants done: the two alphabets between core and shell."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.worker import Prefill, Step
+
+Seat = tuple[str, int]
+"""(role, index)"""
+
+
+# ---- events --------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A client sent a request."""
+
+    client: bytes
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class SeatReady:
+    """A service finished its start, or its restart."""
+
+    seat: Seat
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochChanged:
+    """Everybody leaves the step; `lost` are the seats whose process is gone."""
+
+    epoch: int
+    lost: tuple[Seat, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A member is through with a step: done, or abandoned because of the epoch."""
+
+    seat: Seat
+    step: int
+    epoch: int
+    done: bool
+    counters: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A member cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
+
+    seat: Seat
+    step: int
+    epoch: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """The shell's answer to Sample, in the same order."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The shell's answer to Likelihoods: nats per target."""
+
+    nll: tuple[float, ...]
+
+
+Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured
+
+
+# ---- actions -------------------------------------------------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class SendStep:
+    """Send the message to these seats, under the present epoch."""
+
+    seats: tuple[Seat, ...]
+    message: Step | Prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Tell:
+    """Send the message to a client."""
+
+    client: bytes
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Sampling of one logit row; `counter` makes a repeated draw the same."""
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    counter: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Read the logit rows and answer with Sampled."""
+
+    draws: tuple[Draw, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihoods:
+    """Read logit rows 0.. and answer with Measured: one nll per target (a row without a target is not measured)."""
+
+    targets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandon:
+    """Advance the epoch: the other members of a broken step must not wait for the one that gave up."""
+
+
+Action = SendStep | Tell | Sample | Likelihoods | Abandon
