@@ -225,7 +225,7 @@ class Core:
         self.steps += 1
         message = Prefill(
             step=self.steps, epoch=self.epoch, sequence=work.slot, position=first, tokens=tuple(chunk), logits=logits
-        )  # type: ignore[arg-type]
+        )
         return self._send(SendStep((("prefill", 0),), message), [work])
 
     def _send_decode(self, works: list[Work]) -> list[Action]:
