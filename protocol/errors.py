@@ -1,20 +1,26 @@
 """The errors that cross a boundary: to the person at the terminal, or between a process and its peers.
 
-    UserError     a person can put it right; shown as one line, without a traceback
-      NotRunning  there is no such run
-    WireError     bytes that are no legal message; counted and dropped by channels, never fatal
-      UnknownType a well-formed message of a type that this link does not carry
-    Lost          the peer of a message is gone
-    Full          the peer does not keep up and the link's rule is not to wait any longer
+UserError     a person can put it right; shown as one line, without a traceback
+  NotRunning  there is no such run
+WireError     bytes that are no legal message; counted and dropped by channels, never fatal
+  UnknownType a well-formed message of a type that this link does not carry
+Lost          the peer of a message is gone
+Full          the peer does not keep up and the link's rule is not to wait any longer
 """
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """What a person caused and can put right: one line naming file and field, and what to do next."""
+    """What a person caused and can put right: one line naming file and field, and what to do next.
+
+    Names come from files that somebody else wrote, so whatever a terminal would obey is shown as its escape.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
 class NotRunning(UserError):

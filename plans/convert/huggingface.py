@@ -117,7 +117,9 @@ def _activation(config: Record, architecture: str, inventory: Inventory, wanted:
             "hidden_act", f"{name!r} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)"
         )
     if architecture == "BambooForCausalLM":
-        return "drelu"  # its class applies the configured relu to gate and to up
+        if name not in ("relu", "drelu"):
+            config.fail("hidden_act", f"is {name!r}, but Bamboo's class is known with relu only")
+        return "drelu"  # its class applies the configured activation to gate and to up
     if inventory.has("model.layers.0.mlp.predictor.fc1.weight") and name != "drelu":
         config.fail(
             "hidden_act",

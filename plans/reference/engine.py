@@ -28,7 +28,7 @@ ACTIVATION: dict[Activation, Callable[[Array, Array], Array]] = {
     "relu": lambda gate, up: _relu(gate) * up,
     "drelu": lambda gate, up: _relu(gate) * _relu(up),
     "relu2": lambda gate, up: np.square(_relu(gate)) * up,
-    "silu": lambda gate, up: gate / (1 + np.exp(-gate)) * up,
+    "silu": lambda gate, up: gate * (1 + np.tanh(gate / 2)) / 2 * up,  # gate * sigmoid(gate), without overflow
 }
 
 

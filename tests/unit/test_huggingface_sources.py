@@ -1,4 +1,4 @@
-"""Hugging Face directories: what is accepted means what transformers means, what is not is refused by file and field."""
+"""Hugging Face directories: accepted sources mean what transformers means, others are refused by file and field."""
 
 from __future__ import annotations
 
@@ -175,6 +175,14 @@ def test_activation_names(name: str, activation: Activation, source: Path) -> No
     configure(source, hidden_act=name)
     with open_huggingface(source, Options()) as checkpoint:
         assert checkpoint.activation == activation
+
+
+def test_bamboo_applies_relu_to_gate_and_up_and_nothing_else(source: Path) -> None:
+    configure(source, architectures=["BambooForCausalLM"], sliding_window=None)
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.activation == "drelu"
+    configure(source, hidden_act="silu")
+    refuse(source, "hidden_act: is 'silu', but Bamboo's class")
 
 
 @pytest.mark.parametrize(

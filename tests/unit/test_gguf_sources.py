@@ -1,0 +1,142 @@
+"""GGUF files: traps are refused by name, damage is found before anything large is allocated or written."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import TINY
+from tests.conformance.gguf_files import write_gguf
+
+
+def refuse(path: Path, message: str) -> None:
+    """The file is refused by its name and the field's, and nothing was written."""
+    with pytest.raises(UserError, match=message) as caught:
+        convert(path, path.parent / "package", quantization="q4")
+    assert str(caught.value).startswith(str(path))
+    assert not (path.parent / "package").exists()
+
+
+@pytest.mark.parametrize("name", ["ReluLLaMA-7B", "prosparse-llama-2-7b", "TurboSparse-Mistral", "Bamboo base v0.1"])
+def test_a_relu_model_is_not_run_with_silu(name: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY, name=name)
+    refuse(path, r"general\.architecture: 'llama' means SiLU, but '.*' sounds like a ReLU model.*--activation relu\|")
+    assert convert(path, tmp_path / "p", quantization="q4", activation="relu").manifest.activation == "relu"
+
+
+def test_the_file_name_counts_as_a_name(tmp_path: Path) -> None:
+    refuse(write_gguf(tmp_path / "llama-7b-relu.q8_0.gguf", TINY), "'llama-7b-relu.q8_0.gguf' sounds like")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("relu", "relu"), ("silu", "silu")])
+def test_an_activation_that_the_file_states_is_believed(value: str, expected: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY, name="ReluLLaMA", metadata={"llama.hidden_activation": value})
+    assert convert(path, tmp_path / "p", quantization="q4").manifest.activation == expected
+
+
+METADATA: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": ({"llama.expert_count": 8}, r"llama\.expert_count: mixtures of experts"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: 'yarn' is not supported"),
+    "partial rotation": (
+        {"llama.rope.dimension_count": 16},
+        r"rope\.dimension_count: differs from the width of a head",
+    ),
+    "a stated activation": ({"llama.hidden_activation": "gelu"}, r"llama\.hidden_activation: 'gelu'"),
+    "one of several files": ({"split.count": 2}, r"split\.count: the model is split over several files"),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_what_the_engine_would_compute_wrongly_is_refused(what: str, tmp_path: Path) -> None:
+    metadata, message = METADATA[what]
+    refuse(write_gguf(tmp_path / "m.gguf", TINY, metadata=metadata), message)
+
+
+def test_a_linear_scaling_and_per_layer_lists_are_read(tmp_path: Path) -> None:
+    plain = write_gguf(tmp_path / "plain.gguf", TINY)
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    with (
+        open_gguf(plain, Options()) as before,
+        open_gguf(write_gguf(tmp_path / "m.gguf", TINY, metadata=metadata), Options()) as after,
+    ):
+        np.testing.assert_allclose(after.inverse_frequency, before.inverse_frequency / 4, rtol=1e-6)
+
+
+def test_an_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q_norm.weight": np.ones(32, np.float32)}
+    refuse(write_gguf(tmp_path / "m.gguf", TINY, extra=extra), r"attn_q_norm\.weight: a tensor that this architecture")
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY)
+    path.write_bytes(path.read_bytes().replace(b"llama", b"gemma", 1))
+    refuse(path, r"general\.architecture: 'gemma")
+
+
+def test_powerinfers_own_variant_is_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY)
+    path.write_bytes(b"PWRI" + path.read_bytes()[4:])
+    refuse(path, "magic: is PWRI: a file for PowerInfer only")
+
+
+def test_what_is_neither_file_nor_directory_is_refused(tmp_path: Path) -> None:
+    refuse(tmp_path / "nothing.gguf", "cannot be read: No such file")
+    (tmp_path / "text.gguf").write_text("hello, world")
+    refuse(tmp_path / "text.gguf", "magic: is not GGUF")
+
+
+@pytest.mark.parametrize(
+    ("offset", "code", "value", "message"),
+    [
+        (4, "I", 1, "version: 1 is not supported; 2 and 3 are"),
+        (4, "I", 0x03000000, "version: 50331648 is not supported"),  # a big-endian file
+        (8, "Q", 1 << 62, "number of tensors: .* is more than"),
+        (16, "Q", 1 << 62, "number of metadata entries: .* is more than"),
+        (24, "Q", 1 << 62, "metadata entry 0: needs .* bytes where the file has"),
+        (56, "I", 99, "general.architecture: has value type 99|needs .* bytes|is not UTF-8"),
+    ],
+)
+def test_absurd_counts_cost_an_error_and_no_memory(
+    offset: int, code: str, value: int, message: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY)
+    data = bytearray(path.read_bytes())
+    struct.pack_into(f"<{code}", data, offset, value)
+    path.write_bytes(data)
+    refuse(path, message)
+
+
+def test_truncation_is_found_wherever_it_happens(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", replace(TINY, layers=1))
+    data = path.read_bytes()
+    for size in (len(data) - 1, len(data) // 2, 5000, 500, 23, 7, 3):
+        path.write_bytes(data[:size])
+        refuse(path, "truncated or damaged")
+
+
+@pytest.mark.parametrize("kind", [18, 29, 24])  # IQ3_XXS, IQ1_M, I8
+def test_an_encoding_that_is_not_understood_is_refused(kind: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", replace(TINY, width=256, neurons=256, head_width=128))
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    struct.pack_into("<I", data, data.index(name) + len(name) + 4 + 2 * 8, kind)
+    path.write_bytes(data)
+    refuse(path, r"blk\.0\.ffn_up\.weight: I(Q3_XXS|Q1_M|8) is not supported; F32, F16")
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY)
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    struct.pack_into("<Q", data, data.index(name) + len(name) + 4 + 2 * 8 + 4, 32)
+    path.write_bytes(data)
+    refuse(path, r"overlaps .*: damaged")

@@ -1,0 +1,180 @@
+"""Tokenizers rebuilt from GGUF metadata: the same ids as the tokenizer they came from, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer, end_tokens
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import UserError
+from tokenizers import Tokenizer
+
+from tests.conformance.checkpoints import END_TOKEN, TINY, tokenizer
+from tests.conformance.gguf_files import write_gguf
+
+TEXT = "the other side's 1234 stones, and THE end:\n\n    if x >= 10:  return 'naïve' <|end|> 猫"
+SPACE = "▁"
+
+
+def byte_level(pre: str, **changes: Any) -> Record:
+    """The metadata of the recipes' tokenizer."""
+    model = json.loads(tokenizer(300).to_str())
+    pieces = [*model["model"]["vocab"], END_TOKEN]
+    return Record(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": pieces,
+            "tokenizer.ggml.token_type": [1] * (len(pieces) - 1) + [3],
+            "tokenizer.ggml.merges": [" ".join(merge) for merge in model["model"]["merges"]],
+            "tokenizer.ggml.bos_token_id": 299,
+            "tokenizer.ggml.eos_token_id": 299,
+            **changes,
+        },
+        "m.gguf",
+    )
+
+
+def built(metadata: Record) -> Tokenizer:
+    """The tokenizer of some metadata."""
+    return Tokenizer.from_str(build_tokenizer(metadata).decode())
+
+
+BYTE_LEVEL = built(byte_level("gpt-2"))
+
+
+def test_byte_level_bpe_gives_the_ids_of_the_original() -> None:
+    original, copy = tokenizer(300), built(byte_level("gpt-2"))
+    assert copy.encode(TEXT).ids == original.encode(TEXT).ids
+    assert 299 in copy.encode(TEXT).ids
+    assert copy.decode(copy.encode(TEXT).ids) == TEXT.replace(END_TOKEN, "")
+
+
+@given(st.text())
+def test_any_text_survives_byte_level_bpe(text: str) -> None:
+    copy = BYTE_LEVEL
+    assert copy.decode(copy.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "it's 12345!!  x", ["it", "'s", " 12345", "!!", " ", " x"]),
+        ("llama-bpe", "it'S 12345!!\n\n  x", ["it", "'S", " ", "123", "45", "!!\n\n", " ", " x"]),
+        ("qwen2", "it's 123!!", ["it", "'s", " ", "1", "2", "3", "!!"]),
+        ("default", "it 1234!!$", ["it", " ", "123", "4", "!!$"]),
+    ],
+)
+def test_each_family_splits_text_its_own_way(pre: str, text: str, pieces: list[str]) -> None:
+    splits = built(byte_level(pre)).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:stop] for _, (start, stop) in splits] == pieces
+
+
+def test_begin_and_end_tokens_stand_where_the_file_wants_them() -> None:
+    plain = tokenizer(300).encode("the").ids
+    assert built(byte_level("gpt-2")).encode("the").ids == plain
+    assert built(byte_level("gpt-2", **{"tokenizer.ggml.add_bos_token": True})).encode("the").ids == [299, *plain]
+    assert built(byte_level("gpt-2", **{"tokenizer.ggml.add_eos_token": True})).encode("the").ids == [*plain, 299]
+    # Llama 3 files mean the begin token unless they say otherwise.
+    assert built(byte_level("llama-bpe")).encode("the").ids == [299, *plain]
+    assert built(byte_level("llama-bpe", **{"tokenizer.ggml.add_bos_token": False})).encode("the").ids == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.ggml.pre": "tekken"}, r"tokenizer\.ggml\.pre: 'tekken' is not known; default"),
+        ({"tokenizer.ggml.model": "t5"}, r"tokenizer\.ggml\.model: 't5' is not supported"),
+        ({"tokenizer.ggml.merges": ["ab"]}, r"tokenizer\.ggml\.merges: expected two pieces"),
+        ({"tokenizer.ggml.merges": ["q zzz"]}, r"tokenizer\.ggml\.tokens: make no tokenizer"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokenizer\.ggml\.token_type: expected 2 whole numbers"),
+        ({"tokenizer.ggml.tokens": ["a"] * 300}, r"tokenizer\.ggml\.tokens: a token appears twice"),
+        ({"tokenizer.ggml.tokens": [1]}, r"tokenizer\.ggml\.tokens: expected a list of strings"),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_tokenizer(byte_level("gpt-2", **changes))
+
+
+def test_a_tokenizer_json_beside_the_file_or_named_takes_over(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY, metadata={"tokenizer.ggml.add_bos_token": True})
+    path.write_bytes(path.read_bytes().replace(b"gpt-2", b"viking"[:5]))
+    with pytest.raises(UserError, match="beside the file or pass --tokenizer FILE"):
+        convert(path, tmp_path / "p", quantization="q4")
+    data = tokenizer(TINY.vocabulary).to_str().encode()
+    (tmp_path / "named.json").write_bytes(data)
+    named = convert(path, tmp_path / "p", quantization="q4", tokenizer=tmp_path / "named.json")
+    (tmp_path / "named.json").rename(tmp_path / "tokenizer.json")
+    beside = convert(path, tmp_path / "q", quantization="q4")
+    assert named.tokenizer_path.read_bytes() == beside.tokenizer_path.read_bytes() == data
+
+
+def sentencepiece() -> tuple[Record, dict[str, float]]:
+    """A small vocabulary as sentencepiece's BPE makes it: specials, bytes, then pieces in the order of their merges."""
+    letters = list(f"{SPACE}etaoinshrdlu.,")
+    words = [
+        "th",
+        "in",
+        f"{SPACE}t",
+        "he",
+        "er",
+        "an",
+        "the",
+        f"{SPACE}a",
+        f"{SPACE}the",
+        "on",
+        "re",
+        f"{SPACE}in",
+        "aaa",
+        "aa",
+    ]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), *words, *letters]
+    scores = [0.0] * 259 + [-float(n) for n in range(len(words))] + [-1e9] * len(letters)
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    return Record(metadata, "m.gguf"), dict(zip(pieces, scores, strict=True))
+
+
+def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """Sentencepiece's rule, step by step: join the neighbours whose union scores highest, the leftmost among equals."""
+    symbols = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        unions = [(scores[a + b], -n) for n, (a, b) in enumerate(pairwise(symbols)) if a + b in scores]
+        if not unions:
+            break
+        place = -max(unions)[1]
+        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+    result: list[str] = []
+    for symbol in symbols:
+        result += [symbol] if symbol in scores else [f"<0x{byte:02X}>" for byte in symbol.encode()]
+    return result
+
+
+@given(st.text(alphabet="etaoinshrdlu., é\n猫", min_size=1))
+def test_sentencepiece_merges_by_score(text: str) -> None:
+    metadata, scores = sentencepiece()
+    encoding = built(metadata).encode(text)
+    assert encoding.tokens == ["<s>", *merged_by_score(text, scores)]
+    assert built(metadata).decode(encoding.ids) == text
+
+
+def test_end_tokens_are_those_named_and_those_known() -> None:
+    metadata = byte_level("gpt-2", **{"tokenizer.ggml.eot_token_id": 7})
+    assert end_tokens(metadata, 300) == (299, 7)
+    pieces = [*metadata.items("tokenizer.ggml.tokens")[:-1], "<|im_end|>"]
+    renamed = byte_level("gpt-2", **{"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.eos_token_id": 5})
+    assert end_tokens(renamed, 300) == (5, 299)
