@@ -82,8 +82,9 @@ class Vocabulary:
 def encode(content: Message) -> bytes:
     """The frame of one message. Raises WireError when a value cannot be written or the frame is too big."""
     cls: Any = type(content)
+    write = _writer(cls)
     try:
-        frame = msgpack.packb({"type": cls.__name__, **to_map(content)})
+        frame = msgpack.packb({"type": cls.__name__, **write(content)})
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{cls.__name__}: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:

@@ -15,9 +15,6 @@ LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 4
 TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
 
-BARRIERS = 4
-"""Barriers in the exchange segment; the decode step uses the first."""
-
 BOARD_WORDS = ("pid", "incarnation")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process."""
 
@@ -168,7 +165,7 @@ def residency(*, words: int, members: int) -> Layout:
         LINE_WORDS,
         by="loader",
         to="decode, prefill",
-        ordering="word 0 becomes 1 (release) once the fixed tensors are verified and sealed, then its sleepers are woken",
+        ordering="word 0 becomes 1 (release) once the fixed tensors are sealed, then its sleepers are woken",
     )
     fields.add(
         "generation",
@@ -254,19 +251,11 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
     fields.add(
         "barriers",
         "u32",
-        BARRIERS,
+        1,
         LINE_WORDS,
         by="decode",
         to="decode",
         ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
-    )
-    fields.add(
-        "status",
-        "u32",
-        LINE_WORDS,
-        by="decode: the last member to finish",
-        to="coordinator, monitor",
-        ordering="word 0 is the last step whose logits are complete (release)",
     )
     for name, dimensions in (
         ("residual", ("tokens", "width")),
@@ -295,8 +284,8 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
 
 
 def board(*, processes: int) -> Layout:
-    """Who lives, what the run takes and what flash gave, to be read without asking anybody. One line for each process, in
-    the order of the plan's seats."""
+    """Who lives, what the run takes and what flash gave, to be read without asking anybody. One line for each process,
+    in the order of the plan's seats."""
     fields = Fields("board", 6, {"processes": processes})
     fields.add(
         "processes",

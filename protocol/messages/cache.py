@@ -25,7 +25,7 @@ class Stock(Message):
     rest_free: free slots of part 1
     gate_waiting: clusters of part 0 that wait for a slot or for their turn
     rest_waiting: the same of part 1
-    gate_granted: slots of part 0 received since the `Reset`, so that the cache knows which grants are still on their way
+    gate_granted: slots of part 0 received since the `Reset`: the cache knows by it what is still on its way
     rest_granted: the same of part 1
     """
 

@@ -7,7 +7,6 @@ from typing import Literal
 from neuronpipe.protocol.codec import Message, message
 
 State = Literal["starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck"]
-STATES: tuple[State, ...] = ("starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck")
 
 FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "internal"]
 
@@ -36,10 +35,11 @@ class Hello(Message):
 
 @message
 class Welcome(Message):
-    """The answer to `Hello`: the service belongs to the run and may load what it needs.
+    """The service belongs to the run: the answer to `Hello`. A coordinator that was restarted also sends it to a
+    service whose `Beat` it cannot place.
 
     run: id of the run
-    coordinator_pid: process id of the coordinator; another one than before means that it was restarted
+    coordinator_pid: process id of the coordinator
     protocol: version of the wire the coordinator speaks
     """
 
@@ -50,7 +50,7 @@ class Welcome(Message):
 
 @message
 class Reject(Message):
-    """The peer is not taken: another major version, another run, or a role and index that lives already.
+    """The peer is not taken: it speaks another major version, or the plan has no such role and index.
 
     reason: one line for a person
     """
@@ -59,13 +59,8 @@ class Reject(Message):
 
 
 @message
-class AskHello(Message):
-    """Say `Hello` (again): a service sent something that the coordinator, which was restarted, cannot place."""
-
-
-@message
 class Ready(Message):
-    """The service has loaded what it needs and takes work.
+    """The service has loaded what it needs and takes work: the answer to every `Welcome`.
 
     role: as in `Hello`
     index: as in `Hello`

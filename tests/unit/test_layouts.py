@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.layouts import LINE_BYTES, PAGE_BYTES, Layout
-from neuronpipe.protocol.messages.lifecycle import STATES
 
 lengths = st.integers(1, 100)
 
@@ -56,7 +55,14 @@ def test_a_negative_length_is_refused() -> None:
         layouts.board(processes=-1)
 
 
-def test_a_state_fits_its_word_on_the_board() -> None:
-    assert layouts.BOARD_WORDS[0] == "state"
-    assert len(set(STATES)) == len(STATES)
+def test_the_words_of_the_board_fit_their_lines() -> None:
     assert len(layouts.BOARD_WORDS) <= layouts.LINE_WORDS
+    for words in (layouts.BOARD_MEMORY, layouts.BOARD_FLASH):
+        assert len(words) <= layouts.LINE_BYTES // 8
+
+
+def test_a_field_is_laid_out_once() -> None:
+    fields = layouts.Fields("twice", 99, {})
+    fields.add("one", "u32", 4, by="a", to="b", ordering="none")
+    with pytest.raises(ValueError, match=r"twice.one: laid out twice"):
+        fields.add("one", "u32", 4, by="a", to="b", ordering="none")

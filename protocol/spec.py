@@ -1,0 +1,195 @@
+"""SPEC.md's tables, written from the code that they describe: `python -m neuronpipe.protocol.spec --write`.
+
+The prose of SPEC.md is written by hand; what stands between a pair of markers is generated, so that it cannot drift.
+Without --write nothing is changed, and the exit status says whether the file is up to date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args, get_type_hints
+
+from neuronpipe.protocol import codec, layouts, links, residency, run_directory, segments
+from neuronpipe.protocol.codec import Message, Vocabulary, describe
+from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
+from neuronpipe.protocol.version import MAGIC, VERSION
+
+PATH = Path(__file__).parent / "SPEC.md"
+FILES: tuple[ModuleType, ...] = (lifecycle, worker, outcome, loader, cache, request, client, event)
+
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def messages_in(module: ModuleType) -> list[type[Message]]:
+    """The message classes that a module defines, in its order."""
+    members: Iterable[Any] = vars(module).values()
+    classes = [one for one in members if isinstance(one, type) and issubclass(one, Message)]
+    return [one for one in classes if one.__module__ == module.__name__]
+
+
+def all_messages() -> list[type[Message]]:
+    """Every message class, those nested in others included."""
+    return [one for module in FILES for one in messages_in(module)]
+
+
+def documented(cls: type[Message]) -> tuple[str, dict[str, str]]:
+    """The description of a message and of each of its fields, from its docstring."""
+    text = inspect.getdoc(cls) or ""
+    description, _, rest = text.partition("\n\n")
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", rest, re.MULTILINE)
+    return _one_line(description), {name: _one_line(meaning) for name, meaning in entries}
+
+
+def render(text: str) -> str:
+    """SPEC.md with every generated block written anew. Raises KeyError for a block that nothing generates."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{_BLOCKS[block[2]]().strip()}\n\n{block[3]}", text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file, or tell whether it is up to date."""
+    text = PATH.read_text(encoding="utf-8")
+    fresh = render(text)
+    if "--write" in arguments:
+        PATH.write_text(fresh, encoding="utf-8")
+    elif fresh != text:
+        print(f"{PATH}: not up to date; run `python -m neuronpipe.protocol.spec --write`", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _version() -> str:
+    return _table(
+        ("constant", "value"),
+        (
+            ("version of the protocol", VERSION),
+            ("magic, first frame of every message", f"`{MAGIC.decode()}`"),
+            ("largest frame, in bytes", codec.MAX_FRAME_BYTES),
+            ("most items of an array", codec.MAX_ARRAY_ITEMS),
+            ("most entries of a map", codec.MAX_MAP_ITEMS),
+            ("longest wait for room in a queue, in ms", links.WAIT_MS),
+            ("longest path of a socket, in bytes", run_directory.SOCKET_PATH_MOST_BYTES),
+        ),
+    )
+
+
+def _links() -> str:
+    rows = []
+    for link in links.LINKS:
+        for arrow, direction in (
+            (f"{', '.join(link.connected_by)} → {link.bound_by}", link.inward),
+            (f"{link.bound_by} → {', '.join(link.connected_by)}", link.outward),
+        ):
+            if direction.carries.classes:
+                names = _names(direction.carries)
+                rows.append((f"`{link.name}`", arrow, names, direction.limit_messages, direction.when_full))
+    return _table(("link", "from → to", "messages", "limit", "when full"), rows)
+
+
+def _messages() -> str:
+    parts = []
+    for module in FILES:
+        parts.append(f"### {_one_line((module.__doc__ or '').partition('.')[0])}\n")
+        parts += [_message(cls) for cls in messages_in(module)]
+    return "\n".join(parts)
+
+
+def _message(cls: type[Message]) -> str:
+    description, meanings = documented(cls)
+    hints = get_type_hints(cls)
+    rows = []
+    for field in fields(cls):  # type: ignore[arg-type]
+        default = "" if field.default is MISSING else f"`{_literal(field.default)}`"
+        rows.append((f"`{field.name}`", describe(hints[field.name]), default, meanings.get(field.name, "")))
+    table = "\n" + _table(("field", "type", "default", "meaning"), rows) if rows else ""
+    return f"#### {cls.__name__}\n\n{description}\n{table}"
+
+
+def _run_file() -> str:
+    return _message(run_directory.RunFile) + "\n" + _message(run_directory.SegmentHandle)
+
+
+def _header() -> str:
+    text = inspect.getdoc(segments) or ""
+    lines = text[text.index("    offset") :].splitlines()
+    return "```\n" + "\n".join(line[4:] for line in lines) + "\n```\n"
+
+
+def _segments() -> str:
+    parts = []
+    for layout in layouts.examples():
+        make: Callable[..., object] = getattr(layouts, layout.name)
+        rows = [
+            (
+                f"`{one.name}`",
+                one.type,
+                "".join(f"[{dimension}]" for dimension in one.dimensions),
+                one.written_by,
+                one.read_by,
+                one.ordering,
+            )
+            for one in layout.fields
+        ]
+        parts.append(f"#### {layout.name}, kind {layout.kind}\n\n{_one_line(inspect.getdoc(make) or '')}\n")
+        parts.append(_table(("field", "type", "shape", "written by", "read by", "ordering"), rows))
+    return "\n".join(parts)
+
+
+def _board() -> str:
+    rows = [
+        ("`processes`", "32 bits", ", ".join(layouts.BOARD_WORDS)),
+        ("`memory`", "64 bits", ", ".join(layouts.BOARD_MEMORY)),
+        ("`flash`", "64 bits", ", ".join(layouts.BOARD_FLASH)),
+    ]
+    return _table(("line of the board", "words of", "in this order"), rows)
+
+
+def _residency() -> str:
+    bits = _table(("bits", "name", "meaning"), residency.BITS)
+    return bits + "\n" + _table(("from", "to", "by", "how"), residency.CHANGES)
+
+
+def _states() -> str:
+    return "`" + "`, `".join(get_args(lifecycle.State)) + "`\n"
+
+
+_BLOCKS: dict[str, Callable[[], str]] = {
+    "version": _version,
+    "links": _links,
+    "messages": _messages,
+    "run_file": _run_file,
+    "header": _header,
+    "segments": _segments,
+    "board": _board,
+    "residency": _residency,
+    "states": _states,
+}
+
+
+def _names(vocabulary: Vocabulary) -> str:
+    return ", ".join(f"[{one.__name__}](#{one.__name__.lower()})" for one in vocabulary.classes)
+
+
+def _literal(default: object) -> str:
+    plain = {None: "nil", True: "true", False: "false", (): "[]"}
+    if isinstance(default, str):
+        return f'"{default}"'
+    return plain[default] if type(default) in (bool, tuple, type(None)) else str(default)  # type: ignore[index]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [heads, ["---" for _ in heads], *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

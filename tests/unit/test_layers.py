@@ -1,0 +1,55 @@
+"""The order of the house: nothing imports upwards, and each foreign library has one door."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("protocol", "native", "plans", "services", "launch")
+DOORS = {"zmq": ("protocol/channel.py",), "msgpack": ("protocol/codec.py",), "cffi": ("native/bind.py",)}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules a file imports, wherever in it; relative ones made absolute."""
+    package = ("neuronpipe", *path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*above, *([node.module] if node.module else ())))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nothing_imports_upwards(layer: str) -> None:
+    above = tuple(f"neuronpipe.{name}" for name in LAYERS[LAYERS.index(layer) + 1 :])
+    upwards = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(layer)
+        for name in imports(path)
+        if name.startswith(above) or name.split(".")[0] in LAYERS
+    ]
+    assert upwards == []
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_library_has_one_door(library: str) -> None:
+    users = {path for path in files(*LAYERS) for name in imports(path) if name.split(".")[0] == library}
+    assert {str(path.relative_to(ROOT)) for path in users} == set(DOORS[library])
+
+
+def test_only_native_touches_its_extension() -> None:
+    users = {path.relative_to(ROOT).parts[0] for path in files(*LAYERS) for name in imports(path) if "_kernels" in name}
+    assert users <= {"native"}
+
+
+def test_every_folder_was_looked_at() -> None:
+    assert all(files(layer) for layer in LAYERS)

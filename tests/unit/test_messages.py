@@ -1,0 +1,80 @@
+"""The messages as a whole: documented, on a link, and consistent in themselves."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, get_type_hints
+
+import pytest
+from neuronpipe.protocol import run_directory, spec
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.links import LINKS
+from neuronpipe.protocol.messages.client import ProcessStatus
+from neuronpipe.protocol.messages.loader import Fetch, Grant, Warm
+from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.protocol.messages.worker import Prefill, Step
+
+MESSAGES = spec.all_messages()
+DOCUMENTED = [*MESSAGES, run_directory.RunFile, run_directory.SegmentHandle]
+
+
+@pytest.mark.parametrize("cls", DOCUMENTED, ids=lambda cls: cls.__name__)
+def test_every_field_is_documented_and_nothing_else_is(cls: type[Message]) -> None:
+    description, meanings = spec.documented(cls)
+    assert description.endswith(".")
+    assert list(meanings) == [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def test_every_message_travels_on_some_link() -> None:
+    carried = {cls for link in LINKS for way in (link.inward, link.outward) for cls in way.carries.classes}
+    assert carried == set(MESSAGES) - {ProcessStatus}
+
+
+def test_no_two_messages_share_a_name() -> None:
+    assert len({cls.__name__ for cls in MESSAGES}) == len(MESSAGES)
+
+
+def test_the_specification_is_up_to_date() -> None:
+    text = spec.PATH.read_text(encoding="utf-8")
+    assert spec.render(text) == text, "run `python -m neuronpipe.protocol.spec --write`"
+
+
+def test_a_specification_that_drifted_is_noticed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = tmp_path / "SPEC.md"
+    stale.write_text(spec.PATH.read_text(encoding="utf-8").replace("| `epoch` | int |", "| `epoch` | str |"))
+    monkeypatch.setattr(spec, "PATH", stale)
+    assert spec.main([]) == 1
+    assert spec.main(["--write"]) == 0
+    assert spec.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (Step, {"sequences": (0, 1), "positions": (0,), "tokens": (1, 2)}),
+        (Step, {"sequences": (), "positions": (), "tokens": ()}),
+        (Prefill, {"tokens": ()}),
+        (Fetch, {"clusters": b"123"}),
+        (Grant, {"slots": b"12345"}),
+        (Warm, {"clusters": b"1"}),
+        (Generate, {"prompt": None, "tokens": None}),
+        (Generate, {"prompt": "a", "tokens": (1,)}),
+        (Score, {"text": "a", "tokens": (1,)}),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(cls: type[Message], fields: dict[str, Any]) -> None:
+    samples = {"int": 1, "str": "x"}
+    filled = {name: samples.get(getattr(hint, "__name__", ""), "none") for name, hint in get_type_hints(cls).items()}
+    required = {field.name: filled[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected"):
+        cls(**{**required, **fields})
+
+
+def test_a_service_that_imports_the_protocol_stays_small() -> None:
+    """Every process of a run imports this; each heavy module costs its memory once per process."""
+    program = (
+        "import sys, neuronpipe.protocol.channel, neuronpipe.protocol.segments, neuronpipe.protocol.run_directory\n"
+        "print(*sorted({'numpy', 'multiprocessing', 'asyncio', 'ctypes', 'ssl', '_hashlib'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,21 @@
+"""The residency words have one meaning, in Python, in C and in the specification."""
+
+import re
+from pathlib import Path
+
+from neuronpipe.protocol import residency
+
+HEADER = (Path(__file__).parents[2] / "native" / "neuronpipe.h").read_text(encoding="utf-8")
+
+
+def test_python_and_c_agree() -> None:
+    in_c = {name: int(value, 16) for name, value in re.findall(r"NP_WORD_(\w+) = (0x\w+)", HEADER)}
+    in_python = {name: value for name, value in vars(residency).items() if isinstance(value, int)}
+    assert in_c == in_python
+
+
+def test_slot_state_and_flags_do_not_overlap() -> None:
+    parts = (residency.SLOT_MASK, residency.STATE_MASK, residency.REFERENCED, residency.PINNED)
+    assert sum(parts) == residency.SLOT_MASK | residency.STATE_MASK | residency.REFERENCED | residency.PINNED
+    states = (residency.ABSENT, residency.LOADING, residency.PRESENT, residency.FAILED)
+    assert [state >> 24 for state in states] == [0, 1, 2, 3]
