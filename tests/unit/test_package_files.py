@@ -186,3 +186,11 @@ def test_a_process_of_another_user_counts_as_alive(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(package_directory.os, "kill", refuse)
     with PartialDirectory(tmp_path / "package", overwrite=False):
         assert (tmp_path / ".package.partial-77").is_dir()
+
+
+def test_opening_a_package_needs_no_numpy(package: Package) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom neuronpipe.plans.package.reader import Package\n"
+        "Package.open(Path(sys.argv[1])).fixed\nassert 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script, package.path], check=True)
