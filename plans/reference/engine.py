@@ -13,7 +13,10 @@ from neuronpipe.protocol.errors import UserError
 
 
 class Result(NamedTuple):
-    """logits float32 [tokens, vocabulary]; fired int64 [layers, neurons]: for how many tokens each neuron fired."""
+    """logits float32 [tokens, vocabulary]; fired int64 [layers, neurons]: for how many tokens each neuron fired.
+
+    Neurons are counted in the package's order; only a package in the source's order gives frequencies for `convert`.
+    """
 
     logits: Array
     fired: np.ndarray
