@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Finished, Refused, ScoreFinished, Status
-from neuronpipe.protocol.messages.request import AskStatus, Cancel
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score
 
 POLL_MS = 50
+QUIET_MS = 500
+RESTART_SLACK_S = 0.3  # the coordinator was up before the request reached it
 
 
 class Client:
@@ -37,23 +40,44 @@ class Client:
         """Send one message to the coordinator."""
         self._channel.send(message)
 
-    def replies(self) -> Iterator[Message]:
-        """Messages from the coordinator, as they come. Raises UserError when the run ends."""
+    def replies(self) -> Iterator[Message | None]:
+        """Messages from the coordinator, as they come; None when there was none for a while. Raises UserError when
+        the run ends."""
+        quiet_ms = 0
         while True:
             message = self._channel.receive(POLL_MS)
             if message is not None:
+                quiet_ms = 0
                 yield message
-            elif (reason := self._failed()) is not None:
+                continue
+            if (reason := self._failed()) is not None:
                 raise UserError(reason)
+            quiet_ms += POLL_MS
+            if quiet_ms >= QUIET_MS:
+                quiet_ms = 0
+                yield None
 
-    def request(self, ask: Any) -> Iterator[Message]:
+    def request(self, ask: Generate | Score) -> Iterator[Message]:
         """Send a request and yield its answers up to the last. Interrupted, it is cancelled. Raises UserError when it
-        is refused."""
+        is refused.
+
+        A coordinator that was restarted does not know the request: a text is asked for again (the same tokens come
+        again, `Token.index` tells which), a score has to be started again by the person.
+        """
         self.send(ask)
+        sent_at = time.monotonic()
         try:
             for message in self.replies():
+                if message is None:
+                    self.send(AskStatus())
+                elif isinstance(message, Status) and message.uptime_s < time.monotonic() - sent_at - RESTART_SLACK_S:
+                    if not isinstance(ask, Generate):
+                        raise UserError("the coordinator was restarted and has forgotten this request; start it again")
+                    self.send(ask)
+                    sent_at = time.monotonic()
                 if getattr(message, "request", None) != ask.request:
                     continue
+                assert message is not None
                 if isinstance(message, Refused):
                     raise UserError(message.message)
                 yield message

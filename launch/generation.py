@@ -90,6 +90,8 @@ def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> No
     tokens: list[int] = []
     for message in client.request(ask):
         if isinstance(message, Token):
+            if message.index < len(tokens):
+                continue  # asked for again after the coordinator was restarted
             tokens.append(message.token)
             if not arguments.json:
                 sys.stdout.write(message.text)

@@ -47,7 +47,7 @@ class Service:
         self._poller = Poller()
         self._poller.add(self.control)
         self._sources: list[tuple[Channel | int, Callable[[], None]]] = []
-        self._ready = False
+        self._coordinator_pid: int | None = None
         self._welcomed = False
         self._draining = False
         self._beat_due = 0.0
@@ -74,7 +74,6 @@ class Service:
 
     def serve(self, handle: Callable[[Message], None], idle: Callable[[], int | None] = lambda: None) -> None:
         """Serve until drained. `idle` runs before each wait and may shorten it (milliseconds)."""
-        self._ready = True
         while not self._draining:
             self._live()
             limit_ms = idle()
@@ -102,14 +101,13 @@ class Service:
         """A sign of life."""
         self.answer(Beat(role=self.role, index=self.index, state=state, step=self.step, counters=self.counters))
 
-    def again(self) -> None:
-        """The coordinator is another process than before: greet it."""
-        self._welcomed, self._hello_due = False, 0.0
-
     def _take(self, message: Message, handle: Callable[[Message], None]) -> None:
         match message:
-            case Welcome():
-                self._welcomed = True
+            case Welcome(coordinator_pid=pid) if self._coordinator_pid not in (None, pid):
+                self._coordinator_pid = pid  # it was restarted and knows nothing of this service
+                self.answer(self._hello)
+            case Welcome(coordinator_pid=pid):
+                self._welcomed, self._coordinator_pid = True, pid
                 self.answer(Ready(role=self.role, index=self.index))
             case Reject(reason=reason):
                 log.error("%s.%d was rejected: %s", self.role, self.index, reason)

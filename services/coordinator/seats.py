@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.messages.lifecycle import State
 
 SILENT_AFTER_S = 5.0
@@ -22,11 +23,15 @@ class SeatState:
     step: int = 0
     restarts: int = 0
     heard_at: float = 0.0
-    outstanding: int = 0
 
-    def verdict(self, now: float) -> State:
+    @property
+    def peer(self) -> str:
+        """Its name on the control link."""
+        return f"{self.role}-{self.index}"
+
+    def verdict(self, now: float, outstanding: int) -> State:
         """Its state, or "silent" when it neither works nor beats."""
-        if self.state == "ready" and self.outstanding:
+        if self.state == "ready" and outstanding:
             return "busy"
         if self.state == "ready" and now - self.heard_at > SILENT_AFTER_S:
             return "silent"
@@ -34,10 +39,11 @@ class SeatState:
 
 
 class Seats:
-    """All seats of the plan, by name ("decode-0")."""
+    """All seats of the plan, by name ("decode-0"), and the credits of those that take work."""
 
     def __init__(self, seats: Iterable[tuple[str, int, int | None]]) -> None:
         self._seats = {f"{role}-{index}": SeatState(role=role, index=index, core=core) for role, index, core in seats}
+        self.credits = Credits()
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._seats

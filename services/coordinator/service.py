@@ -40,7 +40,7 @@ from neuronpipe.services.coordinator.events import (
     SendStep,
     Tell,
 )
-from neuronpipe.services.coordinator.seats import Seats
+from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.coordinator.text import FileTokenizer
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
@@ -101,7 +101,7 @@ class CoordinatorService:
                 self._take(*received)
                 received = self._control.receive()
         for seat in self._seats:
-            self._send(f"{seat.role}-{seat.index}", Drain())
+            self._send(seat.peer, Drain())
         self._context.close()
 
     # ---- messages --------------------------------------------------------------------------------------------
@@ -125,12 +125,9 @@ class CoordinatorService:
         name = (seat.role, seat.index)
         match message:
             case Hello():
-                seat.pid, seat.core, seat.restarts, seat.state = (
-                    message.pid,
-                    message.core,
-                    message.incarnation,
-                    "starting",
-                )
+                seat.pid, seat.core, seat.restarts = message.pid, message.core, message.incarnation
+                seat.state = "starting"
+                self._seats.credits.announce(peer, message.slots)
                 self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
             case Ready():
                 seat.state = "ready"
@@ -143,13 +140,14 @@ class CoordinatorService:
                 seat.step = max(seat.step, message.step)
                 self._events.send(message)
             case StepDone() | Prefilled():
-                seat.outstanding, seat.step = 0, message.step
+                self._seats.credits.give_back(peer)
+                seat.step = message.step
                 self._handle(Left(name, message.step, message.epoch, True, message.counters))
             case StepAbandoned():
-                seat.outstanding = 0
+                self._seats.credits.give_back(peer)
                 self._handle(Left(name, message.step, message.epoch, False))
             case StepFailed():
-                seat.outstanding = 0
+                self._seats.credits.give_back(peer)
                 self._handle(Broken(name, message.step, message.epoch, message.message))
             case Drained():
                 seat.state = "stopped"
@@ -164,7 +162,8 @@ class CoordinatorService:
             line = self._lines[(seat.role, seat.index)] * LINE_WORDS
             if self._board[line] != seat.pid and seat.pid:
                 lost.append((seat.role, seat.index))
-                seat.pid, seat.state, seat.outstanding = 0, "starting", 0
+                seat.pid, seat.state = 0, "starting"
+                self._seats.credits.forget(seat.peer)
                 self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
         self._handle(EpochChanged(self._epoch.load(), tuple(lost)))
 
@@ -185,8 +184,7 @@ class CoordinatorService:
                 self._sent_at = time.monotonic()
                 self._epoch.reset_barrier()
                 for role, index in seats:
-                    self._seats[f"{role}-{index}"].outstanding = 1
-                    self._send(f"{role}-{index}", message)
+                    self._assign(f"{role}-{index}", message)
             case Sample(draws):
                 self._publish_step()
                 self._tokens += len(draws)
@@ -202,6 +200,13 @@ class CoordinatorService:
                 self._epoch.advance()
                 return EpochChanged(self._epoch.load(), ())
         return None
+
+    def _assign(self, peer: str, message: Message) -> None:
+        """Send work to a service that has a credit for it; one that has none is gone, or owes an answer."""
+        if self._seats.credits.take(peer):
+            self._send(peer, message)
+        else:
+            log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
 
     def _row(self, row: int) -> Any:
         return self._logits + row * self._vocabulary
@@ -273,25 +278,12 @@ class CoordinatorService:
             step=self._core.steps,
             restarts=self._job.incarnation,
         )
-        others = [
-            ProcessStatus(
-                role=seat.role,
-                index=seat.index,
-                pid=seat.pid,
-                state=seat.verdict(now),
-                core=seat.core,
-                step=seat.step,
-                outstanding=seat.outstanding,
-                restarts=seat.restarts,
-            )
-            for seat in self._seats
-        ]
         return Status(
             run=self._job.run,
             ready=self._core.all_ready,
             plan=self._job.plan.id,
             mode="exact",
-            processes=(me, *others),
+            processes=(me, *(self._process_status(seat, now) for seat in self._seats)),
             memory_bytes=current,
             memory_peak_bytes=peak,
             memory_limit_bytes=limit,
@@ -301,6 +293,19 @@ class CoordinatorService:
             steps=self._core.steps,
             tokens=self._tokens,
             uptime_s=round(now - self._started_at, 3),
+        )
+
+    def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:
+        outstanding = self._seats.credits.outstanding(seat.peer)
+        return ProcessStatus(
+            role=seat.role,
+            index=seat.index,
+            pid=seat.pid,
+            state=seat.verdict(now, outstanding),
+            core=seat.core,
+            step=seat.step,
+            outstanding=outstanding,
+            restarts=seat.restarts,
         )
 
 
