@@ -19,8 +19,6 @@ from neuronpipe.protocol.messages.lifecycle import (
     Beat,
     Drain,
     Drained,
-    Failed,
-    FailureCode,
     Hello,
     Ready,
     Reject,
@@ -28,27 +26,34 @@ from neuronpipe.protocol.messages.lifecycle import (
     Welcome,
 )
 from neuronpipe.protocol.version import VERSION
+from neuronpipe.services.job import Job
 
 BEAT_MS = 250
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """The shell of one service. `handle` gets the messages of the control link that are not about life itself."""
+    """The shell of one service. slots: requests it takes at once; not available: `Ready` waits for become_available."""
 
-    def __init__(
-        self, context: Context, endpoint: str, role: str, index: int, incarnation: int, core: int | None, slots: int
-    ) -> None:
-        self.role, self.index = role, index
+    def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True) -> None:
+        seat = job.seat
+        self.role, self.index = seat.role, seat.index
         self._hello = Hello(
-            role=role, index=index, pid=os.getpid(), incarnation=incarnation, protocol=VERSION, slots=slots, core=core
+            role=seat.role,
+            index=seat.index,
+            pid=os.getpid(),
+            incarnation=job.incarnation,
+            protocol=VERSION,
+            slots=slots,
+            core=seat.core,
         )
-        self.control = Connection(context, CONTROL, endpoint, f"{role}-{index}")
+        self.control = Connection(context, CONTROL, job.endpoints["control"], f"{seat.role}-{seat.index}")
         self._poller = Poller()
         self._poller.add(self.control)
         self._sources: list[tuple[Channel | int, Callable[[], None]]] = []
         self._coordinator_pid: int | None = None
         self._welcomed = False
+        self._available = available
         self._draining = False
         self._beat_due = 0.0
         self._hello_due = 0.0
@@ -68,12 +73,15 @@ class Service:
         except Full as error:
             log.warning("%s.%d: %s", self.role, self.index, error)
 
-    def fail(self, code: FailureCode, message: str, detail: str = "") -> None:
-        """The last words of a process that cannot go on."""
-        self.answer(Failed(code=code, message=message, detail=detail))
+    def become_available(self) -> None:
+        """Whatever had to be settled with others is settled: no step may start before that."""
+        if not self._available and self._welcomed:
+            self.answer(Ready(role=self.role, index=self.index))
+        self._available = True
 
     def serve(self, handle: Callable[[Message], None], idle: Callable[[], int | None] = lambda: None) -> None:
-        """Serve until drained. `idle` runs before each wait and may shorten it (milliseconds)."""
+        """Serve until drained. `handle` gets the messages that are not about life itself; `idle` runs before each wait
+        and may shorten it (milliseconds)."""
         while not self._draining:
             self._live()
             limit_ms = idle()
@@ -108,7 +116,8 @@ class Service:
                 self.answer(self._hello)
             case Welcome(coordinator_pid=pid):
                 self._welcomed, self._coordinator_pid = True, pid
-                self.answer(Ready(role=self.role, index=self.index))
+                if self._available:
+                    self.answer(Ready(role=self.role, index=self.index))
             case Reject(reason=reason):
                 log.error("%s.%d was rejected: %s", self.role, self.index, reason)
                 self._draining = True

@@ -7,6 +7,7 @@ resets the loader, reads the words, and knows everything it needs.
 from __future__ import annotations
 
 import functools
+import time
 from array import array
 from typing import Any
 
@@ -22,6 +23,7 @@ from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 
 RETRY_MS = 1
+LOST_AFTER_S = 1.0
 NAMES = ("gate_words", "rest_words")
 
 
@@ -31,9 +33,7 @@ class CacheService:
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("cache", job.segments)
         self._context = open_context()
-        self._service = Service(
-            self._context, job.endpoints["control"], "cache", 0, job.incarnation, job.seat.core, slots=0
-        )
+        self._service = Service(self._context, job, slots=0, available=False)
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
         memory, layout, words = job.plan.memory, job.package.manifest.layout, job.package.manifest.words
         self._regions = [
@@ -67,6 +67,7 @@ class CacheService:
         self._generation_word = self._memory.view("residency", "generation")
         self._generation = 0
         self._settled = False
+        self._reset_at = 0.0
         self._stock: Stock | None = None
         self._hungry = False
 
@@ -82,6 +83,7 @@ class CacheService:
         self._generation = int(self._generation_word[0]) + 1
         self._generation_word[0] = self._generation
         self._settled = False
+        self._reset_at = time.monotonic()
         self._link.send(Reset(generation=self._generation))
 
     def _before_wait(self) -> int | None:
@@ -99,8 +101,8 @@ class CacheService:
         elif isinstance(message, Stock):
             if message.generation == self._generation and self._settled:
                 self._feed(message)
-            elif message.generation == 0:  # a loader that was started after our reset, or again
-                self._reset()
+            elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
+                self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
 
     def _start(self) -> None:
         """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
@@ -111,6 +113,7 @@ class CacheService:
         self._feed(Stock(generation=self._generation, gate_free=0, rest_free=0))
         for region in self._regions:
             self._warm(region.region)
+        self._service.become_available()
 
     def _warm(self, region: Region) -> None:
         for words, pinned in ((region.pinned_words(), True), (region.warm_words(), False)):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol.channel import Listener, Publisher, open_context
+from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.layouts import BOARD_FLASH, BOARD_MEMORY, LINE_WORDS
@@ -87,19 +88,24 @@ class CoordinatorService:
         self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
+        self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_end)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
 
     def serve(self) -> None:
         """Serve until drained."""
+        poller = Poller()
+        poller.add(self._control)
+        poller.add(self._wake)
         while not self._draining:
-            received = self._control.receive(BUSY_MS if self._core.busy else IDLE_MS)
+            poller.wait(BUSY_MS if self._core.busy else IDLE_MS)
             if self._epoch.load() != self._core.epoch:
                 self._notice_epoch()
-            while received is not None:
+            while (received := self._control.receive()) is not None:
                 self._take(*received)
-                received = self._control.receive()
         for seat in self._seats:
             self._send(seat.peer, Drain())
         self._context.close()

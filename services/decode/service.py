@@ -31,7 +31,7 @@ def main(job: Job) -> None:
     )
     context = open_context()
     worker = Worker(job, memory, context, place, seat.index, private=False)
-    service = Service(context, job.endpoints["control"], "decode", seat.index, job.incarnation, seat.core, slots=1)
+    service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 
     def handle(message: Message) -> None:

@@ -122,9 +122,7 @@ class LoaderService:
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("loader", job.segments)
         self._context = open_context()
-        self._service = Service(
-            self._context, job.endpoints["control"], "loader", 0, job.incarnation, job.seat.core, slots=0
-        )
+        self._service = Service(self._context, job, slots=0, available=False)
         self._workers = Listener(self._context, LOADER, job.endpoints["loader"])
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
         load_fixed(job.package, self._memory.segments["fixed"])
@@ -179,6 +177,7 @@ class LoaderService:
                 self._core.reset()
                 self._generation, self._told, self._granted = message.generation, None, [0, 0]
                 self._tell(ResetDone(generation=message.generation))
+                self._service.become_available()
             elif message.generation == self._generation:  # type: ignore[attr-defined]
                 self._take(message)
 

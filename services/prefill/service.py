@@ -36,7 +36,7 @@ def main(job: Job) -> None:
     )
     context = open_context()
     worker = Worker(job, memory, context, place, len(compute.decode_workers()) + seat.index, private=True)
-    service = Service(context, job.endpoints["control"], "prefill", seat.index, job.incarnation, seat.core, slots=1)
+    service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 
     def handle(message: Message) -> None:
