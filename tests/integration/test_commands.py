@@ -1,0 +1,124 @@
+"""The verbs, as a script uses them: their JSON, their exit codes, and that `down` leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from neuronpipe.plans.package.reader import Package
+
+from tests.pipeline import Shell
+
+Converted = Callable[..., Package]
+PROMPT = "the rain in there"
+
+
+def test_run_json_has_every_field_and_is_greedy(shell: Shell, converted: Converted) -> None:
+    package = converted("awkward", "q8").path
+    said = shell.json("run", package, "-p", PROMPT, "-n", "8")
+    assert set(said) >= {
+        "text", "tokens", "prompt_tokens", "ttft_ms", "tokens_per_s", "tbt_ms", "memory", "flash", "plan", "mode",
+    }  # fmt: skip
+    assert said["tokens"] == len(said["token_ids"]) == 8
+    assert said["prompt_tokens"] > 1
+    assert said["ttft_ms"] > 0
+    assert said["tokens_per_s"] > 0
+    assert 0 < said["tbt_ms"]["p50"] <= said["tbt_ms"]["p90"] <= said["tbt_ms"]["p99"]
+    assert 0 < said["memory"]["peak_bytes"] < said["memory"]["limit_bytes"]
+    assert said["flash"]["bytes"] > 0
+    assert said["flash"]["reads"] > 0
+    assert 0 <= said["flash"]["miss_rate"] <= 1
+    assert len(said["plan"]) == 16
+    assert said["mode"] == "exact"
+    greedy = shell.json("run", package, "-p", PROMPT, "-n", "8", "--temperature", "0", "--seed", "7")
+    assert (greedy["text"], greedy["token_ids"]) == (said["text"], said["token_ids"])
+
+
+def test_run_streams_the_prompt_and_the_text_to_a_person(shell: Shell, converted: Converted) -> None:
+    package = converted("qwen2", "q8").path
+    done = shell.call("run", package, "-p", PROMPT, "-n", "6", "--temperature", "0")
+    assert done.code == 0
+    assert done.out == PROMPT + shell.json("run", package, "-p", PROMPT, "-n", "6")["text"] + "\n"
+    assert "[6 tokens, " in done.errors
+
+
+def test_a_prompt_comes_from_standard_input_too(shell: Shell, converted: Converted) -> None:
+    package = converted("qwen2", "q8").path
+    piped = shell.start("run", package, "-n", "4", "--json", stdin=-1)
+    out, _ = piped.communicate(PROMPT)
+    assert json.loads(out)["text"] == shell.json("run", package, "-p", PROMPT, "-n", "4")["text"]
+
+
+def test_a_run_that_stays_answers_like_run_and_goes_without_a_trace(shell: Shell, converted: Converted) -> None:
+    package, place = converted("qwen2", "q8").path, shell.folder / "r"
+    assert shell.call("ask", "--run", place, "-p", PROMPT).code == 3
+    assert shell.call("status", "--run", place).code == 3
+    assert shell.call("down", "--run", place).code == 3
+    said = shell.json("up", package, "--run", place, "--workers", "2")
+    assert said["run"] == str(place)
+
+    first = shell.json("run", package, "-p", PROMPT, "-n", "8")
+    asked = shell.json("ask", "--run", place, "-p", PROMPT, "-n", "8")
+    assert set(asked) == set(first)
+    assert (asked["text"], asked["token_ids"]) == (first["text"], first["token_ids"])
+
+    status = shell.json("status", "--run", place)
+    seats = {(process["role"], process["index"]) for process in status["processes"]}
+    roles = ("coordinator", "loader", "cache", "prefill")
+    assert seats == {*((role, 0) for role in roles), ("decode", 0), ("decode", 1)}
+    live = set(shell.processes())
+    for process in status["processes"]:
+        assert process["state"] == "ready"
+        assert process["pid"] in live
+        assert process["core"] is None or process["core"] in os.sched_getaffinity(0)
+    assert live == {said["supervisor_pid"], *(process["pid"] for process in status["processes"])}
+
+    segments = _segments_of(live)
+    assert len(segments) >= 6  # or the search for what is left of them shows nothing
+    assert shell.json("down", "--run", place) == {"run": str(place), "stopped": True}
+    assert shell.processes() == []
+    assert not place.exists()
+    assert not _segments_of(int(p.name) for p in Path("/proc").glob("[0-9]*")) & segments
+    assert shell.call("down", "--run", place).code == 3
+
+
+def _segments_of(pids: object) -> set[int]:
+    """Inode numbers of the memory files these processes hold open."""
+    found = set()
+    for pid in pids:  # type: ignore[attr-defined]
+        try:
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue
+        for descriptor in descriptors:
+            try:
+                if os.readlink(descriptor).startswith("/memfd:"):
+                    found.add(descriptor.stat().st_ino)
+            except OSError:
+                continue
+    return found
+
+
+def test_the_only_run_need_not_be_named(shell: Shell, converted: Converted) -> None:
+    with shell.up(converted("qwen2", "q8").path) as run:
+        assert shell.json("status")["run"]
+        with shell.up(converted("qwen2", "q8").path) as other:
+            said = shell.refused("status", beside=True)
+            assert str(run.path) in said
+            assert str(other.path) in said
+
+
+def test_a_plan_that_was_written_is_obeyed(shell: Shell, converted: Converted) -> None:
+    package, plan = converted("qwen2", "q8").path, shell.folder / "plan.json"
+    assert shell.call("plan", package, "--workers", "1", "--context", "50", "-o", plan).code == 0
+    said = shell.json("run", package, "-p", PROMPT, "-n", "4", "--plan", plan)
+    assert said["plan"] == json.loads(plan.read_text())["id"]
+
+
+def test_status_for_a_person_is_a_table(shell: Shell, converted: Converted) -> None:
+    with shell.up(converted("qwen2", "q8").path) as run:
+        done = shell.call("status", "--run", run.path)
+        assert done.code == 0
+        assert all(role in done.out for role in ("coordinator.0", "loader.0", "cache.0", "prefill.0", "decode.0"))

@@ -1,0 +1,166 @@
+"""The pipeline as somebody outside sees it: commands, their output, the processes and files they make and leave.
+
+Every process of a `Shell` carries its mark in the environment, which forked services inherit, so that whatever is left
+of a run is found, whoever its parent is by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.generation import to_json
+from neuronpipe.protocol.messages.client import Finished, Status, Token
+from neuronpipe.protocol.messages.request import Generate
+
+COMMAND = (sys.executable, "-m", "neuronpipe.launch")
+MARK = "NEURONPIPE_TEST_MARK"
+PATIENCE_S = 60.0
+_PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
+_marks = itertools.count()
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    errors: str
+
+
+class Shell:
+    """Starts commands with run directories in a folder of its own, and finds everything that came of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mark = f"{os.getpid()}-{next(_marks)}"
+
+    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
+        """Start a command; its standard input is empty."""
+        environment = {**os.environ, "TMPDIR": str(self.folder), MARK: self._mark}
+        environment.pop("XDG_RUNTIME_DIR", None)
+        defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen([*COMMAND, *map(str, words)], env=environment, text=True, **{**defaults, **options})
+
+    def call(self, *words: str | Path, **options: Any) -> Done:
+        """Run a command to its end."""
+        process = self.start(*words, **options)
+        out, errors = process.communicate(timeout=PATIENCE_S)
+        return Done(process.returncode, out, errors)
+
+    def json(self, *words: str | Path) -> dict[str, Any]:
+        """The one JSON object of a command that succeeds."""
+        done = self.call(*words, "--json")
+        assert done.code == 0, done.errors
+        (line,) = done.out.splitlines()
+        return dict(json.loads(line))
+
+    def refused(self, *words: str | Path, beside: bool = False) -> str:
+        """The one line with which a command refuses bad input. The manner is checked here: nothing stays, unless runs
+        go on `beside` it."""
+        done = self.call(*words)
+        assert done.code == 2, done
+        assert "Traceback" not in done.errors
+        (line,) = done.errors.splitlines()
+        assert line.startswith("neuronpipe: ")
+        assert beside or not self.leftovers(), self.leftovers()
+        return line
+
+    @contextlib.contextmanager
+    def up(self, package: Path, *options: str | Path) -> Iterator[Run]:
+        """A run that stays while the context does."""
+        run = Run(self, Path(self.json("up", package, *options)["run"]))
+        try:
+            yield run
+        finally:
+            run.down()
+
+    def processes(self) -> list[int]:
+        """Every live process that descends from one of this shell's commands."""
+        mark = f"{MARK}={self._mark}".encode()
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (place / "environ").read_bytes().split(b"\0"):
+                    found.append(int(place.name))
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Processes and run directories there are now."""
+        return [f"process {pid}" for pid in self.processes()] + [str(p) for p in self.folder.glob("neuronpipe-*")]
+
+    def pss_bytes(self) -> int:
+        """Proportional set sizes of all processes in sum: shared pages count once."""
+        total = 0
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+                total += 1024 * int(found.group(1)) if found else 0
+        return total
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Run:
+    """A live run, asked in this process: that spares the start of an interpreter per question."""
+
+    def __init__(self, shell: Shell, path: Path) -> None:
+        self.shell, self.path = shell, path
+
+    def ask(
+        self, prompt: str | list[int], max_tokens: int = 12, seen: Callable[[Token], None] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The object `ask --json` prints; `seen` is called with every token."""
+        text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
+        ask = Generate(
+            request="test", prompt=text, tokens=ids, max_tokens=max_tokens, **{"temperature": 0.0, **options}
+        )
+        tokens: list[int] = []
+        with attach(self.path) as client:
+            for message in client.request(ask):
+                if isinstance(message, Token) and message.index == len(tokens):
+                    tokens.append(message.token)
+                    if seen is not None:
+                        seen(message)
+                if isinstance(message, Finished):
+                    return to_json(message, tokens)
+        raise AssertionError("the run ended without an answer")
+
+    def status(self) -> Status:
+        """What the coordinator says of the run."""
+        with attach(self.path) as client:
+            return client.status()
+
+    def pid(self, role: str, index: int = 0) -> int:
+        """The process that has a seat now."""
+        return next(p.pid for p in self.status().processes if (p.role, p.index) == (role, index))
+
+    def down(self) -> None:
+        """End the run, if it has not ended."""
+        done = self.shell.call("down", "--run", self.path)
+        assert done.code in (0, 3), done.errors
+
+
+def eventually(true: Callable[[], Any], within_s: float = 10.0) -> bool:
+    """Whether something becomes true in time."""
+    deadline = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
