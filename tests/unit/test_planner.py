@@ -44,7 +44,7 @@ def manifest(*, width: int = 320, neurons: int = 1024, layers: int = 8, order: s
         tied_embeddings=True,
         end_tokens=(0,),
         layout=compute_layout("q8", width, neurons, order),  # type: ignore[arg-type]
-        files={"fixed.safetensors": FileEntry(3 * MIB, "0" * 64)},
+        files={"fixed.safetensors": FileEntry(3 * MIB, "0" * 64), "tokenizer.json": FileEntry(MIB // 4, "0" * 64)},
         quantization_error={},
         activity_by_layer=None,
     ).sealed()
