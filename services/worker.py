@@ -11,16 +11,18 @@ from neuronpipe.protocol.channel import Connection, Context
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.links import LOADER
 from neuronpipe.protocol.messages.loader import Fetch
+from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
+from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import DEMAND, Abandoned, Member, Place, View
+from neuronpipe.services.member import DEMAND, Abandoned, Damaged, Member, Place, View
 from neuronpipe.services.memory import RunMemory
 
 log = logging.getLogger(__name__)
 
 
 class Worker:
-    """A member of steps with its connection to the loader. `tokens`: most in one step; None for `scratch` keeps the
-    residual stream and partial sums in the exchange segment, where other members see them."""
+    """A member of steps with its connection to the loader. private: the residual stream and partial sums are this
+    process's own; otherwise they lie in the exchange segment, where the other members see them."""
 
     def __init__(
         self, job: Job, memory: RunMemory, context: Context, place: Place, window: int, *, private: bool
@@ -38,21 +40,25 @@ class Worker:
             lib.np_word_wait(self._loaded, 0, self._epoch_word, lib.np_word_load(self._epoch_word), 0, 1000)
         self._member = Member(self._job.package.manifest, self._view(), self._place, self._fetch)
 
-    def compute(
+    def answer(
         self,
-        epoch: int,
+        ask: Step | Prefill,
+        done: type[StepDone] | type[Prefilled],
         sequences: tuple[int, ...],
         positions: tuple[int, ...],
-        tokens: tuple[int, ...],
         logits: tuple[int, int] | None,
-    ) -> dict[str, float]:
-        """See Member.compute; returns the step's counters."""
+    ) -> StepDone | Prefilled | StepAbandoned | StepFailed:
+        """Compute the step and say how it went. logits: see Member.compute."""
+        step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         assert self._member is not None
         self._epoch = epoch
-        if lib.np_word_load(self._epoch_word) != epoch:
-            raise Abandoned
-        self._member.compute(epoch, sequences, positions, tokens, logits)
-        return self._member.counters()
+        try:
+            self._member.compute(epoch, sequences, positions, ask.tokens, logits)
+        except Abandoned:
+            return StepAbandoned(step=step, epoch=epoch, index=index)
+        except Damaged as error:
+            return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
+        return done(step=step, epoch=epoch, index=index, counters=self._member.counters())
 
     def _fetch(self, part: int, clusters: bytes, priority: int) -> None:
         try:

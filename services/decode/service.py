@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone, StepFailed
+from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Abandoned, Damaged, Place
+from neuronpipe.services.member import Place
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.worker import Worker
@@ -37,17 +37,8 @@ def main(job: Job) -> None:
     def handle(message: Message) -> None:
         if isinstance(message, Step):
             service.step = message.step
-            service.answer(step(message))
-
-    def step(ask: Step) -> StepDone | StepAbandoned | StepFailed:
-        names = {"step": ask.step, "epoch": ask.epoch, "index": seat.index}
-        try:
-            counters = worker.compute(ask.epoch, ask.sequences, ask.positions, ask.tokens, (0, len(ask.tokens)))
-        except Abandoned:
-            return StepAbandoned(**names)
-        except Damaged as error:
-            return StepFailed(**names, code="damaged", message=str(error))
-        return StepDone(**names, counters=counters)
+            logits = (0, len(message.tokens))
+            service.answer(worker.answer(message, StepDone, message.sequences, message.positions, logits))
 
     service.serve(handle)
     context.close()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepFailed
+from neuronpipe.protocol.messages.outcome import Prefilled
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Abandoned, Damaged, Place
+from neuronpipe.services.member import Place
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.worker import Worker
@@ -42,20 +42,10 @@ def main(job: Job) -> None:
     def handle(message: Message) -> None:
         if isinstance(message, Prefill):
             service.step = message.step
-            service.answer(prefill(message))
-
-    def prefill(ask: Prefill) -> Prefilled | StepAbandoned | StepFailed:
-        names = {"step": ask.step, "epoch": ask.epoch, "index": seat.index}
-        count = len(ask.tokens)
-        wanted = {"none": None, "last": (count - 1, 1), "all": (0, count)}[ask.logits]
-        positions = tuple(range(ask.position, ask.position + count))
-        try:
-            counters = worker.compute(ask.epoch, (ask.sequence,) * count, positions, ask.tokens, wanted)
-        except Abandoned:
-            return StepAbandoned(**names)
-        except Damaged as error:
-            return StepFailed(**names, code="damaged", message=str(error))
-        return Prefilled(**names, counters=counters)
+            count = len(message.tokens)
+            positions = tuple(range(message.position, message.position + count))
+            logits = {"none": None, "last": (count - 1, 1), "all": (0, count)}[message.logits]
+            service.answer(worker.answer(message, Prefilled, (message.sequence,) * count, positions, logits))
 
     service.serve(handle)
     context.close()
