@@ -15,6 +15,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.device import Device, FlashCurve, curve_from_json
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
+from neuronpipe.protocol.errors import UserError
 
 BUNDLES = "bundles.bin"
 CACHE_VERSION = 1
@@ -33,7 +34,7 @@ def probe(directory: Path, *, brief: bool = True) -> Device:
     bundles = directory / BUNDLES
     device = Device(
         architecture=os.uname().machine,
-        instruction_set=ffi.string(lib.np_isa_name()).decode(),
+        instruction_set=_instruction_set(),
         cores=read_cores(root, os.sched_getaffinity(0)),
         cpu_quota=read_cpu_quota(root),
         memory_total_bytes=memory.total_bytes,
@@ -52,6 +53,16 @@ def probe(directory: Path, *, brief: bool = True) -> Device:
         if curve is not None:
             _keep_curve(kept, curve)
     return dataclasses.replace(device, flash=curve)
+
+
+def _instruction_set() -> str:
+    name = lib.np_isa_name()
+    if name == ffi.NULL:
+        names = ffi.string(lib.np_isa_names()).decode()
+        raise UserError(
+            f"NEURONPIPE_ISA={os.environ.get('NEURONPIPE_ISA')}: not an instruction set of this machine; it has {names}"
+        )
+    return str(ffi.string(name).decode())
 
 
 def _kept_curve_path(device: Device, directory: Path) -> Path:
