@@ -99,7 +99,11 @@ def _compiler() -> Check:
 def _kernels() -> Check:
     from neuronpipe.native import ffi, lib
 
-    used, offered = (ffi.string(name()).decode() for name in (lib.np_isa_name, lib.np_isa_names))
+    offered, name = ffi.string(lib.np_isa_names()).decode(), lib.np_isa_name()
+    if name == ffi.NULL:
+        found = f"NEURONPIPE_ISA={os.environ.get('NEURONPIPE_ISA')} is not one of {offered}"
+        return Check(name="kernels", state="fail", found=found, advice="unset NEURONPIPE_ISA, or name one of these")
+    used = ffi.string(name).decode()
     found = f"{used} in use, this machine runs {offered}"
     if used == "scalar":
         advice = "slow: there are no kernels for this processor's vector instructions, or NEURONPIPE_ISA says scalar"

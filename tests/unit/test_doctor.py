@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +33,16 @@ def test_missing_kernels_are_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
     made = checks(tmp_path)
     assert state(made, "kernels") == "fail"
     assert state(made, "shared memory") == "ok"
+
+
+def test_kernels_for_another_machine_are_a_finding(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "neuronpipe.launch", "doctor", "--json", str(tmp_path)]
+    environment = {**os.environ, "NEURONPIPE_ISA": "sparc"}  # read once, on first use: so in a process of its own
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1, ran.stderr
+    kernels = next(check for check in json.loads(ran.stdout)["checks"] if check["name"] == "kernels")
+    assert kernels["state"] == "fail"
+    assert "NEURONPIPE_ISA=sparc" in kernels["found"]
 
 
 def test_a_folder_too_deep_for_sockets_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
