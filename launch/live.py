@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import select
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from neuronpipe.launch.supervisor import preload, supervise
+from neuronpipe.launch.supervisor import STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -38,13 +40,34 @@ class LiveRun:
         os.waitpid(self.pid, 0)
 
 
-def start_run(package: Package, plan: Plan, path: Path | None, *, stays: bool) -> LiveRun:
-    """Fork a supervisor for a new run. stays: it outlives this command; otherwise this process's memory counts as the
-    run's and the run ends with it. Raises UserError when the run directory cannot be made."""
-    directory = RunDirectory.create(path)
+@contextlib.contextmanager
+def started_run(package: Package, plan: Plan, path: Path | None, *, stays: bool) -> Iterator[LiveRun]:
+    """A new run, by a forked supervisor; it ends with the context. stays: it outlives a context that was left without
+    an error, and this command; otherwise this process's memory counts as the run's. Raises UserError when the run
+    directory cannot be made.
+
+    Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
+    """
     preload()
     sys.stdout.flush()
     sys.stderr.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        live = _fork(package, plan, path, stays)
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
+            yield live
+        except BaseException:
+            live.stop()
+            raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if not stays:
+        live.stop()
+
+
+def _fork(package: Package, plan: Plan, path: Path | None, stays: bool) -> LiveRun:
+    directory = RunDirectory.create(path)
     client = os.getpid()
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()

@@ -13,6 +13,7 @@ not survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -39,6 +40,7 @@ RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S = 1.5, 1.0
 START_ORDER = ("loader", "cache", "decode", "prefill", "coordinator")
 FAILURE = "failure"
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +57,6 @@ class Supervisor:
     def __init__(self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...]) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched = watched
-        self._parent = os.getppid()
         self._seats = sorted(plan.compute.seats, key=lambda seat: (START_ORDER.index(seat.role), seat.index))
         self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
         self._processes: dict[int, Seat] = {}
@@ -76,23 +77,25 @@ class Supervisor:
         """Start everything, serve until told to stop, end everything."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: setattr(self, "_stopping", True))
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in STOPPING:
+            signal.signal(number, lambda *_: setattr(self, "_stopping", True))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # they waited since the fork
         self._publish()
         preload()
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every shared page
         try:
             for seat in self._seats:
-                self._start(seat)
+                if not self._stopping:
+                    self._start(seat)
             while not self._stopping and self.failure is None:
                 timeout = max(0.0, min(0.25, self._footprint.due_at - time.monotonic()))
                 if select.select([wake_read], [], [], timeout)[0]:
                     os.read(wake_read, 4096)
                 self._reap()
                 self._measure()
-                if os.getppid() != self._parent and self._watched:
+                if self._watched and os.getppid() not in self._watched:
                     self._stopping = True  # the command that started this run is gone
         finally:
             self._shut_down()
@@ -259,6 +262,6 @@ def supervise(directory: RunDirectory, package: Package, plan: Plan, report: int
         message = f"the supervisor failed: {traceback.format_exc()}"
         directory.remove()
     finally:
-        if message:
+        with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
             os.write(report, message.encode())
         os._exit(1 if message else 0)

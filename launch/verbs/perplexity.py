@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun, start_run
+from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.reader import Package
@@ -50,15 +50,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Rate the text."""
     package, plan = package_and_plan(arguments)
     tokens = _read_tokens(arguments, package)
-    live = start_run(package, plan, None, stays=False)
-    try:
-        with Client(live.directory.endpoint(CONTROL), live.failed) as client:
-            keep = (
-                _logits_writer(arguments.logits_out, live, package, plan, len(tokens)) if arguments.logits_out else None
-            )
-            nll = _rate(client, tokens, plan.compute.context_tokens, arguments, keep)
-    finally:
-        live.stop()
+    with (
+        started_run(package, plan, None, stays=False) as live,
+        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+    ):
+        keep = _logits_writer(arguments.logits_out, live, package, plan, len(tokens)) if arguments.logits_out else None
+        nll = _rate(client, tokens, plan.compute.context_tokens, arguments, keep)
     mean = math.fsum(nll) / len(nll)
     result = {
         "nll": mean,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
-from neuronpipe.launch.live import start_run
+from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.protocol.links import CONTROL
 
@@ -24,10 +24,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Generate one text."""
     ask = generate_request(arguments)
     package, plan = package_and_plan(arguments)
-    live = start_run(package, plan, arguments.run, stays=False)
-    try:
-        with Client(live.directory.endpoint(CONTROL), live.failed) as client:
-            generate(client, arguments, ask)
-    finally:
-        live.stop()
+    with (
+        started_run(package, plan, arguments.run, stays=False) as live,
+        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+    ):
+        generate(client, arguments, ask)
     return 0

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun, start_run
+from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.protocol.links import CONTROL
 
@@ -27,12 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Start the run."""
     package, plan = package_and_plan(arguments, sequences=SEQUENCES)
-    live = start_run(package, plan, arguments.run, stays=True)
-    try:
+    with started_run(package, plan, arguments.run, stays=True) as live:
         _wait_until_ready(live)
-    except BaseException:
-        live.stop()
-        raise
     if arguments.json:
         print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))
     else:
