@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
@@ -12,12 +11,11 @@ from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Finished, Refused, ScoreFinished, Status
+from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, ScoreFinished, Status
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score
 
 POLL_MS = 50
 QUIET_MS = 500
-RESTART_SLACK_S = 0.3  # the coordinator was up before the request reached it
 
 
 class Client:
@@ -62,24 +60,33 @@ class Client:
         is refused.
 
         A coordinator that was restarted does not know the request: a text is asked for again (the same tokens come
-        again, `Token.index` tells which), a score has to be started again by the person.
+        again, `Token.index` tells which), a score has to be started again by the person. Asking twice is harmless.
         """
+        self.send(AskStatus())  # so that it is known which coordinator accepts: its process answers in this order
         self.send(ask)
-        sent_at = time.monotonic()
+        seen: int | None = None
+        home: int | None = None
+        quiet = False
         try:
             for message in self.replies():
                 if message is None:
+                    quiet = True
                     self.send(AskStatus())
-                elif isinstance(message, Status) and message.uptime_s < time.monotonic() - sent_at - RESTART_SLACK_S:
-                    if not isinstance(ask, Generate):
-                        raise UserError("the coordinator was restarted and has forgotten this request; start it again")
-                    self.send(ask)
-                    sent_at = time.monotonic()
+                elif isinstance(message, Status):
+                    seen = next(process.pid for process in message.processes if process.role == "coordinator")
+                    if quiet and seen != home:
+                        if home is not None and isinstance(ask, Score):
+                            raise UserError("the coordinator was restarted and has forgotten this text; start again")
+                        home = None
+                        self.send(ask)
+                    quiet = False
                 if getattr(message, "request", None) != ask.request:
                     continue
                 assert message is not None
                 if isinstance(message, Refused):
                     raise UserError(message.message)
+                if isinstance(message, Accepted):
+                    home = seen
                 yield message
                 if isinstance(message, Finished | ScoreFinished):
                     return

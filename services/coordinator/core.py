@@ -129,7 +129,10 @@ class Core:
         return []
 
     def _admit(self, client: bytes, ask: Generate | Score, now: float) -> list[Action]:
-        """Check a request and queue it."""
+        """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
+        known = [(work.client, work.request) for work in self.works] + [(w[0], w[1].request) for w in self.waiting]
+        if (client, ask.request) in known:
+            return []
         text = ask.prompt if isinstance(ask, Generate) else ask.text
         tokens = list(ask.tokens) if ask.tokens is not None else self._tokenizer.encode(text or "")
         limit = self._limits.context_tokens

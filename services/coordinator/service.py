@@ -115,7 +115,7 @@ class CoordinatorService:
         match message:
             case Generate() | Cancel() | Score() | Next():
                 if isinstance(message, Generate):
-                    self._flash_at_start[f"{peer}/{message.request}"] = self._flash_now()
+                    self._flash_at_start.setdefault(f"{peer}/{message.request}", self._flash_now())
                 self._handle(Asked(peer.encode(), message))
             case AskStatus():
                 self._send(peer, self._status())
