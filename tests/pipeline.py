@@ -147,8 +147,8 @@ class Run:
             return client.status()
 
     def pid(self, role: str, index: int = 0) -> int:
-        """The process that has a seat now."""
-        return next(p.pid for p in self.status().processes if (p.role, p.index) == (role, index))
+        """The process that has a seat now. Raises StopIteration while there is none."""
+        return next(p.pid for p in self.status().processes if (p.role, p.index) == (role, index) and p.pid)
 
     def down(self) -> None:
         """End the run, if it has not ended."""
