@@ -13,7 +13,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 
-DEFAULT_TEMPERATURE = 0.7
+DEFAULT_TEMPERATURE = 0.8
 DEFAULT_TOP_P = 0.95
 
 

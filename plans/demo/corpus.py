@@ -41,3 +41,13 @@ def documents(*, held_out: bool, root: Path | None = None) -> Iterator[str]:
             continue  # a few test files are deliberately badly encoded
         if text.strip():
             yield text
+
+
+def main() -> None:
+    """`python -m neuronpipe.plans.demo.corpus > FILE`: the held-out set as one text, for `neuronpipe perplexity`."""
+    for text in documents(held_out=True):
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
