@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 from neuronpipe.protocol.errors import UserError
 
@@ -36,8 +37,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the words in one line, like everything else that a person gets wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
 def _parser(verb: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="neuronpipe", description="Runs language models that are larger than the memory they may use."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
@@ -55,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's mistake is one line on stderr, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in words if word in VERBS), None)
-    asked = _parser(verb).parse_args(words)
     try:
+        asked = _parser(verb).parse_args(words)
         code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
         sys.stdout.flush()
         return int(code)

@@ -63,7 +63,7 @@ def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tu
         memory_bytes=arguments.memory,
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
-        sequences=arguments.sequences or sequences,
+        sequences=sequences if arguments.sequences is None else arguments.sequences,
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")

@@ -232,7 +232,11 @@ class Supervisor:
         self._stopping = True
         coordinators = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
         for pids, number, patience_s in (
-            (coordinators, signal.SIGTERM, DRAIN_S),
+            (
+                coordinators,
+                signal.SIGTERM,
+                DRAIN_S if self.failure is None else 0.0,
+            ),  # a failed run has nothing to finish
             (list(self._processes), signal.SIGTERM, TERMINATE_S),
             (list(self._processes), signal.SIGKILL, 10.0),
         ):

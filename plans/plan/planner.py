@@ -54,7 +54,7 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     """Make a plan. Raises UserError when the limit is below the least possible, saying what the least is and why."""
     shape, layout = manifest.shape, manifest.layout
     reasons: list[str] = []
-    context_tokens = wanted.context_tokens or shape.context_tokens
+    context_tokens = shape.context_tokens if wanted.context_tokens is None else wanted.context_tokens
     if not 1 <= context_tokens <= shape.context_tokens:
         raise UserError(f"--context {context_tokens}: this package's context is {shape.context_tokens} tokens")
     workers = sum(seat.role == "decode" for seat in device.seats)
