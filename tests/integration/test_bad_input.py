@@ -1,0 +1,191 @@
+"""What a person or a disk gets wrong: one line that names file and field, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.package.manifest import identity
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import RECIPES, TINY, config, write_checkpoint
+from tests.pipeline import Shell
+
+Converted = Callable[..., Package]
+ASK = ("-p", "the rain", "-n", "4")
+
+
+@pytest.fixture
+def package(converted: Converted, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(converted("qwen2", "q8").path, tmp_path / "package"))
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["fixed.safetensors", "tokenizer.json", "checksums.bin", "bundles.bin"])
+def test_a_truncated_file_is_named(shell: Shell, package: Path, name: str) -> None:
+    file = package / name
+    os.truncate(file, file.stat().st_size - 1)
+    said = shell.refused("run", package, *ASK)
+    assert f"{file}: " in said
+    assert "truncated" in said
+
+
+@pytest.mark.parametrize("name", ["fixed.safetensors", "tokenizer.json", "checksums.bin"])
+def test_a_changed_bit_is_found_at_the_start(shell: Shell, package: Path, name: str) -> None:
+    file = package / name
+    flip(file, file.stat().st_size // 2)
+    for verb in (("run", package, *ASK), ("up", package)):
+        said = shell.refused(*verb)
+        assert f"{file}: " in said
+        assert "sha256" in said
+
+
+@pytest.mark.parametrize("name", ["fixed.safetensors", "manifest.json", "bundles.bin"])
+def test_a_missing_file_is_named(shell: Shell, package: Path, name: str) -> None:
+    (package / name).unlink()
+    assert str(package / name) in shell.refused("run", package, *ASK)
+
+
+def test_a_damaged_neuron_fails_the_texts_that_need_it(shell: Shell, package: Path) -> None:
+    """It is found when it is read, and named; a run that stays does not end of it."""
+    layout = Package.open(package).manifest.layout
+    last_layer = 2 * layout.clusters * layout.cluster_stride_bytes
+    flip(package / "bundles.bin", last_layer + 5)
+    for options in ((), ("--ffn-resident", "30%")):
+        said = shell.refused("run", package, *ASK, *options)
+        assert "bundles.bin" in said
+        assert "layer 2, neurons 0 to" in said
+    with shell.up(package, "--ffn-resident", "30%") as run:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"bundles\.bin: layer 2"):
+                run.ask("the rain", 4)
+        assert run.status().ready
+        assert all(process.restarts == 0 for process in run.status().processes)
+    flip(package / "bundles.bin", last_layer + 5)
+    assert shell.json("run", package, *ASK)["tokens"] == 4
+
+
+def test_an_unknown_activation_is_refused(shell: Shell, package: Path) -> None:
+    path = package / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["activation"] = "gelu"
+    path.write_text(json.dumps(manifest))
+    said = shell.refused("run", package, *ASK)
+    assert str(path) in said
+    assert "activation" in said
+    manifest["activation"] = "relu"  # known, but not what was converted
+    path.write_text(json.dumps(manifest))
+    assert "id: the content was changed" in shell.refused("run", package, *ASK)
+    manifest["id"] = identity({name: value for name, value in manifest.items() if name != "id"})
+    path.write_text(json.dumps(manifest))
+    assert shell.call("run", package, *ASK).code == 0
+
+
+def test_there_is_no_package(shell: Shell, tmp_path: Path) -> None:
+    assert "no such package directory" in shell.refused("run", tmp_path / "nothing", *ASK)
+    assert "manifest.json: missing" in shell.refused("run", tmp_path, *ASK)
+
+
+def test_too_little_memory_says_how_much_is_needed(shell: Shell, package: Path) -> None:
+    said = shell.refused("run", package, *ASK, "--memory", "20MiB")
+    assert "--memory 20,971,520: the least for this package is" in said
+    assert "--ffn-resident" in shell.refused("run", package, *ASK, "--ffn-resident", "0%")
+
+
+def test_a_prompt_longer_than_the_context(shell: Shell, package: Path) -> None:
+    said = shell.refused("run", package, "-p", "the rain " * 200)
+    assert "the context of this run holds 128" in said
+    with shell.up(package) as run:
+        assert "holds 128" in shell.refused("ask", "--run", run.path, "-p", "the rain " * 200, beside=True)
+        assert "the prompt is empty" in shell.refused("ask", "--run", run.path, "-p", "", beside=True)
+        assert run.ask("the rain", 4)["tokens"] == 4
+
+
+def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 40)
+    assert "too long for a socket" in shell.refused("up", package, "--run", long)
+    assert "cannot make the run directory" in shell.refused("run", package, *ASK, "--run", "/proc/nowhere")
+    assert "cannot be" in shell.refused("plan", package, "-o", "/proc/plan.json")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter").write_text("dear")
+    assert "not empty" in shell.refused("up", package, "--run", tmp_path / "full")
+    assert (tmp_path / "full" / "letter").read_text() == "dear"
+    source = write_checkpoint(tmp_path / "source", TINY)
+    assert "/proc: cannot make a directory there" in shell.refused("convert", source, "/proc/package")
+    assert "exists already" in shell.refused("convert", source, tmp_path / "full")
+    assert (tmp_path / "full" / "letter").read_text() == "dear"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("run", "--nonsense"), "--nonsense"),
+        (("run", "--memory", "lots"), "'lots' is not a size"),
+        (("run", "--ffn-resident", "150%"), "'150%' is not a share"),
+        (("run", "--temperature", "-1", "-p", "x"), "--temperature"),
+        (("run", "-n", "0", "-p", "x"), "--max-tokens"),
+        (("run", "-p", "x", "--workers", "0"), "--workers"),
+        (("run", "-p", "x", "--context", "0"), "--context"),
+        (("up", "--sequences", "0"), "--sequences"),
+        (("ask", "--run"), "--run"),
+        (("walk",), "walk"),
+        ((), "VERB"),
+        (("perplexity", "--text", "/nowhere"), "/nowhere"),
+        (("convert", "/nowhere", "target"), "/nowhere"),
+    ],
+)
+def test_words_that_mean_nothing(shell: Shell, package: Path, words: tuple[str, ...], named: str) -> None:
+    place = [package] if words[:1] in {("run",), ("up",), ("perplexity",)} else []
+    assert named in shell.refused(*words[:1], *place, *words[1:])
+
+
+def test_a_plan_for_another_package_is_refused(shell: Shell, package: Path, converted: Converted) -> None:
+    plan = shell.folder / "plan.json"
+    assert shell.call("plan", converted("qwen2", "q4").path, "-o", plan).code == 0
+    said = shell.refused("run", package, *ASK, "--plan", plan)
+    assert str(plan) in said
+    assert "neuronpipe plan" in said
+    plan.write_text(plan.read_text()[:200])
+    assert str(plan) in shell.refused("run", package, *ASK, "--plan", plan)
+
+
+def test_sources_that_would_be_computed_wrongly(shell: Shell, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    file = source / "config.json"
+    for change, named in (({"hidden_act": "gelu"}, "gelu"), ({"architectures": ["GPT2LMHeadModel"]}, "GPT2")):
+        file.write_text(json.dumps({**config(TINY), **change}))
+        said = shell.refused("convert", source, tmp_path / "target")
+        assert str(file) in said
+        assert named in said
+    file.write_text(json.dumps(config(TINY)))
+    os.truncate(source / "model.safetensors", 1000)
+    assert str(source / "model.safetensors") in shell.refused("convert", source, tmp_path / "target")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_while_converting_leaves_nothing(shell: Shell, tmp_path: Path) -> None:
+    source, disk = write_checkpoint(tmp_path / "source", RECIPES["qwen2"]), tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", disk], check=False).returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        said = shell.refused("convert", source, disk / "package")
+        assert str(disk / "package") in said
+        assert "free" in said
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
