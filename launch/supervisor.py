@@ -68,7 +68,7 @@ class Supervisor:
         self._board = self._memory.view("board", "processes")
         self._board_memory = self._memory.view("board", "memory")
         self._board_memory[2] = plan.memory.limit_bytes
-        self._footprint = Footprint()
+        self._footprint = Footprint(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
         self._stopping = False
         self.failure: str | None = None
