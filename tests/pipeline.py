@@ -63,8 +63,7 @@ class Shell:
         """The one JSON object of a command that succeeds."""
         done = self.call(*words, "--json")
         assert done.code == 0, done.errors
-        (line,) = done.out.splitlines()
-        return dict(json.loads(line))
+        return dict(json.loads(done.out))
 
     def refused(self, *words: str | Path, beside: bool = False) -> str:
         """The one line with which a command refuses bad input. The manner is checked here: nothing stays, unless runs

@@ -1,0 +1,54 @@
+"""A package of about 400 MB with random weights, written in seconds: no checkpoint is converted, bytes are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.package.fixed import fixed_matrices, fixed_vectors
+from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
+from neuronpipe.plans.package.manifest import Manifest, Shape, Source
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import PackageWriter, Rows
+
+from tests.conformance.checkpoints import tokenizer
+
+QUANTIZATION: Quantization = "q4"
+SHAPE = Shape(
+    width=2048, neurons=5504, layers=16, experts=1, query_heads=16, key_heads=2, head_width=128, vocabulary=509,
+    context_tokens=256, norm_epsilon=1e-5, window_tokens=0,
+)  # fmt: skip
+NIBBLES = np.arange(1, 16, dtype=np.uint8)  # -7 to 7: no mean that would grow from layer to layer
+PAIRS = (NIBBLES | NIBBLES[:, None] << 4).reshape(-1)
+DEVIATION = 4.32
+FILE_BLOCK_ROWS = 1376
+
+
+def write_large_package(target: Path) -> Package:
+    """Write it: about 330 MB of neurons and 70 MB of everything else."""
+    draw = np.random.default_rng(5)
+    manifest = Manifest(
+        name="large", source=Source("huggingface", "random", "LlamaForCausalLM"), activation="relu",
+        quantization=QUANTIZATION, shape=SHAPE, attention_bias=False, tied_embeddings=False, end_tokens=(),
+        layout=compute_layout(QUANTIZATION, SHAPE.width, SHAPE.neurons, "source"), files={}, quantization_error={},
+        activity_by_layer=None,
+    )  # fmt: skip
+
+    def rows(count: int, columns: int, gain: float = 1.0) -> Rows:
+        scale = np.float16(gain * columns**-0.5 / DEVIATION)
+        quants = PAIRS[draw.integers(0, len(PAIRS), (count, quant_bytes(QUANTIZATION, columns)), dtype=np.uint8)]
+        scales = np.full((count, scale_bytes(QUANTIZATION, columns) // 2), scale).view(np.uint8)
+        return Rows(quants, scales)
+
+    with PackageWriter(target, manifest, overwrite=False) as writer:
+        for name, length in fixed_vectors(SHAPE, False):
+            turns = 10_000.0 ** -np.linspace(0, 1, length, endpoint=False)
+            writer.vector(name, (turns if name.startswith("rope") else np.ones(length)).astype(np.float32))
+        for name, count, columns in fixed_matrices(SHAPE, False):
+            gain = {"embedding": columns**0.5, "output": 5.0}.get(name, 1.0)
+            writer.matrix(name, rows(count, columns, gain))
+        for _ in range(SHAPE.layers):
+            for _ in range(SHAPE.neurons // FILE_BLOCK_ROWS):
+                gate, up, down = (rows(FILE_BLOCK_ROWS, SHAPE.width) for _ in range(3))
+                writer.neurons(gate, up, down)
+        return writer.finish(tokenizer(SHAPE.vocabulary).to_str().encode(), {})
