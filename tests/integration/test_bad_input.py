@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, TINY, config, write_checkpoint
+from tests.conformance.gguf_files import write_gguf
 from tests.pipeline import Shell
 
 Converted = Callable[..., Package]
@@ -174,6 +176,18 @@ def test_sources_that_would_be_computed_wrongly(shell: Shell, tmp_path: Path) ->
     os.truncate(source / "model.safetensors", 1000)
     assert str(source / "model.safetensors") in shell.refused("convert", source, tmp_path / "target")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_gguf_that_readers_take_for_silu_needs_a_word(shell: Shell, tmp_path: Path) -> None:
+    """Architecture llama cannot say ReLU; a name that says it means weights that stock readers compute wrongly."""
+    source = write_gguf(tmp_path / "model-relu.gguf", replace(RECIPES["llama3"], activation="silu"))
+    said = shell.refused("convert", source, tmp_path / "package", "--quantization", "q8")
+    assert str(source) in said
+    assert "--activation" in said
+    made = shell.json("convert", source, tmp_path / "package", "--quantization", "q8", "--activation", "relu")
+    assert made["activation"] == "relu"
+    os.truncate(source, source.stat().st_size // 2)
+    assert str(source) in shell.refused("convert", source, tmp_path / "other", "--activation", "relu")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small disk")
