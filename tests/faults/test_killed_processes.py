@@ -18,7 +18,7 @@ from tests.pipeline import Run, Shell, eventually
 
 Converted = Callable[..., Package]
 PROMPT = 2 * tokens(RECIPES["awkward"], 40)
-MOST = 24
+MOST = 32
 OPTIONS = ("--ffn-resident", "30%", "--workers", "2")  # so slow that a kill hits anything, step or message
 SEATS = [("decode", 0), ("decode", 1), ("loader", 0), ("cache", 0), ("prefill", 0)]
 

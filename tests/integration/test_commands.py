@@ -28,7 +28,7 @@ def test_run_json_has_every_field_and_is_greedy(shell: Shell, converted: Convert
     assert 0 < said["tbt_ms"]["p50"] <= said["tbt_ms"]["p90"] <= said["tbt_ms"]["p99"]
     assert 0 < said["memory"]["peak_bytes"] < said["memory"]["limit_bytes"]
     assert said["flash"]["bytes"] >= 0  # everything fits: what was read, was read before the request or for it
-    assert said["flash"]["reads"] > 0
+    assert said["flash"]["reads"] >= 0
     assert 0 <= said["flash"]["miss_rate"] <= 1
     assert len(said["plan"]) == 16
     assert said["mode"] == "exact"
