@@ -123,14 +123,13 @@ class Supervisor:
     def _start(self, seat: Seat) -> None:
         key = (seat.role, seat.index)
         parent = os.getpid()
+        line = self._lines[key] * LINE_WORDS
+        self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
         pid = os.fork()
         if pid == 0:
             self._become(seat, parent)
         self._processes[pid] = seat
-        line = self._lines[key] * LINE_WORDS
-        self._board[line + 1] = self._incarnations[key]
         self._board[line] = pid
-        self._incarnations[key] += 1
 
     def _become(self, seat: Seat, parent: int) -> None:
         """In the child: be the service, and never return."""
@@ -192,7 +191,9 @@ class Supervisor:
     def _lost(self, seat: Seat, pid: int, code: int) -> None:
         """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
         key = (seat.role, seat.index)
-        self._board[self._lines[key] * LINE_WORDS] = 0
+        line = self._lines[key] * LINE_WORDS
+        self._incarnations[key] += 1
+        self._board[line], self._board[line + 1] = 0, self._incarnations[key]  # who was lost, before that somebody was
         self._epoch.advance()
         if self._stopping:
             return

@@ -17,9 +17,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from neuronpipe.protocol.messages.client import Accepted, Finished, RefusalCode, Refused, Scored, ScoreFinished, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.admission import Admission, Limits
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -37,23 +38,12 @@ from neuronpipe.services.coordinator.events import (
     SeatReady,
     SendStep,
     Tell,
+    Tick,
 )
 from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work, quantiles_ms
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the plan and the package fix."""
-
-    mode: Literal["exact", "predicted"]
-    sequences: int
-    context_tokens: int
-    prefill_chunk_tokens: int
-    logit_rows: int
-    vocabulary: int
-    end_tokens: frozenset[int]
-    plan_id: str
+READING_MOST_S = 10.0
 
 
 class Core:
@@ -64,6 +54,7 @@ class Core:
         self._seats = frozenset(seats)
         self._decoders = tuple(sorted(seat for seat in self._seats if seat[0] == "decode"))
         self._tokenizer = tokenizer
+        self._admission = Admission(limits, tokenizer)
         self.ready: set[Seat] = set()
         self.waiting: list[tuple[bytes, Generate | Score, list[int], float]] = []
         self.works: list[Work] = []
@@ -76,6 +67,7 @@ class Core:
         self._void = False
         self._reading = False
         self._prefill_turn = True
+        self._score_turn = False
 
     @property
     def all_ready(self) -> bool:
@@ -95,7 +87,6 @@ class Core:
                 actions += self._asked(event, now)
             case SeatReady(seat):
                 self.ready.add(seat)
-                self._busy.discard(seat)
             case EpochChanged(epoch, lost):
                 self.epoch = epoch
                 self.ready -= set(lost)
@@ -109,6 +100,8 @@ class Core:
                 actions += self._sampled(tokens, now)
             case Measured(nll):
                 actions += self._measured(nll, now)
+            case Tick():
+                pass
         return actions + self._proceed(now)
 
     # ---- requests --------------------------------------------------------------------------------------------
@@ -124,32 +117,23 @@ class Core:
                     work.waiting = False
                     if work.computed_tokens == len(work.tokens):
                         return self._score_finished(work, now)
-        if isinstance(message, Cancel):
-            self.waiting = [w for w in self.waiting if not (w[0] == event.client and w[1].request == request)]
-        return []
+        if not isinstance(message, Cancel):
+            return []
+        gone = [w for w in self.waiting if w[0] == event.client and w[1].request == request]
+        self.waiting = [w for w in self.waiting if w not in gone]
+        refused = Refused(request=message.request, code="cancelled", message="cancelled before it was started")
+        return [Tell(event.client, refused) for _ in gone]
 
     def _admit(self, client: bytes, ask: Generate | Score, now: float) -> list[Action]:
         """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
         known = [(work.client, work.request) for work in self.works] + [(w[0], w[1].request) for w in self.waiting]
         if (client, ask.request) in known:
             return []
-        text = ask.prompt if isinstance(ask, Generate) else ask.text
-        tokens = list(ask.tokens) if ask.tokens is not None else self._tokenizer.encode(text or "")
-        limit = self._limits.context_tokens
-        problem: tuple[RefusalCode, str] | None = None
-        if not tokens:
-            problem = ("bad_request", "the prompt is empty; give at least one token")
-        elif len(tokens) > limit:
-            problem = (
-                "too_long",
-                f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it",
-            )
-        elif max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
-            problem = ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
-        if problem:
-            return [Tell(client, Refused(request=ask.request, code=problem[0], message=problem[1]))]
-        self.waiting.append((client, ask, tokens, now))
-        return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(tokens)))]
+        admitted = self._admission.check(ask, len(self.waiting))
+        if isinstance(admitted, Refused):
+            return [Tell(client, admitted)]
+        self.waiting.append((client, ask, admitted, now))
+        return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
 
     def _seat_waiting(self) -> None:
         """Give free KV slots to waiting requests, in order of arrival."""
@@ -191,6 +175,9 @@ class Core:
             message = dataclasses.replace(self._outstanding.message, epoch=self.epoch)
             return self._send(SendStep(self._outstanding.seats, message), self._outstanding_works)
         actions: list[Action] = []
+        for work in self.works:
+            if isinstance(work, Scoring) and work.waiting and now - work.waiting_since > READING_MOST_S:
+                work.cancelled = True  # its client is gone, or stands still while everybody waits
         for work in [w for w in self.works if w.cancelled]:
             actions += self._finish(work, "cancelled", now)
         self._seat_waiting()
@@ -202,7 +189,13 @@ class Core:
             self._prefill_turn = False
             return actions + self._send_prefill(prefills[0])
         self._prefill_turn = True
-        return actions + (self._send_decode(decodes) if decodes else [])
+        scorings = [w for w in decodes if isinstance(w, Scoring)]
+        texts = [w for w in decodes if not isinstance(w, Scoring)]
+        self._score_turn = bool(scorings) and (self._score_turn or not texts)
+        # Logits of a score are read row by row, so it has a step to itself.
+        batch: list[Work] = [*scorings[:1]] if self._score_turn else texts
+        self._score_turn = not self._score_turn
+        return actions + (self._send_decode(batch) if batch else [])
 
     @staticmethod
     def _wants_prefill(work: Work) -> bool:
@@ -260,6 +253,8 @@ class Core:
             if isinstance(work, Generation):
                 for name, value in event.counters.items():
                     work.misses[name] = work.misses.get(name, 0.0) + value
+        if not event.done and event.epoch == self.epoch:
+            return [Abandon()]  # it gave up by itself: the others would wait for it at the barrier
         if self._busy or self._void:
             return []
         return self._read_logits(sent.message)
@@ -295,6 +290,11 @@ class Core:
         actions: list[Action] = []
         for work, token in zip(works, tokens, strict=False):
             assert isinstance(work, Generation)
+            if token < 0:
+                self._drop(work)
+                broken = "the model's output is no number; the package is damaged, convert the model again"
+                actions.append(Tell(work.client, Refused(request=work.request, code="failed", message=broken)))
+                continue
             work.token_times.append(now)
             ended = token in self._limits.end_tokens
             work.tokens.append(token)
@@ -328,7 +328,7 @@ class Core:
         work.total_nll += sum(nll)
         last = work.computed_tokens >= len(work.tokens)
         rows = len(nll) + last  # the text's last token has logits and no target
-        work.waiting = work.ask.logits
+        work.waiting, work.waiting_since = work.ask.logits, now
         scored = Scored(request=work.request, position=work.computed_tokens - rows, row=0, rows=rows, nll=nll)
         actions: list[Action] = [Tell(work.client, scored)]
         if last and not work.waiting:
@@ -363,7 +363,7 @@ class Core:
         text = self._texts[work.slot].shown if work.slot in self._texts else ""
         self._drop(work)
         if not isinstance(work, Generation):
-            return [Tell(work.client, Refused(request=work.request, code="failed", message="cancelled by the client"))]
+            return [Tell(work.client, Refused(request=work.request, code="cancelled", message="cancelled"))]
         times = work.token_times
         span_s = times[-1] - times[0] if len(times) > 1 else 0.0
         finished = Finished(

@@ -70,7 +70,12 @@ class Measured:
     nll: tuple[float, ...]
 
 
-Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """Time has passed and nothing else happened."""
+
+
+Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------------------

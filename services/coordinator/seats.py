@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 from neuronpipe.protocol.credits import Credits
@@ -19,9 +20,10 @@ class SeatState:
     index: int
     core: int | None
     pid: int = 0
+    incarnation: int = -1  # of the process that said Hello; -1: none
+    greeted_at: float = -math.inf
     state: State = "starting"
     step: int = 0
-    restarts: int = 0
     heard_at: float = 0.0
 
     @property

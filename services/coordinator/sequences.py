@@ -51,6 +51,7 @@ class Scoring(Work):
     ask: Score
     total_nll: float = 0.0
     waiting: bool = False
+    waiting_since: float = 0.0
 
     def next_chunk(self, rows: int) -> Sequence[int]:
         """The tokens of the next step: one through decode, at most `rows` through prefill."""

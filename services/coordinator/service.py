@@ -24,7 +24,8 @@ from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed,
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
 from neuronpipe.protocol.version import VERSION
-from neuronpipe.services.coordinator.core import Core, Limits
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -40,6 +41,7 @@ from neuronpipe.services.coordinator.events import (
     SeatReady,
     SendStep,
     Tell,
+    Tick,
 )
 from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.coordinator.text import FileTokenizer
@@ -47,6 +49,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
 
 IDLE_MS = 250
+GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed when nobody is left to tell
 log = logging.getLogger(__name__)
 
@@ -102,10 +105,12 @@ class CoordinatorService:
         poller.add(self._wake)
         while not self._draining:
             poller.wait(BUSY_MS if self._core.busy else IDLE_MS)
-            if self._epoch.load() != self._core.epoch:
-                self._notice_epoch()
+            self._notice_epoch()
             while (received := self._control.receive()) is not None:
+                self._notice_epoch()
                 self._take(*received)
+            if self._core.works and not self._core.busy:
+                self._handle(Tick())
         for seat in self._seats:
             self._send(seat.peer, Drain())
         self._context.close()
@@ -131,18 +136,16 @@ class CoordinatorService:
         name = (seat.role, seat.index)
         match message:
             case Hello():
-                seat.pid, seat.core, seat.restarts = message.pid, message.core, message.incarnation
-                seat.state = "starting"
-                self._seats.credits.announce(peer, message.slots)
-                self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+                self._greet(seat, message)
             case Ready():
-                seat.state = "ready"
-                seat.pid = self._board[self._lines[name] * LINE_WORDS]
-                self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
-                self._handle(SeatReady(name))
+                if seat.state == "starting" and seat.incarnation >= 0:
+                    seat.state = "ready"
+                    self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
+                    self._handle(SeatReady(name))
             case Beat():
-                if seat.state == "starting" and message.state == "ready":  # it knows an earlier coordinator
-                    self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+                if seat.incarnation < 0 and time.monotonic() - seat.greeted_at > GREET_AGAIN_S:
+                    seat.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
+                    self._welcome(peer)
                 seat.step = max(seat.step, message.step)
                 self._events.send(message)
             case StepDone() | Prefilled():
@@ -161,17 +164,40 @@ class CoordinatorService:
                 seat.state = "failed"
                 log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
 
+    def _greet(self, seat: SeatState, hello: Hello) -> None:
+        """A process takes its seat. One that is not the seat's present process is a dead one's late word."""
+        if hello.incarnation != self._board[self._line(seat) + 1]:
+            return
+        if seat.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
+            self._handle(EpochChanged(self._epoch.load(), (self._leave(seat),)))
+        seat.pid, seat.core, seat.incarnation, seat.state = hello.pid, hello.core, hello.incarnation, "starting"
+        self._seats.credits.announce(seat.peer, hello.slots)
+        self._welcome(seat.peer)
+
+    def _welcome(self, peer: str) -> None:
+        self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
+
+    def _line(self, seat: SeatState) -> int:
+        """Where the seat's line on the board starts: pid, incarnation."""
+        return self._lines[(seat.role, seat.index)] * LINE_WORDS
+
+    def _leave(self, seat: SeatState) -> tuple[str, int]:
+        """The seat's process is gone."""
+        seat.pid, seat.incarnation, seat.state = 0, -1, "starting"
+        self._seats.credits.forget(seat.peer)
+        self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
+        return seat.role, seat.index
+
     def _notice_epoch(self) -> None:
-        """Somebody was lost: the board says who, by the count of processes that had its seat."""
-        lost = []
-        for seat in self._seats:
-            line = self._lines[(seat.role, seat.index)] * LINE_WORDS
-            if self._board[line] != seat.pid and seat.pid:
-                lost.append((seat.role, seat.index))
-                seat.pid, seat.state = 0, "starting"
-                self._seats.credits.forget(seat.peer)
-                self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
-        self._handle(EpochChanged(self._epoch.load(), tuple(lost)))
+        """When the epoch has changed somebody was lost; the board says who. The epoch is read first: a loss between the
+        two looks changes it again."""
+        epoch = self._epoch.load()
+        if epoch != self._core.epoch:
+            self._handle(self._epoch_event(epoch))
+
+    def _epoch_event(self, epoch: int) -> EpochChanged:
+        gone = [seat for seat in self._seats if seat.incarnation not in (-1, self._board[self._line(seat) + 1])]
+        return EpochChanged(epoch, tuple(self._leave(seat) for seat in gone))
 
     # ---- actions ---------------------------------------------------------------------------------------------
     def _handle(self, event: Event) -> None:
@@ -189,8 +215,9 @@ class CoordinatorService:
             case SendStep(seats, message):
                 self._sent_at = time.monotonic()
                 self._epoch.reset_barrier()
-                for role, index in seats:
-                    self._assign(f"{role}-{index}", message)
+                assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
+                if not all(assigned):
+                    return self._epoch_event(self._epoch.advance())  # the others must not wait for it
             case Sample(draws):
                 self._publish_step()
                 self._tokens += len(draws)
@@ -203,16 +230,16 @@ class CoordinatorService:
                     )
                 )
             case Abandon():
-                self._epoch.advance()
-                return EpochChanged(self._epoch.load(), ())
+                return self._epoch_event(self._epoch.advance())
         return None
 
-    def _assign(self, peer: str, message: Message) -> None:
+    def _assign(self, peer: str, message: Message) -> bool:
         """Send work to a service that has a credit for it; one that has none is gone, or owes an answer."""
-        if self._seats.credits.take(peer):
-            self._send(peer, message)
-        else:
+        if not self._seats.credits.take(peer):
             log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
+            return False
+        self._send(peer, message)
+        return True
 
     def _row(self, row: int) -> Any:
         return self._logits + row * self._vocabulary
@@ -222,14 +249,14 @@ class CoordinatorService:
         token = lib.np_sample(
             self._row(draw.row), self._vocabulary, draw.temperature, draw.top_k, draw.top_p, uniform, self._scratch
         )
-        if token < 0:
-            raise RuntimeError("the logits hold no number: a kernel or the package is broken")
         return int(token)
 
     def _tell(self, client: str, message: Message) -> None:
         """Send to a client; one that is gone or does not read loses its request."""
         if isinstance(message, Finished):
             message = self._completed(client, message)
+        elif isinstance(message, Refused):
+            self._flash_at_start.pop(f"{client}/{message.request}", None)
         try:
             self._control.send(client, message)
         except (Lost, Full):
@@ -311,7 +338,7 @@ class CoordinatorService:
             core=seat.core,
             step=seat.step,
             outstanding=outstanding,
-            restarts=seat.restarts,
+            restarts=self._board[self._line(seat) + 1],
         )
 
 

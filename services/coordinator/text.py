@@ -10,6 +10,11 @@ from typing import Protocol
 class Tokenizer(Protocol):
     """What the core needs of a tokenizer. `tokenizer.json` alone decides about special tokens."""
 
+    @property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         ...
@@ -26,6 +31,14 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Library  # 10 MB of code: only the process that reads text loads it
 
         self._library = Library.from_file(str(path))
+        names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
+        # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
+        self._longest_token_bytes = max(16, *(len(name.encode()) for name in names if name))
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text."""
+        return self._longest_token_bytes
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, special tokens as the file's post-processor says."""

@@ -9,7 +9,8 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.core import Core, Limits
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -24,6 +25,7 @@ from neuronpipe.services.coordinator.events import (
     SeatReady,
     SendStep,
     Tell,
+    Tick,
 )
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
@@ -32,6 +34,8 @@ END = 0
 
 class Letters:
     """A tokenizer whose tokens are code points."""
+
+    longest_token_bytes = 4
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -240,3 +244,88 @@ def test_no_step_overwrites_logits_that_a_client_is_reading() -> None:
     finish(core, step)
     assert not sent(core.handle(Measured((0.5,)), 0.1))
     assert sent(core.handle(Asked(b"c", Next(request="s")), 0.2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", float("nan")), ("temperature", -1.0), ("top_k", -1), ("top_k", 2**40), ("top_p", float("nan"))],
+)
+def test_a_sampling_number_out_of_range_is_refused_and_does_not_end_the_run(name: str, value: float) -> None:
+    core = make_core()
+    (refused,) = told(core.handle(Asked(b"c", Generate(request="r", prompt="ab", **{name: value})), 0.0))  # type: ignore[arg-type]
+    assert isinstance(refused, Refused)
+    assert refused.code == "bad_request"
+    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="ab")), 0.0))
+
+
+def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
+    class Fails(Letters):
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("encoded")
+
+    core = make_core()
+    core._admission._tokenizer = Fails()
+    (refused,) = told(core.handle(Asked(b"c", Generate(request="r", prompt="a" * 65)), 0.0))
+    assert isinstance(refused, Refused)
+    assert refused.code == "too_long"
+
+
+def test_a_score_through_decode_never_shares_a_step_with_texts_or_other_scores() -> None:
+    core = make_core(sequences=3)
+    pending = core.handle(Asked(b"c", Generate(request="g", prompt="ab", max_tokens=4)), 0.0)
+    for name in "12":
+        pending += core.handle(Asked(b"c", Score(request=name, tokens=(1, 2, 3), path="decode")), 0.0)
+    finished = set()
+    while pending:
+        action = pending.pop(0)
+        if isinstance(action, SendStep):
+            pending += finish(core, action.message)
+        elif isinstance(action, Sample):
+            pending += core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
+        elif isinstance(action, Likelihoods):
+            pending += core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+        elif isinstance(action, Tell) and isinstance(action.message, Finished | ScoreFinished):
+            finished.add(action.message.request)
+    assert finished == {"g", "1", "2"}
+
+
+def test_a_client_that_never_gives_logits_back_is_given_up_after_a_while() -> None:
+    core = make_core()
+    (step,) = sent(core.handle(Asked(b"gone", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0))
+    finish(core, step)
+    core.handle(Measured((0.5,)), 1.0)
+    assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 2.0))
+    assert sent(core.handle(Tick(), 20.0))
+
+
+def test_a_request_cancelled_while_it_waits_is_answered() -> None:
+    core = make_core(sequences=1)
+    core.handle(Asked(b"c", Generate(request="1", prompt="ab")), 0.0)
+    core.handle(Asked(b"c", Generate(request="2", prompt="ab")), 0.0)
+    (refused,) = told(core.handle(Asked(b"c", Cancel(request="2")), 0.0))
+    assert isinstance(refused, Refused)
+    assert (refused.request, refused.code) == ("2", "cancelled")
+
+
+def test_a_member_that_gives_up_by_itself_calls_the_others_away() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    assert Abandon() in core.handle(Left(("prefill", 0), prefill.step, 0, False), 0.1)
+
+
+def test_a_second_ready_does_not_take_a_computing_member_out_of_the_step() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=3)), 0.0))
+    finish(core, prefill)
+    (step,) = sent(core.handle(Sampled((120,)), 0.1))
+    core.handle(SeatReady(("decode", 1)), 0.2)
+    assert not core.handle(Left(("decode", 0), step.step, 0, True), 0.3), "decode.1 is still computing"
+
+
+def test_output_that_is_no_number_refuses_the_request_and_serves_the_next() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    finish(core, prefill)
+    (refused,) = told(core.handle(Sampled((-3,)), 0.1))
+    assert isinstance(refused, Refused)
+    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="ab")), 0.2))

@@ -12,6 +12,8 @@ from neuronpipe.services.coordinator.text import TextStream
 class Bytes:
     """A tokenizer whose tokens are bytes: characters may take several tokens."""
 
+    longest_token_bytes = 4
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 

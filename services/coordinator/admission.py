@@ -1,0 +1,86 @@
+"""Which requests a run takes on: their numbers checked, their text turned into tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from neuronpipe.protocol.messages.client import RefusalCode, Refused
+from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.services.coordinator.text import Tokenizer
+
+Problem = tuple[RefusalCode, str]
+
+WAITING_PER_SEQUENCE, WAITING_LEAST = 4, 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the plan and the package fix."""
+
+    mode: Literal["exact", "predicted"]
+    sequences: int
+    context_tokens: int
+    prefill_chunk_tokens: int
+    logit_rows: int
+    vocabulary: int
+    end_tokens: frozenset[int]
+    plan_id: str
+
+
+class Admission:
+    """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+
+    def check(self, ask: Generate | Score, waiting: int) -> list[int] | Refused:
+        """The request's tokens, or its refusal. waiting: how many requests wait already."""
+        problem = self._problem_with(ask, waiting)
+        tokens: list[int] = []
+        if problem is None:
+            tokens, problem = self._tokens_of(ask)
+        return tokens if problem is None else Refused(request=ask.request, code=problem[0], message=problem[1])
+
+    def _problem_with(self, ask: Generate | Score, waiting: int) -> Problem | None:
+        """What is wrong with a request, before its text is looked at."""
+        if waiting >= WAITING_PER_SEQUENCE * self._limits.sequences + WAITING_LEAST:
+            return "busy", f"{waiting} requests are waiting already; try again later"
+        if isinstance(ask, Generate):
+            for name, good in (
+                ("max_tokens", ask.max_tokens >= 1),
+                ("temperature", math.isfinite(ask.temperature) and 0 <= ask.temperature <= 100),
+                ("top_k", 0 <= ask.top_k < 2**31),
+                ("top_p", 0 < ask.top_p <= 1),
+            ):
+                if not good:
+                    return "bad_request", f"{name} is out of range: {getattr(ask, name)}"
+        return None
+
+    def _tokens_of(self, ask: Generate | Score) -> tuple[list[int], Problem | None]:
+        """The request's tokens, or why there are none. A text that is too long for sure is not even encoded: that
+        takes 180 bytes of memory for each of the text's."""
+        limit = self._limits.context_tokens
+        text = ask.prompt if isinstance(ask, Generate) else ask.text
+        tokens = ask.tokens
+        if tokens is None:
+            text_bytes = len((text or "").encode(errors="replace"))
+            if text_bytes > limit * self._tokenizer.longest_token_bytes:
+                return [], (
+                    "too_long",
+                    f"the prompt has {text_bytes} bytes, the context of this run holds {limit} tokens",
+                )
+            try:
+                tokens = tuple(self._tokenizer.encode(text or ""))
+            except Exception as error:  # the library's own kinds; whatever it is, it is about this text
+                return [], ("bad_request", f"the tokenizer refuses the prompt: {error}")
+        if not tokens:
+            return [], ("bad_request", "the prompt is empty; give at least one token")
+        if len(tokens) > limit:
+            problem = f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it"
+            return [], ("too_long", problem)
+        if max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
+            return [], ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
+        return list(tokens), None
