@@ -6,4 +6,4 @@ file(GLOB NP_SOURCES CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/residency/*.c
   ${CMAKE_CURRENT_LIST_DIR}/engine/*.c
   ${CMAKE_CURRENT_LIST_DIR}/process/*.c)
-set(NP_COMPILE_OPTIONS -O3 -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
+set(NP_COMPILE_OPTIONS -O3 -Wall -Wextra -Wvla -Wno-unused-parameter -ffp-contract=off -fno-math-errno)

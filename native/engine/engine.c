@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { NP_MOST_BLOCK_CLUSTERS = 65536 };
+
 static size_t larger(size_t a, size_t b)
 {
     return a > b ? a : b;
@@ -32,6 +34,7 @@ static int shape_is_consistent(const np_shape *s)
     return s->width && s->neurons && s->layers && s->query_heads && s->key_heads && s->head_width && s->vocabulary &&
            s->context_tokens && s->head_width % 2 == 0 && s->query_heads % s->key_heads == 0 && s->cluster_neurons &&
            s->block_neurons && s->block_neurons % s->cluster_neurons == 0 &&
+           s->block_neurons / s->cluster_neurons <= NP_MOST_BLOCK_CLUSTERS &&
            (uint64_t)s->clusters * s->cluster_neurons >= s->neurons &&
            (uint64_t)s->blocks * s->block_neurons >= s->neurons && s->activation >= NP_RELU && s->activation <= NP_SILU &&
            np_quant_bytes(s->type, s->width) > 0 && np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0;
@@ -41,8 +44,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                             uint32_t max_tokens, uint32_t logit_rows, uint32_t members, double share_from, double share_to,
                             uint32_t spin_us)
 {
-    if (!shape_is_consistent(shape) || !sequences || !max_tokens || !logit_rows || !members || share_from < 0 ||
-        share_to > 1 || share_from > share_to)
+    if (!shape_is_consistent(shape) || !sequences || !max_tokens || !logit_rows || !members ||
+        !(share_from >= 0 && share_to <= 1 && share_from <= share_to)) /* so that NaN is refused, too */
         return NULL;
     np_engine *engine = calloc(1, sizeof *engine);
     if (!engine)
@@ -81,8 +84,10 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->hidden = aligned_zeros(max_tokens * engine->hidden_stride * sizeof(float));
     engine->cluster_state = aligned_zeros(own * clusters_per_block);
     engine->block_done = aligned_zeros(own);
+    engine->block_slots = aligned_zeros(clusters_per_block * sizeof *engine->block_slots);
     if (!engine->sequence || !engine->position || !engine->token || !engine->activations || !engine->vector || !engine->rows ||
-        !engine->scores || !engine->hidden || !engine->cluster_state || !engine->block_done) {
+        !engine->scores || !engine->hidden || !engine->cluster_state || !engine->block_done ||
+        !engine->block_slots) {
         np_engine_destroy(engine);
         return NULL;
     }
@@ -103,6 +108,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->hidden);
     free(engine->cluster_state);
     free(engine->block_done);
+    free(engine->block_slots);
     free(engine);
 }
 

@@ -36,6 +36,7 @@ struct np_engine {
     size_t hidden_stride;
     uint8_t *cluster_state;    /* [own clusters]: NP_CLUSTER_* bits */
     uint8_t *block_done;       /* [own blocks] */
+    uint32_t *block_slots;     /* [clusters of a block] where the rest parts of the block in work lie */
     np_engine_counters counters;
 };
 

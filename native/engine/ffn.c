@@ -266,7 +266,7 @@ static int compute_block(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
     const np_range clusters = clusters_of(engine, (np_range){block, block + 1});
-    uint32_t slots[clusters_per_block(engine)];
+    uint32_t *slots = engine->block_slots;
     const int ready = block_is_ready(engine, clusters, slots);
     if (ready <= 0)
         return ready;

@@ -16,6 +16,7 @@ MOST_CLUSTER_NEURONS = 64
 MOST_WASTE = 0.25
 LEAST_BLOCK_NEURONS = 64
 MOST_BLOCKS = 32
+MOST_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
 
 Quantization = Literal["q4", "q8", "f16"]
 NeuronOrder = Literal["source", "frequency"]

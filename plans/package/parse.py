@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from neuronpipe.plans.package.fields import Record, parse_json, read_file
-from neuronpipe.plans.package.layout import PAGE_BYTES, Layout, NeuronOrder, Part, Quantization
+from neuronpipe.plans.package.layout import MOST_BLOCK_CLUSTERS, PAGE_BYTES, Layout, NeuronOrder, Part, Quantization
 from neuronpipe.plans.package.manifest import (
     ACTIVATIONS,
     BUNDLES,
@@ -162,6 +162,8 @@ def _check_layout(layout: Layout, stride: int, shape: Shape, quantization: Quant
             "blocks",
             f"{layout.blocks} blocks of {layout.block_neurons} do not fit {layout.clusters} clusters of {count}",
         )
+    if layout.block_clusters > MOST_BLOCK_CLUSTERS:
+        record.fail("block_neurons", f"{layout.block_clusters} clusters in a block; at most {MOST_BLOCK_CLUSTERS}")
     used: dict[str, list[tuple[int, int, str]]] = {"gate": [], "rest": []}
     for part, name, offset, size_bytes in layout.pieces(quantization, shape.width):
         if offset % 2:

@@ -43,6 +43,11 @@ def test_any_changed_number_is_noticed_by_the_id(manifest_bytes: bytes) -> None:
         parse_manifest(json.dumps(values).encode(), "manifest.json")
 
 
+def one_block_of(neurons: int) -> dict[str, int]:
+    """A layout's fields, were every neuron a cluster and all of them one block."""
+    return {"cluster_neurons": 1, "clusters": neurons, "block_neurons": neurons, "blocks": 1}
+
+
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another format": (lambda m: m.update(format="zip"), "format: is not"),
     "a later version": (lambda m: m.update(version=2), "version: is not 1"),
@@ -63,6 +68,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "half a page": (lambda m: m["layout"].update(gate_part_bytes=4097), r"layout\.gate_part_bytes: parts are whole"),
     "another stride": (lambda m: m["layout"].update(cluster_stride_bytes=4096), r"layout\.cluster_stride_bytes"),
     "too few blocks": (lambda m: m["layout"].update(blocks=1), r"layout\.blocks"),
+    "a block of more clusters than a worker lists": (
+        lambda m: (m["shape"].update(neurons=70_000), m["layout"].update(one_block_of(70_000))),
+        r"layout\.block_neurons: 70000 clusters in a block; at most 65536",
+    ),
     "pieces that overlap": (lambda m: m["layout"]["down"].update(quants=2), r"layout\.down\.quants: bytes 2"),
     "a piece outside its part": (lambda m: m["layout"]["gate"].update(scales=4094), r"layout\.gate\.scales"),
     "an odd offset": (lambda m: m["layout"]["gate"].update(scales=4001), r"layout\.gate\.scales: offset 4001 is odd"),
