@@ -13,6 +13,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
 
@@ -56,6 +57,7 @@ def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tu
     if arguments.plan is not None:
         given = read_plan(arguments.plan)
         given.check(package_id=package.manifest.id, device_id=device.id, where=str(arguments.plan))
+        validate(given, package.manifest, str(arguments.plan))
         return package, given
     if arguments.workers is not None and not 1 <= arguments.workers <= 64:
         raise UserError(f"--workers {arguments.workers}: between 1 and 64")

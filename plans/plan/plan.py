@@ -6,10 +6,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from neuronpipe.protocol.errors import UserError
 
@@ -139,8 +140,8 @@ class Plan:
 def parse_plan(text: str, where: str) -> Plan:
     """Read a plan; `where` names its file in errors. Raises UserError naming the field."""
     try:
-        data = json.loads(text)
-    except ValueError as error:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error}); make a plan with `neuronpipe plan`") from None
     if not isinstance(data, dict):
         raise UserError(f"{where}: a plan is a JSON object; make one with `neuronpipe plan`")
@@ -161,6 +162,10 @@ def read_plan(path: Path) -> Plan:
         return parse_plan(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as a plan: {error}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number here")
 
 
 def _build(kind: Any, value: Any, where: str, field: str) -> Any:
@@ -186,7 +191,10 @@ def _build(kind: Any, value: Any, where: str, field: str) -> Any:
     if isinstance(kind, types.UnionType):
         return None if value is None else _build(typing.get_args(kind)[0], value, where, field)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
+        try:
+            return float(value)
+        except OverflowError:
+            raise wrong from None
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):  # 1e999 reads as infinity
         raise wrong
     return value

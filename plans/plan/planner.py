@@ -9,16 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.account import HEADROOM_SHARE, MIB, account, least_limit_bytes, least_slots_bytes
 from neuronpipe.plans.plan.plan import VERSION, Compute, Expected, Flash, Memory, Plan, Seat
 from neuronpipe.protocol.errors import UserError
 
-MIB = 1 << 20
-# Measured on the demo (PSS summed over all processes, weights and segments taken off): see README, "Interpreters".
-INTERPRETER_BASE_BYTES = 34 * MIB
-INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
-# A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).
-TOKENIZER_FACTOR = 12
-HEADROOM_SHARE = 0.02
 # Prefill keeps one partial sum per block and token; its chunk is cut so that these stay below this.
 PREFILL_PARTIALS_BYTES = 16 * MIB
 ASSUMED_ACTIVITY = 0.1  # share of neurons that fire, when the package does not state a measurement
@@ -45,11 +39,6 @@ class DeviceFacts:
     seats: tuple[Seat, ...]
 
 
-def fixed_segment_bytes(manifest: Manifest) -> int:
-    """Bytes of the fixed tensors' segment: the file, its header included, and the segment's header page."""
-    return manifest.files["fixed.safetensors"].bytes + 4096
-
-
 def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     """Make a plan. Raises UserError when the limit is below the least possible, saying what the least is and why."""
     shape, layout = manifest.shape, manifest.layout
@@ -58,26 +47,23 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     if not 1 <= context_tokens <= shape.context_tokens:
         raise UserError(f"--context {context_tokens}: this package's context is {shape.context_tokens} tokens")
     workers = sum(seat.role == "decode" for seat in device.seats)
-    clusters = shape.layers * shape.experts * layout.clusters
     gate_bytes, rest_bytes = layout.gate_part_bytes, layout.rest_part_bytes
-    ffn_bytes = clusters * (gate_bytes + rest_bytes)
+    ffn_bytes = manifest.words * (gate_bytes + rest_bytes)
 
-    heads_width = shape.query_heads * shape.head_width
     chunk = max(1, min(64, context_tokens, PREFILL_PARTIALS_BYTES // (layout.blocks * shape.width * 4)))
     logit_rows = max(8, wanted.sequences)
-    row_floats = 2 * shape.width + 2 * heads_width + layout.blocks * shape.width
-    fixed = fixed_segment_bytes(manifest)
-    kv = shape.layers * wanted.sequences * shape.key_heads * 2 * context_tokens * shape.head_width * 2
-    exchange = 4 * (wanted.sequences * row_floats + logit_rows * shape.vocabulary) + MIB // 4
-    residency = clusters * 64 + MIB // 8  # two words per cluster; the loader's two checksums and its queues
-    private = 4 * chunk * (row_floats + layout.blocks * layout.block_neurons + 4 * shape.width)
-    private += 4 * wanted.sequences * (layout.blocks * layout.block_neurons + 8 * shape.width) * 2
-    tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
-    interpreters = INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * len(device.seats) + tokenizer
-    others = fixed + kv + exchange + residency + private + interpreters
+    others = account(
+        manifest,
+        processes=len(device.seats),
+        workers=workers,
+        sequences=wanted.sequences,
+        context_tokens=context_tokens,
+        prefill_chunk_tokens=chunk,
+        logit_rows=logit_rows,
+    )
 
     limit = wanted.memory_bytes if wanted.memory_bytes is not None else device.memory_bytes
-    usable = int(limit / (1 + HEADROOM_SHARE)) - others
+    usable = int(limit / (1 + HEADROOM_SHARE)) - others.total_bytes()
     budget = usable
     if wanted.ffn_resident_share is not None:
         budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
@@ -94,19 +80,14 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
         budget,
         manifest.layout.neuron_order == "frequency",
     )
-    least = int((others + _least_slots(layout, workers)) * (1 + HEADROOM_SHARE)) + 1
+    least = least_limit_bytes(others, layout, workers)
     if slots is None:
-        _refuse(limit, least, wanted, ffn_bytes, _least_slots(layout, workers), others, usable)
+        _refuse(limit, least, wanted, ffn_bytes, least_slots_bytes(layout, workers), others.total_bytes(), usable)
     assert slots is not None
     reasons += slots.reasons
     memory = Memory(
         limit_bytes=limit,
-        interpreters_bytes=interpreters,
-        fixed_bytes=fixed,
-        kv_bytes=kv,
-        exchange_bytes=exchange,
-        residency_bytes=residency,
-        private_bytes=private,
+        **dataclasses.asdict(others),
         gate_slots=slots.gates,
         rest_slots=slots.rests,
         slots_bytes=slots.gates * gate_bytes + slots.rests * rest_bytes,
@@ -151,12 +132,6 @@ class _Slots:
     stock_gates: int
     stock_rests: int
     reasons: tuple[str, ...]
-
-
-def _least_slots(layout: object, workers: int) -> int:
-    """Bytes of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""
-    per_block = layout.block_neurons // layout.cluster_neurons  # type: ignore[attr-defined]
-    return 2 * workers * per_block * (layout.gate_part_bytes + layout.rest_part_bytes)  # type: ignore[attr-defined, no-any-return]
 
 
 def _fill(

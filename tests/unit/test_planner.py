@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Shape, Source
+from neuronpipe.plans.plan.account import MIB
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
-from neuronpipe.plans.plan.planner import MIB, DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30

@@ -1,0 +1,74 @@
+"""What a run takes besides neurons: one account for the planner that makes a plan and the check that believes none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.plans.package.layout import Layout
+from neuronpipe.plans.package.manifest import Manifest
+
+MIB = 1 << 20
+# Measured on the demo (PSS summed over all processes, weights and segments taken off): see README, "Interpreters".
+INTERPRETER_BASE_BYTES = 34 * MIB
+INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
+# A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).
+TOKENIZER_FACTOR = 12
+HEADROOM_SHARE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Account:
+    """Bytes, by the names of the plan's memory fields."""
+
+    interpreters_bytes: int
+    fixed_bytes: int
+    kv_bytes: int
+    exchange_bytes: int
+    residency_bytes: int
+    private_bytes: int
+
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+
+def fixed_segment_bytes(manifest: Manifest) -> int:
+    """Bytes of the fixed tensors' segment: the file, its header included, and the segment's header page."""
+    return manifest.files["fixed.safetensors"].bytes + 4096
+
+
+def account(
+    manifest: Manifest,
+    *,
+    processes: int,
+    workers: int,
+    sequences: int,
+    context_tokens: int,
+    prefill_chunk_tokens: int,
+    logit_rows: int,
+) -> Account:
+    """What these seats, `workers` of them decoding, take for this package."""
+    shape, layout = manifest.shape, manifest.layout
+    row_floats = 2 * shape.width + 2 * shape.query_width + layout.blocks * shape.width
+    private = 4 * prefill_chunk_tokens * (row_floats + layout.blocks * layout.block_neurons + 4 * shape.width)
+    private += 4 * sequences * (layout.blocks * layout.block_neurons + 8 * shape.width) * 2
+    tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
+    return Account(
+        interpreters_bytes=INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * processes + tokenizer,
+        fixed_bytes=fixed_segment_bytes(manifest),
+        kv_bytes=shape.layers * sequences * shape.key_heads * 2 * context_tokens * shape.head_width * 2,
+        exchange_bytes=4 * (sequences * row_floats + logit_rows * shape.vocabulary) + MIB // 4,
+        # two words per cluster; the loader's two checksums and its queues
+        residency_bytes=manifest.words * 64 + MIB // 8,
+        private_bytes=private,
+    )
+
+
+def least_slots_bytes(layout: Layout, workers: int) -> int:
+    """Bytes of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""
+    return 2 * workers * layout.block_clusters * layout.cluster_stride_bytes
+
+
+def least_limit_bytes(others: Account, layout: Layout, workers: int) -> int:
+    """The smallest limit that can be planned for."""
+    return int((others.total_bytes() + least_slots_bytes(layout, workers)) * (1 + HEADROOM_SHARE)) + 1

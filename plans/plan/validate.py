@@ -1,0 +1,149 @@
+"""Checking a plan that came from a file against the package it is for: the services obey what passes here.
+
+The id only says that a file is whole, not that a planner wrote it. Every figure that sizes memory or places work is
+therefore looked at, or computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import NoReturn
+
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.account import account, least_limit_bytes
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
+
+ENGINES = ("io_uring", "threads")
+SINGLE_ROLES = ("coordinator", "loader", "cache", "prefill")
+MOST_WORKERS = 64
+MOST_SEQUENCES = 64
+MOST_TOKENS_AT_ONCE = 4096
+MOST_SPIN_US = 1_000_000
+MOST_DEPTH = 4096
+
+
+def validate(plan: Plan, manifest: Manifest, where: str) -> None:
+    """Refuse a plan that this package could not be run by. `where` names its file; raises UserError naming the
+    field."""
+    _Check(plan, manifest, where).run()
+
+
+class _Check:
+    def __init__(self, plan: Plan, manifest: Manifest, where: str) -> None:
+        self._plan, self._manifest, self._where = plan, manifest, where
+
+    def run(self) -> None:
+        """Seats first: the other figures are reckoned from how many there are."""
+        self._seats()
+        self._shares()
+        self._counts()
+        self._flash()
+        self._slots()
+        self._bytes()
+
+    def _fail(self, field: str, problem: str) -> NoReturn:
+        raise UserError(f"{self._where}: field '{field}': {problem}; make a new plan with `neuronpipe plan`")
+
+    def _within(self, field: str, value: int, least: int, most: int) -> None:
+        if not least <= value <= most:
+            self._fail(field, f"{value} is outside {least}..{most}")
+
+    def _seats(self) -> None:
+        seats = self._plan.compute.seats
+        workers = len(self._plan.compute.decode_workers())
+        self._within("compute.seats", workers, 1, MOST_WORKERS)
+        expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
+        if sorted((seat.role, seat.index) for seat in seats) != sorted(expected):
+            self._fail(
+                "compute.seats", f"expected one each of {', '.join(SINGLE_ROLES)}, and decode 0 to {workers - 1}"
+            )
+        cores = os.sched_getaffinity(0)
+        for number, seat in enumerate(seats):
+            if seat.core is not None and seat.core not in cores:
+                self._fail(f"compute.seats.{number}.core", f"core {seat.core} is not this process's to use")
+
+    def _shares(self) -> None:
+        """The decode seats, in order, cut 0..1 into ranges without gap or overlap."""
+        end, index = 0.0, 0
+        for number, seat in enumerate(self._plan.compute.seats):
+            if seat.role != "decode":
+                continue
+            if seat.index != index:
+                self._fail(f"compute.seats.{number}.index", f"{seat.index}, but decode seats come in order: {index}")
+            if seat.share_from != end:
+                self._fail(f"compute.seats.{number}.share_from", f"{seat.share_from}, but the one before ends at {end}")
+            if not seat.share_from <= seat.share_to <= 1.0:
+                self._fail(f"compute.seats.{number}.share_to", f"{seat.share_to} is outside {seat.share_from}..1.0")
+            end, index = seat.share_to, index + 1
+        if end != 1.0:
+            self._fail("compute.seats", f"the decode shares end at {end} instead of 1.0")
+
+    def _counts(self) -> None:
+        compute, blocks = self._plan.compute, self._manifest.layout.blocks
+        for name, most in (
+            ("context_tokens", self._manifest.shape.context_tokens),
+            ("sequences", MOST_SEQUENCES),
+            ("prefill_chunk_tokens", min(MOST_TOKENS_AT_ONCE, compute.context_tokens)),
+            ("logit_rows", MOST_TOKENS_AT_ONCE),
+            ("decode_window_blocks", blocks),
+            ("prefill_window_blocks", blocks),
+        ):
+            self._within(f"compute.{name}", getattr(compute, name), 1, most)
+        self._within("compute.spin_us", compute.spin_us, 0, MOST_SPIN_US)
+        if compute.logit_rows < compute.sequences:
+            self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
+
+    def _flash(self) -> None:
+        flash = self._plan.flash
+        if flash.engine not in ENGINES:
+            self._fail("flash.engine", f"{flash.engine!r} is not one of {', '.join(ENGINES)}")
+        self._within("flash.depth", flash.depth, 1, MOST_DEPTH)
+
+    def _slots(self) -> None:
+        """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
+        memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
+        words, layers = self._manifest.words, self._manifest.shape.layers * self._manifest.shape.experts
+        open_blocks = max(
+            len(compute.decode_workers()) * compute.decode_window_blocks,
+            compute.prefill_window_blocks,
+        )
+        open_clusters = min(words, open_blocks * layout.block_clusters)
+        for part, slots, pinned, stock in (
+            ("gate", memory.gate_slots, memory.pinned_gates_per_layer, flash.stock_gates),
+            ("rest", memory.rest_slots, memory.pinned_rests_per_layer, flash.stock_rests),
+        ):
+            self._within(f"memory.{part}_slots", slots, 1, words)
+            self._within(f"memory.pinned_{part}s_per_layer", pinned, 0, layout.clusters)
+            self._within(f"flash.stock_{part}s", stock, 0, slots)
+            needed = open_clusters + pinned * layers + stock
+            if slots < min(words, needed) or (slots == words and stock):
+                self._fail(
+                    f"memory.{part}_slots",
+                    f"{slots}, but {open_clusters} clusters may be open, "
+                    f"{pinned * layers} are pinned and {stock} are kept free",
+                )
+
+    def _bytes(self) -> None:
+        memory, compute, layout = self._plan.memory, self._plan.compute, self._manifest.layout
+        workers = len(compute.decode_workers())
+        others = account(
+            self._manifest,
+            processes=len(compute.seats),
+            workers=workers,
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            logit_rows=compute.logit_rows,
+        )
+        expected = dataclasses.asdict(others) | {
+            "slots_bytes": memory.gate_slots * layout.gate_part_bytes + memory.rest_slots * layout.rest_part_bytes,
+            "ffn_bytes": self._manifest.words * layout.cluster_stride_bytes,
+            "least_bytes": least_limit_bytes(others, layout, workers),
+        }
+        for name, value in expected.items():
+            if getattr(memory, name) != value:
+                self._fail(f"memory.{name}", f"{getattr(memory, name)}, but this package and these seats make {value}")
+        if memory.total_bytes() > memory.limit_bytes:
+            self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but the plan takes {memory.total_bytes()}")

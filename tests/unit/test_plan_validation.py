@@ -1,0 +1,122 @@
+"""A plan from a file is obeyed only when its package could be run by it; what is wrong is named by its field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.plan.account import MIB
+from neuronpipe.plans.plan.plan import Plan, parse_plan
+from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.validate import validate
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.member import native_shape
+
+from tests.unit.test_planner import device, least_bytes, manifest
+
+
+def made(workers: int = 2, **wanted: Any) -> Plan:
+    facts = device(workers)
+    anywhere = tuple(dataclasses.replace(seat, core=None) for seat in facts.seats)
+    return plan(manifest(), dataclasses.replace(facts, seats=anywhere), Wanted(**wanted))
+
+
+def resealed(good: Plan, path: str, value: Any) -> str:
+    """The plan's file with one field changed and the id that belongs to it: only the field itself can be wrong."""
+    whole = dataclasses.asdict(good)
+    *folders, name = path.split(".")
+    data: Any = whole
+    for folder in folders:
+        data = data[int(folder)] if folder.isdigit() else data[folder]
+    data[name] = value
+    fields = {key: json.loads(json.dumps(part)) for key, part in whole.items()}
+    seats = [dict(seat) for seat in fields["compute"]["seats"]]
+    rebuilt = dataclasses.replace(
+        good,
+        compute=dataclasses.replace(
+            good.compute,
+            **(fields["compute"] | {"seats": tuple(type(good.compute.seats[0])(**seat) for seat in seats)}),
+        ),
+        memory=dataclasses.replace(good.memory, **fields["memory"]),
+        flash=dataclasses.replace(good.flash, **fields["flash"]),
+    )
+    return rebuilt.to_json()
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("compute.seats.0.role", "gateway", "compute.seats"),
+    ("compute.seats.0.role", "loader", "compute.seats"),
+    ("compute.seats.4.index", 1, "compute.seats"),
+    ("compute.seats.4.index", 7, "compute.seats"),
+    ("compute.seats.4.core", 100_000, "compute.seats.4.core"),
+    ("compute.seats.4.core", -1, "compute.seats.4.core"),
+    ("compute.seats.4.share_from", 0.1, "compute.seats.4.share_from"),
+    ("compute.seats.4.share_to", 0.25, "compute.seats.5.share_from"),
+    ("compute.seats.4.share_to", -0.5, "compute.seats.4.share_to"),
+    ("compute.seats.5.share_to", 0.9, "compute.seats"),
+    ("compute.seats.5.share_to", 1.5, "compute.seats.5.share_to"),
+    ("compute.context_tokens", -1, "compute.context_tokens"),
+    ("compute.context_tokens", 1 << 40, "compute.context_tokens"),
+    ("compute.context_tokens", 256, "memory.kv_bytes"),
+    ("compute.sequences", 0, "compute.sequences"),
+    ("compute.sequences", 1 << 33, "compute.sequences"),
+    ("compute.prefill_chunk_tokens", 0, "compute.prefill_chunk_tokens"),
+    ("compute.logit_rows", 0, "compute.logit_rows"),
+    ("compute.decode_window_blocks", 0, "compute.decode_window_blocks"),
+    ("compute.prefill_window_blocks", 1 << 20, "compute.prefill_window_blocks"),
+    ("compute.spin_us", -1, "compute.spin_us"),
+    ("flash.engine", "mmap", "flash.engine"),
+    ("flash.depth", 0, "flash.depth"),
+    ("flash.depth", 4097, "flash.depth"),
+    ("flash.stock_rests", -1, "flash.stock_rests"),
+    ("flash.stock_rests", 1 << 20, "flash.stock_rests"),
+    ("memory.gate_slots", 1 << 30, "memory.gate_slots"),
+    ("memory.rest_slots", 1, "stock_rests"),
+    ("memory.pinned_gates_per_layer", 1 << 20, "memory.pinned_gates_per_layer"),
+    ("memory.pinned_rests_per_layer", 60, "memory.rest_slots"),
+    ("memory.private_bytes", 0, "memory.private_bytes"),
+    ("memory.slots_bytes", -1, "memory.slots_bytes"),
+    ("memory.least_bytes", 1, "memory.least_bytes"),
+    ("memory.limit_bytes", 1, "memory.limit_bytes"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "named"), WRONG)
+def test_a_plan_that_no_planner_makes_is_refused_by_its_field(path: str, value: Any, named: str) -> None:
+    good = made(ffn_resident_share=0.5)
+    read = parse_plan(resealed(good, path, value), "plan.json")
+    with pytest.raises(UserError, match=rf"^plan\.json: field '[a-z_.0-9]*{named}': .*neuronpipe plan"):
+        validate(read, manifest(), "plan.json")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    extra=st.integers(0, 12 * MIB), workers=st.integers(1, 5), neurons=st.integers(1, 3000), layers=st.integers(1, 9)
+)
+def test_every_plan_of_the_planner_is_accepted(extra: int, workers: int, neurons: int, layers: int) -> None:
+    package, facts = manifest(neurons=neurons, layers=layers, order="frequency"), device(workers)
+    facts = dataclasses.replace(facts, seats=tuple(dataclasses.replace(seat, core=None) for seat in facts.seats))
+    limit = least_bytes(package, facts) + extra
+    validate(plan(package, facts, Wanted(memory_bytes=limit)), package, "plan.json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_numbers_that_are_none_are_refused(number: str) -> None:
+    text = made().to_json()
+    expected = json.loads(text)["expected"]["miss_rate"]
+    with pytest.raises(UserError, match=r"plan\.json: "):
+        parse_plan(text.replace(f'"miss_rate": {expected}', f'"miss_rate": {number}'), "plan.json")
+
+
+def test_the_engine_refuses_a_share_that_is_no_number() -> None:
+    nan, m = float("nan"), manifest()
+    for share in ((nan, 1.0), (0.0, nan), (nan, nan)):
+        made_anyway = lib.np_engine_create(
+            native_shape(m, 8), ffi.new("np_fixed *"), ffi.new("np_shared *"), 1, 1, 1, 1, *share, 0
+        )
+        assert made_anyway == ffi.NULL
