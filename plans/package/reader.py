@@ -75,8 +75,20 @@ class Package:
                 )
 
     def checksums(self) -> bytes:
-        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part."""
-        return (self.path / CHECKSUMS).read_bytes()
+        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part. Verified
+        each time: a restarted loader reads it long after the package was opened."""
+        file = self.path / CHECKSUMS
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
+        if len(data) != 8 * self.manifest.words:
+            raise UserError(
+                f"{file}: {len(data)} bytes, but the manifest needs {8 * self.manifest.words}: truncated or replaced"
+            )
+        if hashlib.sha256(data).hexdigest() != self.manifest.files[CHECKSUMS].sha256:
+            raise UserError(f"{file}: does not match the manifest's sha256: damaged; convert the model again")
+        return data
 
 
 def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,6 +83,28 @@ def test_one_changed_bit_is_found(name: str, package: Package) -> None:
     (package.path / name).write_bytes(data)
     with pytest.raises(UserError, match=f"{name}: does not match the manifest's sha256"):
         Package.open(package.path).verify_fixed()
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda data: bytes([data[0] ^ 1]) + data[1:], "does not match the manifest's sha256"),
+        (lambda data: data[:-8], "bytes, but the manifest needs"),
+        (lambda data: data[:-3], "bytes, but the manifest needs"),
+        (lambda data: data + bytes(8), "bytes, but the manifest needs"),
+        (lambda data: None, "cannot be read"),
+    ],
+)
+def test_the_table_of_checksums_is_verified_by_every_loader_that_starts(
+    damage: Callable[[bytes], bytes | None], complaint: str, package: Package
+) -> None:
+    table = package.path / "checksums.bin"
+    changed = damage(package.checksums())
+    table.unlink()
+    if changed is not None:
+        table.write_bytes(changed)
+    with pytest.raises(UserError, match=rf"checksums\.bin: .*{complaint}"):
+        package.checksums()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "fixed.safetensors", "bundles.bin", "checksums.bin"])
