@@ -9,26 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun, started_run
+from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.rating import keep_logits, rate
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Scored
-from neuronpipe.protocol.messages.request import Next, Score
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.coordinator.text import FileTokenizer
-from neuronpipe.services.memory import run_layouts
-
-Keep = Callable[[int, Scored], None]
-"""(index of the window's first token, message): called while the logit rows are ours to read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +45,10 @@ def main(arguments: argparse.Namespace) -> int:
         started_run(package, plan, None, stays=False) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
-        keep = _logits_writer(arguments.logits_out, live, package, plan, len(tokens)) if arguments.logits_out else None
-        nll = _rate(client, tokens, plan.compute.context_tokens, arguments, keep)
+        file, window_tokens = arguments.logits_out, plan.compute.context_tokens
+        keep = keep_logits(file, live.directory, package, plan, len(tokens)) if file else None
+        with Progress("rating", "tokens", plain=arguments.json) as progress:
+            nll = rate(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
     mean = math.fsum(nll) / len(nll)
     result = {
         "nll": mean,
@@ -84,48 +77,3 @@ def _read_tokens(arguments: argparse.Namespace, package: Package) -> list[int]:
     if len(tokens) < 2:
         raise UserError(f"{arguments.text}: {len(tokens)} token(s): a text needs two or more to be rated")
     return tokens
-
-
-def _rate(
-    client: Client, tokens: list[int], window_tokens: int, arguments: argparse.Namespace, keep: Keep | None
-) -> list[float]:
-    """Nats per rated token."""
-    nll: list[float] = []
-    with Progress("rating", "tokens", plain=arguments.json) as progress:
-        for first in range(0, len(tokens), window_tokens):
-            window = tokens[first : first + window_tokens]
-            ask = Score(request=f"window-{first}", tokens=tuple(window), path=arguments.path, logits=keep is not None)
-            for message in client.request(ask):
-                if isinstance(message, Scored):
-                    nll += message.nll
-                    progress(first + message.position + message.rows, len(tokens))
-                    if keep is not None:
-                        keep(first, message)
-                        client.send(Next(request=ask.request))
-    return nll
-
-
-def _logits_writer(path: Path, live: LiveRun, package: Package, plan: Plan, tokens: int) -> Keep:
-    """Copies logit rows from the exchange segment into a .npy file as they come."""
-    import numpy as np
-
-    vocabulary = package.manifest.shape.vocabulary
-    try:
-        out: Any = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(tokens, vocabulary))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    logits: Any = None
-
-    def keep(first: int, scored: Scored) -> None:
-        nonlocal logits
-        if logits is None:  # the run is live: its segments are there
-            run_file = live.directory.read()
-            layout = run_layouts(package.manifest, plan)["exchange"]
-            segment = Segment.open(layout, run_file.supervisor_pid, run_file.segments["exchange"].fd)
-            logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)
-        start = first + scored.position
-        out[start : start + scored.rows] = logits[scored.row : scored.row + scored.rows]
-        if start + scored.rows == tokens:
-            out.flush()
-
-    return keep

@@ -1,0 +1,42 @@
+"""The whole pipeline, processes and all, against logits that transformers computed, through both paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.rating import keep_logits, rate
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.protocol.run_directory import RunDirectory
+
+from tests.conformance.checkpoints import RECIPES, tokens
+from tests.conformance.test_golden_logits import GOLDEN
+from tests.pipeline import Shell
+
+# int8 activations (1/127 of the largest of 32) add to the weights' own error, which test_golden_logits.py explains.
+BOUNDS = {"f16": 0.0005, "q8": 0.04, "q4": 0.36}
+CASES = [*((name, "f16") for name in RECIPES), ("awkward", "q8"), ("awkward", "q4")]
+
+
+@pytest.mark.parametrize(("name", "quantization"), CASES)
+def test_logits_agree_with_transformers(
+    name: str, quantization: str, converted: Callable[[str, str], Package], shell: Shell
+) -> None:
+    package, file, text = converted(name, quantization), shell.folder / "plan.json", tokens(RECIPES[name])
+    shell.json("plan", package.path, "-o", file, "--ffn-resident", "70%", "--workers", "2")
+    made = read_plan(file)
+    with shell.up(package.path, "--plan", file) as run, attach(run.path) as client:
+        for path in ("decode", "prefill"):
+            out = shell.folder / f"{path}.npy"
+            keep = keep_logits(out, RunDirectory(run.path), package, made, len(text))
+            rate(client, text, window_tokens=made.compute.context_tokens, path=path, keep=keep)
+    logits = np.load(shell.folder / "decode.npy")
+    assert np.array_equal(logits, np.load(shell.folder / "prefill.npy"))
+    error = np.sqrt(np.square(logits - GOLDEN[name]).mean() / np.square(GOLDEN[name]).mean())
+    print(f"{name} {quantization}: relative rms {error:.5f}, largest {np.abs(logits - GOLDEN[name]).max():.4f}")
+    assert error < BOUNDS[quantization]
+    if quantization == "f16":
+        assert np.abs(logits - GOLDEN[name]).max() < 1e-2
