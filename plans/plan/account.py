@@ -14,6 +14,9 @@ INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 # A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).
 TOKENIZER_FACTOR = 12
 HEADROOM_SHARE = 0.02
+# Of one cluster: two residency words (8); the loader's two checksums, and the table they come from (16), three queues
+# for either part (48), free slots and their states (10); the cache's free slots (10) and one list to warm up (4).
+CLUSTER_BOOKKEEPING_BYTES = 96
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,16 +53,20 @@ def account(
     """What these seats, `workers` of them decoding, take for this package."""
     shape, layout = manifest.shape, manifest.layout
     row_floats = 2 * shape.width + 2 * shape.query_width + layout.blocks * shape.width
-    private = 4 * prefill_chunk_tokens * (row_floats + layout.blocks * layout.block_neurons + 4 * shape.width)
-    private += 4 * sequences * (layout.blocks * layout.block_neurons + 8 * shape.width) * 2
+    hidden_floats = layout.blocks * layout.block_neurons
+    # Prefill is also asked for the logits of `logit_rows` tokens at once: its buffers hold whichever is more.
+    prefill_tokens = max(prefill_chunk_tokens, logit_rows)
+    private = 4 * prefill_tokens * (row_floats + hidden_floats + 4 * shape.width)
+    private += 4 * sequences * (hidden_floats + 8 * shape.width) * 2
+    private += 4 * context_tokens * (workers + 1)  # attention scores, in each decode worker and prefill
+    private += 8 * shape.vocabulary  # the coordinator's scratch for sampling
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
     return Account(
         interpreters_bytes=INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * processes + tokenizer,
         fixed_bytes=fixed_segment_bytes(manifest),
         kv_bytes=shape.layers * sequences * shape.key_heads * 2 * context_tokens * shape.head_width * 2,
         exchange_bytes=4 * (sequences * row_floats + logit_rows * shape.vocabulary) + MIB // 4,
-        # two words per cluster; the loader's two checksums and its queues
-        residency_bytes=manifest.words * 64 + MIB // 8,
+        residency_bytes=manifest.words * CLUSTER_BOOKKEEPING_BYTES + MIB // 8,
         private_bytes=private,
     )
 

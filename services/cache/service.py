@@ -17,7 +17,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
-from neuronpipe.services.cache.core import GATE, REST, FreeSlots, Region
+from neuronpipe.services.cache.core import GATE, REST, FreeSlots, Region, packed
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
@@ -108,8 +108,8 @@ class CacheService:
         """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
         self._settled = True
         for region, words in zip(self._regions, self._words, strict=True):
-            present = [w & lib.NP_WORD_SLOT_MASK for w in words if w & lib.NP_WORD_STATE_MASK == lib.NP_WORD_PRESENT]
-            region.restart(present)
+            state, slot = lib.NP_WORD_STATE_MASK, lib.NP_WORD_SLOT_MASK
+            region.restart(word & slot for word in words if word & state == lib.NP_WORD_PRESENT)
         self._feed(Stock(generation=self._generation, gate_free=0, rest_free=0))
         for region in self._regions:
             self._warm(region.region)
@@ -119,8 +119,8 @@ class CacheService:
         for words, pinned in ((region.pinned_words(), True), (region.warm_words(), False)):
             if words:
                 self._grant(region.part, self._regions[region.part].take(len(words)))
-                packed = array("I", words).tobytes()
-                self._link.send(Warm(generation=self._generation, part=region.part, clusters=packed, pinned=pinned))
+                for piece in packed(words):
+                    self._link.send(Warm(generation=self._generation, part=region.part, clusters=piece, pinned=pinned))
 
     def _feed(self, stock: Stock) -> None:
         """Bring the loader's stock up to what the plan wants, and to what is waiting."""
@@ -135,12 +135,11 @@ class CacheService:
             self._grant(part, granted)
             self._hungry |= waiting > 0 and free + len(granted) == 0
 
-    def _grant(self, part: int, slots: list[int]) -> None:
-        if slots:
-            packed = array("I", slots).tobytes()
-            self._link.send(Grant(generation=self._generation, part=part, slots=packed))  # type: ignore[arg-type]
+    def _grant(self, part: int, slots: array[int]) -> None:
+        for piece in packed(slots):
+            self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
 
-    def _evict(self, part: int, want: int) -> list[int]:
+    def _evict(self, part: int, want: int) -> array[int]:
         slots: Any = ffi.new("uint32_t[]", want)
         taken = lib.np_clock_take(
             self._pointers[part],
@@ -151,7 +150,7 @@ class CacheService:
             want,
             slots,
         )
-        return list(slots[0:taken])
+        return array("I", bytes(ffi.buffer(slots, 4 * taken)))
 
 
 def main(job: Job) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Shape, Source
-from neuronpipe.plans.plan.account import MIB
+from neuronpipe.plans.plan.account import MIB, account
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
@@ -168,3 +168,17 @@ def test_the_same_wishes_give_the_same_plan_and_other_wishes_another_id() -> Non
 def test_shares_follow_the_cores_and_cover_everything() -> None:
     shares = decode_shares([1024, 512, 512])
     assert shares == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
+
+
+def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_for() -> None:
+    m = manifest()
+    seats = {"processes": 6, "sequences": 1}
+    small = account(m, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=1, logit_rows=8).private_bytes
+    assert (
+        small == account(m, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=8, logit_rows=8).private_bytes
+    )
+    longer = account(m, **seats, workers=2, context_tokens=512, prefill_chunk_tokens=1, logit_rows=8).private_bytes
+    assert longer - small == 4 * (512 - 64) * 3
+    words = dataclasses.replace(m, shape=dataclasses.replace(m.shape, vocabulary=m.shape.vocabulary + 1000))
+    more = account(words, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=1, logit_rows=8).private_bytes
+    assert more - small == 8 * 1000
