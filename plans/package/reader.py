@@ -10,7 +10,7 @@ from pathlib import Path
 from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.manifest import BUNDLES, CHECKSUMS, FIXED, HASHED_FILES, MANIFEST, TOKENIZER, Manifest
 from neuronpipe.plans.package.parse import read_manifest, require_package
-from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
+from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError
 
 HASH_BLOCK_BYTES = 1 << 20
@@ -64,7 +64,23 @@ class Package:
                 raise UserError(
                     f"{self.fixed_path}: {name}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}"
                 )
+        self._require_alignment(entries)
         return entries
+
+    def _require_alignment(self, entries: dict[str, TensorEntry]) -> None:
+        """The engine reads the tensors where they lie, as arrays of their element type."""
+        data_start = min(entry.start for entry in entries.values())
+        if data_start % DATA_ALIGNMENT_BYTES:
+            raise UserError(
+                f"{self.fixed_path}: header: the data start at byte {data_start}, no multiple of "
+                f"{DATA_ALIGNMENT_BYTES}; convert the model again"
+            )
+        for name, entry in entries.items():
+            if entry.start % DTYPE_BYTES[entry.dtype]:
+                raise UserError(
+                    f"{self.fixed_path}: {name}: {entry.dtype} at byte {entry.start} is not aligned; "
+                    "convert the model again"
+                )
 
     def verify_fixed(self) -> None:
         """Compare the tokenizer, the fixed tensors and the table of checksums with the manifest's hashes."""

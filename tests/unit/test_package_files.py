@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package import directory as package_directory
+from neuronpipe.plans.package import reader
 from neuronpipe.plans.package.directory import PartialDirectory
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.safetensors_header import read_header
+from neuronpipe.plans.package.safetensors_header import TensorEntry, build_header, read_header
 from neuronpipe.protocol.errors import UserError
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -73,6 +75,36 @@ def test_headers_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     for name, entry in read_header(tmp_path / "t.safetensors").items():
         assert entry.shape == values[name].shape
         assert data[entry.start : entry.stop] == values[name].tobytes()
+
+
+def rewrite_fixed(package: Package, order: Callable[[str, TensorEntry], tuple[int, str]], pad_bytes: int) -> None:
+    """fixed.safetensors with its tensors in another order, its header `pad_bytes` longer than the writer makes it."""
+    entries, data = package.fixed, package.fixed_path.read_bytes()
+    names = sorted(entries, key=lambda name: order(name, entries[name]))
+    header, _ = build_header({name: (entries[name].dtype, entries[name].shape) for name in names})
+    text = header[8:] + b" " * pad_bytes
+    tensors = b"".join(data[entries[name].start : entries[name].stop] for name in names)
+    package.fixed_path.write_bytes(len(text).to_bytes(8, "little") + text + tensors)
+
+
+def test_fixed_tensors_that_the_engine_could_not_read_in_place_are_refused(package: Package) -> None:
+    rewrite_fixed(package, lambda name, entry: (entry.start, name), 0)
+    assert Package(package.path, package.manifest).fixed == package.fixed
+    rewrite_fixed(package, lambda name, entry: (entry.start, name), 2)
+    with pytest.raises(UserError, match=r"fixed\.safetensors: header: the data start at byte \d+, no multiple of 64"):
+        _ = Package(package.path, package.manifest).fixed
+
+
+def test_a_fixed_tensor_that_is_not_aligned_to_its_elements_is_refused(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = dict(package.fixed)
+    for name, moved in (("output_norm", 2), ("embedding.scales", 1)):
+        entry = entries[name]
+        shifted = entries | {name: replace(entry, start=entry.start + moved, stop=entry.stop + moved)}
+        monkeypatch.setattr(reader, "read_header", lambda path, shifted=shifted: shifted)
+        with pytest.raises(UserError, match=rf"{name}: F(32|16) at byte \d+ is not aligned"):
+            _ = Package(package.path, package.manifest).fixed
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "fixed.safetensors", "checksums.bin"])
