@@ -10,8 +10,10 @@ connects to the endpoints; segments are opened through the supervisor's descript
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import stat
 from pathlib import Path
 
 from neuronpipe.protocol.codec import Message, from_map, message, to_map
@@ -132,19 +134,38 @@ class RunDirectory:
         return run_file
 
     def remove(self) -> None:
-        """Remove the directory and everything in it; what has gone already is no error."""
+        """Remove the directory and everything in it; what has gone already is no error. What is no directory of ours
+        (a link, another user's) is left alone."""
+        if not self._is_ours():
+            return
         for folder, folders, files in os.walk(self.path, topdown=False):
             for name in files:
                 Path(folder, name).unlink(missing_ok=True)
             for name in folders:
                 inner = Path(folder, name)
                 inner.unlink() if inner.is_symlink() else inner.rmdir()
-        if self.path.exists():
+        with contextlib.suppress(FileNotFoundError):
             self.path.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether the place itself, not what a link there points to, is a directory of this user."""
+        try:
+            status = self.path.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+    def _is_of_a_dead_run(self) -> bool:
+        """Whether run.json is there and names a supervisor that has ended. One that vanished says nothing."""
+        try:
+            run_file = self._read()
+        except UserError:  # gone meanwhile, another user's, or damaged: not ours to judge
+            return False
+        return not is_alive(run_file.supervisor_pid, run_file.supervisor_started)
 
     def _take_over(self) -> None:
         """Make sure that the place, which exists, is ours and serves no live run; clear it of a dead one."""
-        if self.path.is_symlink() or not self.path.is_dir() or self.path.stat().st_uid != os.getuid():
+        if not self._is_ours():
             raise UserError(f"{self.path}: not a directory of yours; name another place")
         names = os.listdir(self.path)
         if RUN_FILE in names:
@@ -213,12 +234,8 @@ def _sweep(folder: Path) -> None:
     """Remove what dead runs left. A directory without run.json may be that of a run about to start: it stays."""
     for file in folder.glob(f"{PREFIX}*/{RUN_FILE}"):
         directory = RunDirectory(file.parent)
-        try:
-            directory.read()
-        except NotRunning:
+        if directory._is_ours() and directory._is_of_a_dead_run():
             directory.remove()
-        except UserError:  # another user's, or damaged: not ours to judge
-            continue
 
 
 def _check_length(place: Path) -> None:

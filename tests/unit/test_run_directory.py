@@ -10,7 +10,7 @@ import pytest
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory, RunFile, SegmentHandle, is_alive, started
+from neuronpipe.protocol.run_directory import PREFIX, RUN_FILE, RunDirectory, RunFile, SegmentHandle, is_alive, started
 from neuronpipe.protocol.version import VERSION
 
 
@@ -166,6 +166,34 @@ def test_a_new_run_sweeps_away_what_dead_ones_left_and_nothing_else(base: Path) 
     live.publish(run_file(live))
     new = RunDirectory.create()
     assert set(base.iterdir()) == {live.path, starting.path, new.path}
+
+
+def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base: Path, tmp_path: Path) -> None:
+    elsewhere = RunDirectory.create(tmp_path / "elsewhere")
+    elsewhere.publish(run_file(elsewhere, pid=ended_process(), ticks=1))
+    link = base / f"{PREFIX}link"
+    link.symlink_to(elsewhere.path, target_is_directory=True)
+    RunDirectory.create()
+    RunDirectory(link).remove()
+    assert link.is_symlink()
+    assert (elsewhere.path / RUN_FILE).exists()
+
+
+def test_a_directory_of_another_user_is_neither_swept_nor_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = RunDirectory.create()
+    dead.publish(run_file(dead, pid=ended_process(), ticks=1))
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    dead.remove()
+    assert (dead.path / RUN_FILE).exists()
+
+
+def test_a_file_that_vanishes_during_a_sweep_condemns_nobody(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = RunDirectory.create()
+    (starting.path / "control").write_text("a socket")
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([starting.path / RUN_FILE]))
+    RunDirectory.create()
+    assert (starting.path / "control").exists()
 
 
 @pytest.mark.parametrize(
