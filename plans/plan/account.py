@@ -13,7 +13,7 @@ INTERPRETER_BASE_BYTES = 34 * MIB
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 # A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).
 TOKENIZER_FACTOR = 12
-HEADROOM_SHARE = 0.02
+HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # Of one cluster: two residency words (8); the loader's two checksums, and the table they come from (16), three queues
 # for either part (48), free slots and their states (10); the cache's free slots (10) and one list to warm up (4).
 CLUSTER_BOOKKEEPING_BYTES = 96
@@ -77,5 +77,11 @@ def least_slots_bytes(layout: Layout, workers: int) -> int:
 
 
 def least_limit_bytes(others: Account, layout: Layout, workers: int) -> int:
-    """The smallest limit that can be planned for."""
-    return int((others.total_bytes() + least_slots_bytes(layout, workers)) * (1 + HEADROOM_SHARE)) + 1
+    """The smallest limit whose `usable_bytes` hold these and the fewest slots."""
+    needed = others.total_bytes() + least_slots_bytes(layout, workers)
+    return -(-needed * (100 + HEADROOM_PERCENT) // 100)
+
+
+def usable_bytes(limit_bytes: int) -> int:
+    """What may be accounted for under a limit. Whole numbers throughout, so that the least limit is exact."""
+    return limit_bytes * 100 // (100 + HEADROOM_PERCENT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import HEADROOM_SHARE, MIB, account, least_limit_bytes, least_slots_bytes
+from neuronpipe.plans.plan.account import MIB, account, least_limit_bytes, least_slots_bytes, usable_bytes
 from neuronpipe.plans.plan.plan import VERSION, Compute, Expected, Flash, Memory, Plan, Seat
 from neuronpipe.protocol.errors import UserError
 
@@ -63,7 +63,7 @@ def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     )
 
     limit = wanted.memory_bytes if wanted.memory_bytes is not None else device.memory_bytes
-    usable = int(limit / (1 + HEADROOM_SHARE)) - others.total_bytes()
+    usable = usable_bytes(limit) - others.total_bytes()
     budget = usable
     if wanted.ffn_resident_share is not None:
         budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))

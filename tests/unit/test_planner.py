@@ -92,6 +92,16 @@ def test_a_limit_below_the_least_is_refused_and_the_figure_in_the_message_works(
     assert plan(m, facts, Wanted(memory_bytes=least)).memory.total_bytes() <= least
 
 
+@given(tokenizer_bytes=st.integers(1, 10 * MIB))
+def test_the_least_is_the_least_to_the_byte(tokenizer_bytes: int) -> None:
+    m, facts = manifest(), device()
+    m = dataclasses.replace(m, files={**m.files, "tokenizer.json": FileEntry(tokenizer_bytes, "0" * 64)})
+    least = least_bytes(m, facts)
+    assert plan(m, facts, Wanted(memory_bytes=least)).memory.least_bytes == least
+    with pytest.raises(UserError, match="the least for this package"):
+        plan(m, facts, Wanted(memory_bytes=least - 1))
+
+
 def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> None:
     with pytest.raises(UserError, match=r"--ffn-resident 1\.0%: the least"):
         plan(manifest(), device(), Wanted(ffn_resident_share=0.01))
