@@ -150,8 +150,8 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
  *   from     to       by      ordering
  *   absent   loading  loader  claims the cluster; bits 0-23 say into which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
- *   loading  failed   loader  I/O error or checksum
- *   loading  absent   loader  after a restart (np_loader_create)
+ *   loading  failed   loader  I/O error three times, or wrong checksum twice
+ *   loading  absent   loader  to be read again after one of these; or after a restart (np_loader_create)
  *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
  *   bit 26   set      decode, prefill: by np_word_look alone; cleared by cache. It also keeps a slot from being taken
  *                     between a worker's look and the cache's (residency/clock.c has the argument)
@@ -214,12 +214,14 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
  * first on: fewer than count when the queue of this part and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t count, int priority, uint32_t flags);
-/* Submit what can be submitted, reap what is done, publish. Waits up to timeout_ms (-1: for ever) for one completion when any is in
+/* Submit what can be submitted, reap what is done, publish. A read that failed is made again, as a demand: after an I/O error at most
+ * twice, after a wrong checksum once; the counters count each failure. Waits up to timeout_ms (-1: for ever) for one completion when any is in
  * flight. Call it until it returns 0 before sleeping on the reader's event descriptor.
  * Returns the number of clusters published or failed. */
 int np_loader_turn(np_loader *loader, int timeout_ms);
-/* Finish what is in flight (published as usual), forget queued requests and free slots. Afterwards no word is loading, and every slot
- * that no present word names is free, for the cache to grant. */
+/* Finish what is in flight (published as usual), forget free slots and what is queued as prefetch or warm-up. Demands stay queued: a
+ * step waits for them and does not ask twice; what has been settled meanwhile is passed over when its turn comes. Afterwards no word
+ * is loading, and every slot that no present word names is free, for the cache to grant. */
 void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 

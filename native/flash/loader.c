@@ -13,9 +13,23 @@
 #include "flash/loader.h"
 #include "flash/reader.h"
 
-enum { TURN_MOST = 16 }; /* completions of one turn: few, since the first one's waiter is woken after the last one's checksum */
+enum {
+    TURN_MOST = 16,   /* completions of one turn: few, since the first one's waiter is woken after the last one's checksum */
+    ERRORS_MOST = 3,  /* this many make a cluster failed, for the whole run; fewer may pass */
+    DAMAGED_MOST = 2, /* a bit may have flipped on the way here, not only in the file */
+};
 
-/* A read has ended, with `result` bytes or -errno: publish the cluster, or mark it failed and take the slot back. */
+/* Append to a queue. Returns 0 when it is full. */
+static int enqueue(const np_loader *loader, np_queue *line, np_queued what)
+{
+    if (line->count == loader->queue_capacity)
+        return 0;
+    line->entries[(line->from + (uint64_t)line->count++) % loader->queue_capacity] = what;
+    return 1;
+}
+
+/* A read has ended, with `result` bytes or -errno: publish the cluster; or take the slot back and ask for the cluster again, as a
+ * demand, or mark it failed. */
 static void land(np_loader *loader, uint32_t index, int32_t result)
 {
     const np_flight *landed = &loader->flights[index];
@@ -26,9 +40,9 @@ static void land(np_loader *loader, uint32_t index, int32_t result)
     const int good = whole && np_crc32c(0, data, facts->part_bytes) == facts->checksums[landed->id];
     uint32_t *word = &facts->words[landed->id];
     loader->counters.reads++;
-    loader->unannounced++;
     loader->free_flights[loader->free_flight_count++] = index;
     if (good) {
+        loader->unannounced++;
         loader->counters.bytes += facts->part_bytes;
         part->slot_states[landed->slot] = NP_SLOT_ELSEWHERE;
         /* A plain store: while a word is loading, nobody but the loader changes more of it than the reference bit. */
@@ -38,6 +52,12 @@ static void land(np_loader *loader, uint32_t index, int32_t result)
     *(whole ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
     part->slot_states[landed->slot] = NP_SLOT_FREE;
     part->free[part->free_count++] = landed->slot;
+    const np_queued again = {landed->id, np_word_load(word) & NP_WORD_PINNED, landed->failures + 1};
+    if (again.failures < (whole ? DAMAGED_MOST : ERRORS_MOST) && enqueue(loader, &part->queues[0], again)) {
+        np_word_store(word, NP_WORD_ABSENT);
+        return;
+    }
+    loader->unannounced++;
     np_word_store(word, NP_WORD_FAILED);
 }
 
@@ -116,9 +136,8 @@ int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t c
             loader->counters.already_there++;
             continue;
         }
-        if (line->count == loader->queue_capacity)
+        if (!enqueue(loader, line, (np_queued){.id = ids[i], .flags = flags}))
             return (int)i;
-        line->entries[(line->from + (uint64_t)line->count++) % loader->queue_capacity] = (np_queued){ids[i], flags};
     }
     return (int)count;
 }
@@ -157,6 +176,7 @@ static int take_next(np_loader *loader, uint32_t part, int priority, uint32_t *i
             .part = part,
             .id = next.id,
             .slot = slot,
+            .failures = next.failures,
         };
         return 1;
     }
@@ -213,7 +233,7 @@ void np_loader_reset(np_loader *loader)
     np_loader_land_all(loader);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
-        for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
+        for (int priority = 1; priority < NP_LOADER_PRIORITIES; priority++) /* 0: somebody waits for these, and asks but once */
             part->queues[priority].count = 0;
         while (part->free_count)
             part->slot_states[part->free[--part->free_count]] = NP_SLOT_ELSEWHERE;

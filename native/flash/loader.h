@@ -12,6 +12,7 @@ enum { NP_SLOT_ELSEWHERE = 0, NP_SLOT_FREE, NP_SLOT_FILLING };
 
 typedef struct {
     uint32_t id, flags;
+    uint32_t failures; /* reads of it that failed before */
 } np_queued;
 
 typedef struct {
@@ -30,6 +31,7 @@ typedef struct {
 typedef struct {
     uint64_t offset;
     uint32_t part, id, slot;
+    uint32_t failures; /* before this read */
 } np_flight;
 
 struct np_loader {

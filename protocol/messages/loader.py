@@ -36,10 +36,11 @@ class Fetch(Message):
 
 @message
 class Reset(Message):
-    """From the cache, before anything else and whenever one of the two was restarted: forget all slots and all
-    queued requests, finish the reads in flight, leave no word loading, then answer `ResetDone`.
+    """From the cache, before anything else and whenever one of the two was restarted: forget all slots and what is
+    queued as prefetch or warm-up, keep the demands, finish the reads in flight, leave no word loading, then answer
+    `ResetDone`.
 
-    generation: grows with every reset; from now on messages of another generation are dropped
+    generation: grows with every reset, one that has not grown is dropped; from now on so are messages of another one
     """
 
     generation: int

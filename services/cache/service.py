@@ -96,13 +96,14 @@ class CacheService:
             self._take(message)
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, ResetDone) and message.generation == self._generation:
-            self._start()
-        elif isinstance(message, Stock):
-            if message.generation == self._generation and self._settled:
+        assert isinstance(message, ResetDone | Stock)
+        if message.generation == self._generation:
+            if not self._settled:
+                self._start()  # a Stock says it as well: the ResetDone before it may have been lost
+            if isinstance(message, Stock):
                 self._feed(message)
-            elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
-                self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
+        elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
+            self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
 
     def _start(self) -> None:
         """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""

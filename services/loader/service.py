@@ -112,7 +112,7 @@ class Core:
         return self._state
 
     def reset(self) -> None:
-        """Forget slots and queues; finish what is in flight."""
+        """Forget slots and all that is queued but demands; finish what is in flight."""
         lib.np_loader_reset(self._loader)
 
 
@@ -174,6 +174,8 @@ class LoaderService:
         while (received := self._cache.receive()) is not None:
             _, message = received
             if isinstance(message, Reset):
+                if message.generation <= self._generation:
+                    continue  # a late one: its slots are granted already
                 self._core.reset()
                 self._generation, self._told, self._granted = message.generation, None, [0, 0]
                 self._tell(ResetDone(generation=message.generation))

@@ -238,26 +238,63 @@ static void test_damage_is_marked_and_the_slot_returns(const char *engine)
     require_present(0, 50);
     require_present(0, 52);
     np_loader_state state = state_of(loader);
-    REQUIRE(state.checksum_failures == 1 && state.io_errors == 0 && state.free_slots[0] == 1);
+    REQUIRE(state.checksum_failures == 2 && state.io_errors == 0 && state.free_slots[0] == 1);
     REQUIRE_EQUAL(np_loader_request(loader, 0, ids + 1, 1, 0, NP_WORD_PINNED), 1); /* stays failed, is not read again */
     REQUIRE_EQUAL(run_dry(loader), 0);
     REQUIRE_EQUAL(words[0][51], NP_WORD_FAILED);
     stop(loader);
 }
 
+static void shorten_file(void)
+{
+    REQUIRE(ftruncate(file, BASE + (off_t)(CLUSTERS - 1) * STRIDE + 100) == 0);
+}
+
+static void restore_file(void)
+{
+    REQUIRE(pwrite(file, file_bytes + BASE + (size_t)(CLUSTERS - 1) * STRIDE, STRIDE, BASE + (off_t)(CLUSTERS - 1) * STRIDE) == STRIDE);
+    REQUIRE(fsync(file) == 0);
+}
+
 static void test_short_file_is_an_io_error(const char *engine)
 {
     np_loader *loader = start(engine);
-    REQUIRE(ftruncate(file, BASE + (off_t)(CLUSTERS - 1) * STRIDE + 100) == 0);
+    shorten_file();
     grant(loader, 1, 0, 2);
     const uint32_t ids[] = {CLUSTERS - 1, CLUSTERS - 2};
     REQUIRE_EQUAL(np_loader_request(loader, 1, ids, 2, 0, 0), 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
     REQUIRE_EQUAL(words[1][CLUSTERS - 1], NP_WORD_FAILED);
     require_present(1, CLUSTERS - 2);
-    REQUIRE(state_of(loader).io_errors == 1 && state_of(loader).free_slots[1] == 1);
-    REQUIRE(pwrite(file, file_bytes + BASE + (size_t)(CLUSTERS - 1) * STRIDE, STRIDE, BASE + (off_t)(CLUSTERS - 1) * STRIDE) == STRIDE);
-    REQUIRE(fsync(file) == 0);
+    REQUIRE(state_of(loader).io_errors == 3 && state_of(loader).free_slots[1] == 1);
+    restore_file();
+    stop(loader);
+}
+
+/* One turn lands the first failure and submits the second read, which may fail as well; the third comes after the trouble. */
+static void test_trouble_that_passes_costs_another_read(const char *engine)
+{
+    np_loader *loader = start(engine);
+    grant(loader, 0, 0, 1);
+    grant(loader, 1, 0, 1);
+    const uint32_t last = CLUSTERS - 1, flipped = 51, arrivals_before = arrivals;
+    shorten_file();
+    REQUIRE_EQUAL(np_loader_request(loader, 1, &last, 1, 2, NP_WORD_PINNED), 1);
+    REQUIRE_EQUAL(np_loader_turn(loader, 10000), 0);
+    restore_file();
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    require_present(1, last);
+    REQUIRE(words[1][last] & NP_WORD_PINNED);
+    REQUIRE(state_of(loader).io_errors == 1 || state_of(loader).io_errors == 2);
+
+    checksums[0][flipped] ^= 1;
+    REQUIRE_EQUAL(np_loader_request(loader, 0, &flipped, 1, 1, 0), 1);
+    REQUIRE_EQUAL(np_loader_turn(loader, 10000), 0);
+    checksums[0][flipped] ^= 1;
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    require_present(0, flipped);
+    REQUIRE_EQUAL(state_of(loader).checksum_failures, 1);
+    REQUIRE_EQUAL(arrivals, arrivals_before + 2); /* nobody is woken for a read that is made again */
     stop(loader);
 }
 
@@ -270,7 +307,7 @@ static void test_reset_leaves_no_word_loading(const char *engine)
     uint32_t ids[30];
     for (uint32_t i = 0; i < 30; i++)
         ids[i] = i;
-    REQUIRE_EQUAL(np_loader_request(loader, 0, ids, 30, 0, 0), 30);
+    REQUIRE_EQUAL(np_loader_request(loader, 0, ids, 30, 1, 0), 30);
     np_loader_turn(loader, 0); /* some are in flight now */
     np_loader_reset(loader);
     for (uint32_t id = 0; id < CLUSTERS; id++) {
@@ -294,6 +331,26 @@ static void test_reset_leaves_no_word_loading(const char *engine)
     REQUIRE_EQUAL(np_loader_request(loader, 0, &(uint32_t){90}, 1, 0, 0), 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 90);
+    stop(loader);
+}
+
+static void test_reset_keeps_demands(void)
+{
+    np_loader *loader = start("threads");
+    const uint32_t demands[] = {21, 22, 23}, prefetch = 31, warm = 41;
+    REQUIRE_EQUAL(np_loader_request(loader, 0, &warm, 1, 2, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, 0, &prefetch, 1, 1, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, 0, demands, 3, 0, 0), 3);
+    np_loader_reset(loader);
+    REQUIRE_EQUAL(state_of(loader).waiting[0], 3);
+    words[0][22] = NP_WORD_PRESENT | 30; /* settled meanwhile */
+    grant(loader, 0, 0, 5);
+    REQUIRE_EQUAL(run_dry(loader), 2);
+    require_present(0, 21);
+    require_present(0, 23);
+    REQUIRE_EQUAL(words[0][22], NP_WORD_PRESENT | 30);
+    REQUIRE_EQUAL(words[0][31] | words[0][41], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(state_of(loader).free_slots[0], 3);
     stop(loader);
 }
 
@@ -400,10 +457,12 @@ int main(void)
         test_loads_what_is_asked(engines[i]);
         test_damage_is_marked_and_the_slot_returns(engines[i]);
         test_short_file_is_an_io_error(engines[i]);
+        test_trouble_that_passes_costs_another_read(engines[i]);
         test_reset_leaves_no_word_loading(engines[i]);
         test_worker_loader_and_cache_together(engines[i]);
     }
     test_nothing_is_read_twice();
+    test_reset_keeps_demands();
     test_a_dead_loaders_claims_are_forgotten_after_a_while();
     test_waits_for_slots_and_takes_demands_first();
     test_full_queue_and_bad_arguments();

@@ -1,0 +1,36 @@
+"""A service by itself, its peers played by the test: the job it is given, over segments that the test maps as well."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Seat
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.protocol.segments import Segment
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import RunMemory, create_segments
+
+ROLES = ("coordinator", "loader", "cache", "prefill", "decode")
+
+
+def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]:
+    """The job of `role` in a run with one process each, half of the neurons resident; and the test's own mappings."""
+    seats = tuple(Seat(role=name, index=0, core=None) for name in ROLES)
+    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", flash_bytes_per_s=1e9, seats=seats)
+    made = plan(package.manifest, device, Wanted(ffn_resident_share=0.5))
+    segments = create_segments(package.manifest, made)
+    job = Job(
+        run="r",
+        seat=seats[ROLES.index(role)],
+        incarnation=0,
+        package=package,
+        plan=made,
+        endpoints={link: f"ipc://{folder}/{link}" for link in ("control", "loader", "cache")},
+        segments={name: Segment.attach(one.layout, os.dup(one.fd)) for name, one in segments.items()},
+    )
+    memory = RunMemory.open("supervisor", segments)
+    for segment in segments.values():
+        segment.close()
+    return job, memory
