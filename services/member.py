@@ -20,7 +20,7 @@ DEMAND, PREFETCH, WARM_UP = 0, 1, 2
 
 
 class Abandoned(Exception):
-    """The epoch changed: leave the step, its inputs are still there."""
+    """The epoch changed, or the loader cannot be asked: leave the step, its inputs are still there."""
 
 
 class Damaged(Exception):
@@ -154,6 +154,7 @@ class Member:
 
         Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
         """
+        self._read_counters()  # a step that was abandoned left its own
         self._check(
             lib.np_engine_begin(self._engine, epoch, list(sequences), list(positions), list(tokens), len(tokens))
         )
@@ -165,7 +166,7 @@ class Member:
             self._check(lib.np_engine_logits(self._engine, logits[0], logits[1], 0))
 
     def counters(self) -> dict[str, float]:
-        """What happened since the last call: clusters looked up and missed, time waited."""
+        """What happened in the last `compute`: clusters looked up and missed, time waited."""
         counters = self._read_counters()
         return {
             "neurons_fired": counters.neurons_fired,

@@ -48,7 +48,11 @@ class Worker:
         positions: tuple[int, ...],
         logits: tuple[int, int] | None,
     ) -> StepDone | Prefilled | StepAbandoned | StepFailed:
-        """Compute the step and say how it went. logits: see Member.compute."""
+        """Compute the step and say how it went. logits: see Member.compute.
+
+        StepAbandoned of the present epoch says that this worker left on its own account, since it could not ask the
+        loader: the other members wait for it until the coordinator advances the epoch.
+        """
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         assert self._member is not None
         self._epoch = epoch
@@ -61,11 +65,13 @@ class Worker:
         return done(step=step, epoch=epoch, index=index, counters=self._member.counters())
 
     def _fetch(self, part: int, clusters: bytes, priority: int) -> None:
+        """Ask the loader. A prefetch that finds the queue full is let go; a demand raises Abandoned, though the epoch
+        is the same."""
         try:
             self._loader.send(Fetch(part=part, clusters=clusters, epoch=self._epoch, priority=priority))  # type: ignore[arg-type]
         except Full:
             if priority == DEMAND:
-                log.warning("the loader does not listen; waiting for the supervisor to restart it")
+                log.warning("the loader does not listen: leaving the step, though its epoch %d goes on", self._epoch)
                 raise Abandoned from None
 
     def _view(self) -> View:
