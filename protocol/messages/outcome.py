@@ -41,8 +41,8 @@ class Prefilled(Message):
 
 @message
 class StepAbandoned(Message):
-    """The worker left the step because the epoch word changed, or found it changed before it began; nothing it wrote
-    counts.
+    """The worker left the step: the epoch word changed, or the loader would not take its demand; nothing it wrote
+    counts. When the epoch is still the present one the coordinator advances it, so that the other members leave too.
 
     step: as in the request
     epoch: as in the request
