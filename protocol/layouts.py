@@ -294,7 +294,7 @@ def board(*, processes: int) -> Layout:
         LINE_WORDS,
         by="supervisor",
         to="coordinator, monitor",
-        ordering="incarnation before pid (release); both before the epoch is advanced",
+        ordering="incarnation before the fork; both, of a lost process, before the epoch is advanced (release)",
     )
     fields.add(
         "memory",

@@ -12,11 +12,10 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.services.parts import DEMAND, GATE, PREFETCH, REST
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
-GATE, REST = 0, 1
-DEMAND, PREFETCH, WARM_UP = 0, 1, 2
 
 
 class Abandoned(Exception):

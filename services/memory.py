@@ -102,10 +102,6 @@ class RunMemory:
         """The items of a field, flat."""
         return self.mappings[segment].view(field)
 
-    def pointer(self, kind: str, segment: str, field: str) -> object:
-        """A cffi pointer to a field; it keeps the mapping alive."""
-        return ffi.from_buffer(kind, self.view(segment, field))
-
 
 class Epoch:
     """The epoch word, and everything that sleeps under it."""

@@ -1,7 +1,7 @@
 """What every service does besides its work: greet the coordinator, beat, drain, and notice that a peer was restarted.
 
-One thread per process: it waits for messages, does the work they ask for, and answers. While it computes, the board
-line tells what it is at; a beat goes out between two pieces of work and at least every BEAT_MS when idle.
+One thread per process: it waits for messages, does the work they ask for, and answers. While it computes the
+coordinator knows that it owes an answer; a beat goes out between two pieces of work, and every BEAT_MS when idle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from neuronpipe.protocol.messages.lifecycle import (
     Hello,
     Ready,
     Reject,
-    State,
     Welcome,
 )
 from neuronpipe.protocol.version import VERSION
@@ -58,7 +57,6 @@ class Service:
         self._beat_due = 0.0
         self._hello_due = 0.0
         self.step = 0
-        self.counters: dict[str, float] = {}
 
     def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
         """Call `readable` whenever the channel or descriptor can be read."""
@@ -102,12 +100,8 @@ class Service:
                 self.answer(self._hello)
                 self._hello_due = now + 1.0
         elif now >= self._beat_due:
-            self.beat("ready")
+            self.answer(Beat(role=self.role, index=self.index, state="ready", step=self.step, counters={}))
             self._beat_due = now + BEAT_MS / 1000
-
-    def beat(self, state: State) -> None:
-        """A sign of life."""
-        self.answer(Beat(role=self.role, index=self.index, state=state, step=self.step, counters=self.counters))
 
     def _take(self, message: Message, handle: Callable[[Message], None]) -> None:
         match message:

@@ -14,8 +14,9 @@ from neuronpipe.protocol.messages.loader import Fetch
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import DEMAND, Abandoned, Damaged, Member, Place, View
+from neuronpipe.services.member import Abandoned, Damaged, Member, Place, View
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.parts import DEMAND
 
 log = logging.getLogger(__name__)
 

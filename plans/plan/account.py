@@ -8,7 +8,7 @@ from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import Manifest
 
 MIB = 1 << 20
-# Measured on the demo (PSS summed over all processes, weights and segments taken off): see README, "Interpreters".
+# Measured on the demo, with some room: see plans/README.md, "Interpreters".
 INTERPRETER_BASE_BYTES = 34 * MIB
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 # A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).

@@ -17,7 +17,8 @@ def _whole_words(name: str, packed: bytes) -> None:
 @message
 class Fetch(Message):
     """From a worker: load these clusters. There is no answer; the residency words change and the arrivals word wakes
-    the waiters. Clusters that are present or under way already are passed over, as is one that is out of range.
+    the waiters. Clusters that are present or under way already are passed over. A list that names
+    a cluster outside the package is dropped as a whole: its sender is broken.
 
     part: 0 gate, 1 rest
     clusters: residency word indices, little-endian uint32

@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal
 
-GATE: Final = 0
-REST: Final = 1
 MOST_IDS_PER_MESSAGE: Final = 1 << 20  # 4 MiB packed; a frame holds 16
 
 

@@ -17,9 +17,10 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
-from neuronpipe.services.cache.core import GATE, REST, FreeSlots, Region, packed
+from neuronpipe.services.cache.core import FreeSlots, Region, packed
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.parts import GATE, REST
 from neuronpipe.services.service import Service
 
 RETRY_MS = 1
@@ -64,7 +65,7 @@ class CacheService:
         self._members = len(windows) // 2
         self._windows = ffi.from_buffer("uint64_t[]", windows)
         self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
-        self._generation_word = self._memory.view("residency", "generation")
+        self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False
         self._reset_at = 0.0
@@ -80,8 +81,8 @@ class CacheService:
 
     def _reset(self) -> None:
         """A new generation: the loader forgets its slots, and what it says of older ones no longer counts."""
-        self._generation = int(self._generation_word[0]) + 1
-        self._generation_word[0] = self._generation
+        self._generation = int(lib.np_word_load(self._generation_word)) + 1
+        lib.np_word_store(self._generation_word, self._generation)
         self._settled = False
         self._reset_at = time.monotonic()
         self._link.send(Reset(generation=self._generation))

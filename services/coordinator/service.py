@@ -23,6 +23,7 @@ from neuronpipe.protocol.messages.event import Life, StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.core import Core
@@ -87,7 +88,10 @@ class CoordinatorService:
         self._board_memory = self._memory.view("board", "memory")
         self._board_flash = self._memory.view("board", "flash")
         self._flash_at_start: dict[str, tuple[int, int]] = {}
+        self._sent: Step | Prefill | None = None
         self._sent_at = 0.0
+        self._sent_flash = (0, 0)
+        self._misses = 0.0
         self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
@@ -151,6 +155,7 @@ class CoordinatorService:
             case StepDone() | Prefilled():
                 self._seats.credits.give_back(peer)
                 seat.step = message.step
+                self._misses += message.counters.get("gate_missed", 0.0) + message.counters.get("rest_missed", 0.0)
                 self._handle(Left(name, message.step, message.epoch, True, message.counters))
             case StepAbandoned():
                 self._seats.credits.give_back(peer)
@@ -213,7 +218,8 @@ class CoordinatorService:
             case Tell(client, message):
                 self._tell(client.decode(), message)
             case SendStep(seats, message):
-                self._sent_at = time.monotonic()
+                self._sent, self._sent_at, self._sent_flash = message, time.monotonic(), self._flash_now()
+                self._misses = 0.0
                 self._epoch.reset_barrier()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
                 if not all(assigned):
@@ -223,6 +229,7 @@ class CoordinatorService:
                 self._tokens += len(draws)
                 return Sampled(tuple(self._draw(draw) for draw in draws))
             case Likelihoods(targets):
+                self._publish_step()
                 return Measured(
                     tuple(
                         -lib.np_log_probability(self._row(row), self._vocabulary, target)
@@ -286,11 +293,19 @@ class CoordinatorService:
         return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
 
     def _publish_step(self) -> None:
-        if self._events.watched:
-            ms = round(1000 * (time.monotonic() - self._sent_at), 3)
-            self._events.send(
-                StepEvent(step=self._core.steps, batch=len(self._core.works), ms=ms, misses=0, read_bytes=0)
+        """Tell monitors of the step that was just done."""
+        if self._sent is None or not self._events.watched:
+            return
+        self._events.send(
+            StepEvent(
+                step=self._sent.step,
+                batch=len(self._sent.tokens),
+                prefill=isinstance(self._sent, Prefill),
+                ms=round(1000 * (time.monotonic() - self._sent_at), 3),
+                misses=int(self._misses),
+                read_bytes=self._flash_now()[0] - self._sent_flash[0],
             )
+        )
 
     def _send(self, peer: str, message: Message) -> None:
         """Send to a service. One that has vanished is the supervisor's business: it advances the epoch."""

@@ -23,10 +23,9 @@ from neuronpipe.protocol.messages.loader import Fetch, Grant, Reset, Warm
 from neuronpipe.services.job import Job
 from neuronpipe.services.loader.fixed import load_fixed
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.parts import GATE, PREFETCH, REST, WARM_UP
 from neuronpipe.services.service import Service
 
-GATE, REST = 0, 1
-DEMAND, PREFETCH, WARM_UP = 0, 1, 2
 UNKNOWN_GENERATION_MS = 50
 log = logging.getLogger(__name__)
 
