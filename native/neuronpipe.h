@@ -56,6 +56,13 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
 /* y[j] += a * w[j] for the n weights of one row. */
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 
+/* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows. */
+void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
+                      const void *activation, float *out);
+
+/* y[j] += a[r] * w[r][j] for r = 0, 1, ... in this order, with the bits of np_add_row for each in turn. */
+void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
+
 /* w[j] as float32. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);
 
@@ -182,6 +189,60 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
 /* Of the clusters [first, end): append those whose word is absent or loading to `ids` (absent ones only) and return the count of
  * absent ones; referenced bit is set on present ones. *failed gets the first failed cluster or -1. */
 size_t np_words_missing(uint32_t *words, uint32_t first, uint32_t end, uint32_t *ids, int64_t *failed);
+
+/* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
+/* A ring in shared memory from one worker to the loader. An entry is a word index (24 bits) and what is wanted of it.
+ *   word      written by   ordering
+ *   tail      worker       release, after the entries below it; counts entries ever put, modulo 2^32
+ *   head      loader       release, after it has read the entries below it
+ *   asleep    loader: 1 before it sleeps, then looks at every tail again; worker: 0 when it rings. Sequentially consistent */
+enum {
+    NP_REQUEST_WORD_MASK = 0xffffff,
+    NP_REQUEST_GATE = 0x1000000,
+    NP_REQUEST_REST = 0x2000000,    /* with the gate: one read of both */
+    NP_REQUEST_PREFETCH = 0x4000000 /* a guess; without it the step waits for the cluster */
+};
+typedef struct {
+    uint32_t *tail, *head; /* each on a cache line of its own */
+    uint32_t *entries;     /* [capacity] */
+    uint32_t capacity;     /* a power of two */
+    uint32_t *asleep;      /* one for all rings of a loader */
+    int32_t doorbell;      /* a descriptor to write one byte to when the loader sleeps; -1: none */
+} np_requests;
+/* Put up to `count` entries, ring the doorbell if the loader sleeps. Returns how many there was room for. */
+uint32_t np_requests_put(const np_requests *requests, const uint32_t *entries, uint32_t count);
+
+/* ---- trace (trace/) ---------------------------------------------------------------------------------------------- */
+/* A ring of the latest spans of one process; it writes, anybody reads. next: spans ever put (release, after the span). */
+typedef struct {
+    uint64_t start_ns, end_ns; /* CLOCK_MONOTONIC */
+    uint16_t kind, layer;
+    uint32_t value;            /* what the kind says: clusters, bytes, tokens */
+    uint64_t step;
+} np_span;
+typedef struct {
+    uint64_t *next;
+    np_span *spans;    /* [capacity] */
+    uint32_t capacity; /* a power of two; 0: no trace */
+    uint32_t unused;
+} np_trace;
+enum {
+    NP_SPAN_STEP = 1,    /* a whole step; value: tokens */
+    NP_SPAN_QKV = 2,     /* heads of queries, keys, values */
+    NP_SPAN_ATTEND = 3,
+    NP_SPAN_PROJECT = 4,
+    NP_SPAN_PREDICT = 5, /* value: neurons predicted */
+    NP_SPAN_NEURONS = 6, /* computing neurons of blocks; value: neurons fired */
+    NP_SPAN_COMBINE = 7,
+    NP_SPAN_LOGITS = 8,
+    NP_SPAN_MEET = 9,    /* waiting for other members */
+    NP_SPAN_FLASH = 10,  /* waiting for clusters to arrive; value: blocks still to come */
+    NP_SPAN_READ = 11,   /* loader: reads in flight; value: bytes landed */
+    NP_SPAN_EVICT = 12   /* cache: value: slots freed */
+};
+uint64_t np_trace_now(void);
+/* A span that started at start_ns and ends now. */
+void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns);
 
 /* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
 /* Takes cluster ids, claims their words, reads them into free slots, verifies checksums, publishes them, wakes waiters.

@@ -48,6 +48,15 @@ void np_add_row(int type, const void *quants, const void *scales, size_t n, floa
     if (np_quant_bytes(type, n)) np_isa_current()->add_row[type](quants, scales, n, a, y);
 }
 
+void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
+                      const void *activation, float *out) {
+    for (size_t r = 0; r < rows; r++) np_dot_rows(type, quants[r], scales[r], 1, n, activation, 0, 1, NULL, out + r, 1);
+}
+
+void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y) {
+    for (size_t r = 0; r < rows; r++) np_add_row(type, quants[r], scales[r], n, a[r], y);
+}
+
 /* Products of an fp16 scale and a small integer are exact, so that this needs no version for each instruction set. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w) {
     if (type == NP_F16) {
