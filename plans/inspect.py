@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.layout import Part
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 
@@ -51,6 +52,9 @@ def describe(package: Package) -> dict[str, Any]:
         },
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.activity_by_layer is None else list(manifest.activity_by_layer),
+        "gate_fired_by_layer": None if manifest.gate_fired_by_layer is None else list(manifest.gate_fired_by_layer),
+        "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
+        "workload": None if manifest.workload is None else asdict(manifest.workload),
     }
 
 
@@ -71,6 +75,7 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     for name, (dtype, dimensions) in tensors.items():
         kind = "vectors" if len(dimensions) == 1 else name.split(".")[0]
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
+    kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
     cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, shape.width))
     kinds["neurons"] = cluster_bytes * shape.neurons * shape.layers * shape.experts // layout.cluster_neurons
     kinds["padding"] = manifest.files["bundles.bin"].bytes - kinds["neurons"]
@@ -104,9 +109,26 @@ def render(description: dict[str, Any]) -> str:
         *(f"  {kind:<10} {error:>8.3%}" for kind, error in description["quantization_error"].items()),
     ]
     if (activity := description["activity_by_layer"]) is not None:
-        lines += ["", "Neurons that fire, by layer (measured)"]
+        lines += ["", "Active neurons by layer (measured)"]
         lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
+    if (predictor := description["predictor"]) is not None:
+        lines += ["", *_predictor_lines(predictor)]
+    if (workload := description["workload"]) is not None:
+        lines += ["", f"Workload presets (seed {workload['seed']})"]
+        lines += [f"  {name:<12} tokens {a:>7,} to {a + n - 1:,}" for name, (a, n) in workload["presets"].items()]
     return "\n".join(lines)
+
+
+def _predictor_lines(predictor: dict[str, Any]) -> list[str]:
+    sides = " and ".join(predictor["sides"])
+    head = f"Predictor of {sides}, rank {predictor['rank']}, {predictor['quantization']}, reads {predictor['reads']}"
+    lines = [f"{head} ({predictor['calibration_tokens']:,} calibration tokens; held-out figures)"]
+    lines += [f"  {'layer':>5} {'recall':>8} {'precision':>10} {'predicted':>10} {'per active':>11}"]
+    for number, layer in enumerate(predictor["by_layer"]):
+        ratio = layer["recall"] / layer["precision"] if layer["precision"] else 0.0
+        shares = f"{layer['recall']:>8.1%} {layer['precision']:>10.1%} {layer['predicted']:>10.1%}"
+        lines.append(f"  {number:>5} {shares} {ratio:>11.2f}")
+    return lines
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:

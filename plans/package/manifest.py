@@ -15,18 +15,23 @@ from typing import Any, Literal
 from neuronpipe.plans.package.layout import Layout, Quantization
 
 FORMAT = "neuronpipe-package"
-VERSION = 1
-MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS = (
+VERSION = 2
+MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR = (
     "manifest.json",
     "tokenizer.json",
     "fixed.safetensors",
     "bundles.bin",
     "checksums.bin",
+    "predictor.safetensors",
 )
-HASHED_FILES = (TOKENIZER, FIXED, CHECKSUMS)
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 
+SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
+
 Activation = Literal["relu", "drelu", "relu2", "silu"]
+Side = Literal["gate", "up"]
+PredictorInput = Literal["attention", "feed_forward"]
+Hidden = Literal["none", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 
@@ -68,6 +73,45 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictorQuality:
+    """How well one layer's neurons were predicted on held-out text; each a share 0..1.
+
+    recall: of the active neurons, those predicted. precision: of the predicted, those active. predicted: of all
+    neurons, those predicted. Predicted per active is recall / precision.
+    """
+
+    recall: float
+    precision: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predictor:
+    """What predictor.safetensors computes; plans/README.md states the arithmetic.
+
+    reads: the normed input of the layer's attention, or of its feed-forward. sides: whose signs are predicted; both
+    must be positive. hidden: what happens to the rank-vector before it is prepared as an activation.
+    """
+
+    rank: int
+    quantization: Quantization
+    reads: PredictorInput
+    sides: tuple[Side, ...]
+    hidden: Hidden
+    calibration_tokens: int
+    by_layer: tuple[PredictorQuality, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token
+    of a preset walks on through it, one id at a time."""
+
+    seed: int
+    presets: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class FileEntry:
     """Size and hash of one file; bundles.bin has no hash, its clusters have checksums."""
 
@@ -90,7 +134,10 @@ class Manifest:
     layout: Layout
     files: Mapping[str, FileEntry]
     quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
-    activity_by_layer: tuple[float, ...] | None  # mean firing share, when it was measured
+    activity_by_layer: tuple[float, ...] | None  # mean share of active neurons, when it was measured
+    gate_fired_by_layer: tuple[float, ...] | None = None  # mean share of gates above zero, measured on the same text
+    predictor: Predictor | None = None
+    workload: Workload | None = None
     id: str = ""
 
     @property
@@ -153,4 +200,23 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
     }
     if manifest.activity_by_layer is not None:
         values["activity"] = {"mean_by_layer": list(manifest.activity_by_layer)}
-    return values
+        if manifest.gate_fired_by_layer is not None:
+            values["activity"]["gate_fired_by_layer"] = list(manifest.gate_fired_by_layer)
+    if manifest.predictor is not None:
+        values["predictor"] = asdict(manifest.predictor)
+    if manifest.workload is not None:
+        values["workload"] = {
+            "seed": manifest.workload.seed,
+            "presets": {
+                name: {"first_token": first, "tokens": tokens}
+                for name, (first, tokens) in manifest.workload.presets.items()
+            },
+        }
+    return {name: _as_json(value) for name, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    """The same value with tuples as lists, as it comes back from a file."""
+    if isinstance(value, dict):
+        return {key: _as_json(inner) for key, inner in value.items()}
+    return [_as_json(inner) for inner in value] if isinstance(value, list | tuple) else value

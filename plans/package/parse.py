@@ -14,9 +14,10 @@ from neuronpipe.plans.package.manifest import (
     ERROR_KINDS,
     FIXED,
     FORMAT,
-    HASHED_FILES,
     MANIFEST,
+    PREDICTOR,
     QUANTIZATIONS,
+    SOURCE_KINDS,
     TOKENIZER,
     VERSION,
     Activation,
@@ -24,8 +25,10 @@ from neuronpipe.plans.package.manifest import (
     Manifest,
     Shape,
     Source,
+    Workload,
     identity,
 )
+from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.protocol.errors import UserError
 
 MOST_MANIFEST_BYTES = 4 << 20
@@ -42,23 +45,33 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     if record.value("format") != FORMAT:
         record.fail("format", f"is not {FORMAT!r}: this is no package")
     if record.value("version") != VERSION:
-        record.fail("version", f"is not {VERSION}, which this release reads; convert the model again")
+        record.fail(
+            "version",
+            f"is not {VERSION}, which this release reads; convert the model again: "
+            "`neuronpipe convert SOURCE PACKAGE --overwrite`",
+        )
     record.choice("architecture", "llama")
     shape = _parse_shape(record.record("shape"))
     quantization = cast(Quantization, record.choice("quantization", *QUANTIZATIONS))
+    activation = cast(Activation, record.choice("activation", *ACTIVATIONS))
+    activity = _parse_activity(record.record("activity"), shape.layers) if record.has("activity") else (None, None)
+    predictor = parse_predictor(record.record("predictor"), shape, activation) if record.has("predictor") else None
     manifest = Manifest(
         name=record.text("name"),
         source=_parse_source(record.record("source")),
-        activation=cast(Activation, record.choice("activation", *ACTIVATIONS)),
+        activation=activation,
         quantization=quantization,
         shape=shape,
         attention_bias=record.boolean("attention_bias"),
         tied_embeddings=record.boolean("tied_embeddings"),
         end_tokens=_parse_end_tokens(record.record("special_tokens"), shape.vocabulary),
         layout=_parse_layout(record.record("layout"), shape, quantization),
-        files=_parse_files(record.record("files")),
+        files=_parse_files(record.record("files"), predicted=predictor is not None),
         quantization_error=_parse_errors(record.record("quantization_error")),
-        activity_by_layer=_parse_activity(record.record("activity"), shape.layers) if record.has("activity") else None,
+        activity_by_layer=activity[0],
+        gate_fired_by_layer=activity[1],
+        predictor=predictor,
+        workload=_parse_workload(record.record("workload"), shape.vocabulary) if record.has("workload") else None,
         id=record.text("id"),
     )
     record.finish()
@@ -74,7 +87,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _parse_source(record: Record) -> Source:
-    source = Source(record.choice("kind", "huggingface", "gguf"), record.text("name"), record.text("architecture"))
+    source = Source(record.choice("kind", *SOURCE_KINDS), record.text("name"), record.text("architecture"))
     record.finish()
     return source
 
@@ -179,11 +192,11 @@ def _check_layout(layout: Layout, stride: int, shape: Shape, quantization: Quant
             end = stop
 
 
-def _parse_files(record: Record) -> dict[str, FileEntry]:
+def _parse_files(record: Record, *, predicted: bool) -> dict[str, FileEntry]:
     files = {}
-    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS):
+    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *((PREDICTOR,) if predicted else ())):
         entry = record.record(name)
-        sha256 = entry.text("sha256") if name in HASHED_FILES else None
+        sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
             entry.fail("sha256", "expected 64 hexadecimal digits")
         files[name] = FileEntry(entry.integer("bytes", 0, 1 << 50), sha256)
@@ -198,14 +211,33 @@ def _parse_errors(record: Record) -> dict[str, float]:
     return errors
 
 
-def _parse_activity(record: Record, layers: int) -> tuple[float, ...]:
-    values = record.items("mean_by_layer")
+def _parse_activity(record: Record, layers: int) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
+    active = _parse_shares(record, "mean_by_layer", layers)
+    fired = _parse_shares(record, "gate_fired_by_layer", layers) if record.has("gate_fired_by_layer") else None
     record.finish()
+    return active, fired
+
+
+def _parse_shares(record: Record, name: str, layers: int) -> tuple[float, ...]:
+    values = record.items(name)
     if len(values) != layers or not all(
         isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= 1 for v in values
     ):
-        record.fail("mean_by_layer", f"expected {layers} shares between 0 and 1")
+        record.fail(name, f"expected {layers} shares between 0 and 1")
     return tuple(float(v) for v in values)
+
+
+def _parse_workload(record: Record, vocabulary: int) -> Workload:
+    presets, ranges = {}, record.record("presets")
+    for name in ranges.names():
+        place = ranges.record(name)
+        first = place.integer("first_token", 0, vocabulary - 1)
+        presets[name] = (first, place.integer("tokens", 1, vocabulary - first))
+        place.finish()
+    ranges.finish()
+    workload = Workload(seed=record.integer("seed", 0, 1 << 62), presets=presets)
+    record.finish()
+    return workload
 
 
 def require_package(path: Path) -> None:

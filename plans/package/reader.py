@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from neuronpipe.plans.package.fixed import fixed_tensors
-from neuronpipe.plans.package.manifest import BUNDLES, CHECKSUMS, FIXED, HASHED_FILES, MANIFEST, TOKENIZER, Manifest
+from neuronpipe.plans.package.manifest import BUNDLES, CHECKSUMS, FIXED, MANIFEST, PREDICTOR, TOKENIZER, Manifest
 from neuronpipe.plans.package.parse import read_manifest, require_package
+from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError
 
@@ -54,38 +55,29 @@ class Package:
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
         """Where each fixed tensor lies; exactly the tensors that the manifest's shape calls for."""
-        manifest, entries = self.manifest, read_header(self.fixed_path)
+        manifest = self.manifest
         expected = fixed_tensors(
             manifest.shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings
         )
-        for name in sorted(expected.keys() | entries.keys()):
-            found = (entries[name].dtype, entries[name].shape) if name in entries else None
-            if found != expected.get(name):
-                raise UserError(
-                    f"{self.fixed_path}: {name}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}"
-                )
-        self._require_alignment(entries)
-        return entries
+        return _checked_tensors(self.fixed_path, expected)
 
-    def _require_alignment(self, entries: dict[str, TensorEntry]) -> None:
-        """The engine reads the tensors where they lie, as arrays of their element type."""
-        data_start = min(entry.start for entry in entries.values())
-        if data_start % DATA_ALIGNMENT_BYTES:
-            raise UserError(
-                f"{self.fixed_path}: header: the data start at byte {data_start}, no multiple of "
-                f"{DATA_ALIGNMENT_BYTES}; convert the model again"
-            )
-        for name, entry in entries.items():
-            if entry.start % DTYPE_BYTES[entry.dtype]:
-                raise UserError(
-                    f"{self.fixed_path}: {name}: {entry.dtype} at byte {entry.start} is not aligned; "
-                    "convert the model again"
-                )
+    @property
+    def predictor_path(self) -> Path:
+        """The predictor's factors; there is no such file when the manifest has no predictor."""
+        return self.path / PREDICTOR
+
+    @cached_property
+    def predictor(self) -> dict[str, TensorEntry] | None:
+        """Where each tensor of the predictor lies in its file; None when the package has no predictor."""
+        if self.manifest.predictor is None:
+            return None
+        return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.shape, self.manifest.predictor))
 
     def verify_fixed(self) -> None:
-        """Compare the tokenizer, the fixed tensors and the table of checksums with the manifest's hashes."""
-        for name in HASHED_FILES:
-            if sha256_of(self.path / name) != self.manifest.files[name].sha256:
+        """Compare the tokenizer, the fixed tensors, the table of checksums and the predictor, when there is one, with
+        the manifest's hashes."""
+        for name, entry in self.manifest.files.items():
+            if entry.sha256 is not None and sha256_of(self.path / name) != entry.sha256:
                 raise UserError(
                     f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again"
                 )
@@ -105,6 +97,32 @@ class Package:
         if hashlib.sha256(data).hexdigest() != self.manifest.files[CHECKSUMS].sha256:
             raise UserError(f"{file}: does not match the manifest's sha256: damaged; convert the model again")
         return data
+
+
+def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
+    """Where the tensors of a safetensors file lie: exactly the expected ones, each aligned to its elements."""
+    entries = read_header(path)
+    for name in sorted(expected.keys() | entries.keys()):
+        found = (entries[name].dtype, entries[name].shape) if name in entries else None
+        if found != expected.get(name):
+            raise UserError(f"{path}: {name}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}")
+    _require_alignment(path, entries)
+    return entries
+
+
+def _require_alignment(path: Path, entries: dict[str, TensorEntry]) -> None:
+    """The engine reads the tensors where they lie, as arrays of their element type."""
+    data_start = min(entry.start for entry in entries.values())
+    if data_start % DATA_ALIGNMENT_BYTES:
+        raise UserError(
+            f"{path}: header: the data start at byte {data_start}, no multiple of {DATA_ALIGNMENT_BYTES}; "
+            "convert the model again"
+        )
+    for name, entry in entries.items():
+        if entry.start % DTYPE_BYTES[entry.dtype]:
+            raise UserError(
+                f"{path}: {name}: {entry.dtype} at byte {entry.start} is not aligned; convert the model again"
+            )
 
 
 def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:

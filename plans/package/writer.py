@@ -18,7 +18,6 @@ from neuronpipe.plans.package.manifest import (
     BUNDLES,
     CHECKSUMS,
     FIXED,
-    HASHED_FILES,
     MANIFEST,
     TOKENIZER,
     FileEntry,
@@ -140,7 +139,7 @@ class PackageWriter:
         path = self._directory.path
         (path / TOKENIZER).write_bytes(tokenizer)
         files = {
-            name: FileEntry((path / name).stat().st_size, sha256_of(path / name) if name in HASHED_FILES else None)
+            name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
             for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS)
         }
         manifest = replace(self._manifest, files=files, quantization_error=quantization_error).sealed()

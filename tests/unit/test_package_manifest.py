@@ -50,7 +50,8 @@ def one_block_of(neurons: int) -> dict[str, int]:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another format": (lambda m: m.update(format="zip"), "format: is not"),
-    "a later version": (lambda m: m.update(version=2), "version: is not 1"),
+    "a later version": (lambda m: m.update(version=3), "version: is not 2"),
+    "the first version": (lambda m: m.update(version=1), r"version: is not 2, .*`neuronpipe convert SOURCE PACKAGE"),
     "an unknown activation": (lambda m: m.update(activation="gelu"), "activation: 'gelu' is not one of"),
     "an unknown quantization": (lambda m: m.update(quantization="q5"), "quantization: 'q5'"),
     "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),

@@ -1,0 +1,64 @@
+"""Reading the manifest's section `predictor`: what predictor.safetensors computes and how well it was measured."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
+from neuronpipe.plans.package.manifest import (
+    QUANTIZATIONS,
+    Activation,
+    Hidden,
+    Predictor,
+    PredictorInput,
+    PredictorQuality,
+    Shape,
+    Side,
+)
+
+MOST_RANK = 1 << 16
+
+
+def parse_predictor(record: Record, shape: Shape, activation: Activation) -> Predictor:
+    """The predictor, checked against the model. Raises UserError naming the file and the field."""
+    if activation == "silu":
+        record.fail("sides", "silu neurons always fire; there is nothing to predict")
+    predictor = Predictor(
+        rank=record.integer("rank", GROUP_WEIGHTS, MOST_RANK),
+        quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
+        reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward")),
+        sides=_parse_sides(record, activation),
+        hidden=cast(Hidden, record.choice("hidden", "none", "relu")),
+        calibration_tokens=record.integer("calibration_tokens", 0, 1 << 50),
+        by_layer=_parse_quality(record, shape.layers),
+    )
+    record.finish()
+    if predictor.rank % GROUP_WEIGHTS:
+        record.fail("rank", f"{predictor.rank} is no multiple of {GROUP_WEIGHTS}")
+    if predictor.quantization != "f16" and shape.width % GROUP_WEIGHTS:
+        record.fail("quantization", f"{predictor.quantization} needs a width that is a multiple of {GROUP_WEIGHTS}")
+    return predictor
+
+
+def _parse_sides(record: Record, activation: Activation) -> tuple[Side, ...]:
+    sides = record.items("sides")
+    if sides not in (["gate"], ["gate", "up"]):
+        record.fail("sides", "expected gate, or gate and up")
+    if "up" in sides and activation != "drelu":
+        record.fail("sides", f"the sign of up decides nothing with {activation}")
+    return tuple(sides)
+
+
+def _parse_quality(record: Record, layers: int) -> tuple[PredictorQuality, ...]:
+    items = record.items("by_layer")
+    if len(items) != layers or not all(isinstance(item, dict) for item in items):
+        record.fail("by_layer", f"expected {layers} objects")
+    quality = []
+    for number, item in enumerate(items):
+        entry = Record(item, record.where, f"predictor.by_layer[{number}].")
+        quality.append(
+            PredictorQuality(*(entry.number(name, 0.0, 1.0) for name in ("recall", "precision", "predicted")))
+        )
+        entry.finish()
+    return tuple(quality)

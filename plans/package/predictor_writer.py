@@ -1,0 +1,119 @@
+"""Giving a package a predictor: the file first, the manifest that names it last. Every state between is a package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.package.manifest import MANIFEST, PREDICTOR, FileEntry, Manifest, Predictor, Side
+from neuronpipe.plans.package.predictor import predictor_tensors
+from neuronpipe.plans.package.reader import Package, sha256_of
+from neuronpipe.plans.package.safetensors_header import build_header
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SideFactor:
+    """One side's encoded rows [neurons, rank] and its bias float32 [neurons]."""
+
+    rows: Rows
+    bias: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """One layer's predictor: encoded input rows [rank, width], and what each predicted side multiplies them with."""
+
+    input: Rows
+    sides: Mapping[Side, SideFactor]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Shares 0..1 by layer, measured on the text that the predictor was judged on."""
+
+    mean_by_layer: tuple[float, ...]
+    gate_fired_by_layer: tuple[float, ...]
+
+
+def write_predictor(
+    package: Package, predictor: Predictor, layers: Sequence[LayerFactors], activity: Activity
+) -> Package:
+    """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor.
+
+    The manifest's id changes. A process that is killed meanwhile leaves the package as it was, or without a predictor.
+    Raises UserError for what the disk refuses.
+    """
+    manifest = package.manifest
+    try:
+        if manifest.predictor is not None:
+            _write_manifest(package.path, _without_predictor(manifest))
+        partial = package.path / f".{PREDICTOR}.partial-{os.getpid()}"
+        try:
+            _write_tensors(partial, manifest, predictor, layers)
+            partial.rename(package.predictor_path)
+        finally:
+            partial.unlink(missing_ok=True)
+        entry = FileEntry(package.predictor_path.stat().st_size, sha256_of(package.predictor_path))
+        _write_manifest(
+            package.path,
+            replace(
+                manifest,
+                files={**manifest.files, PREDICTOR: entry},
+                predictor=predictor,
+                activity_by_layer=activity.mean_by_layer,
+                gate_fired_by_layer=activity.gate_fired_by_layer,
+            ).sealed(),
+        )
+    except OSError as error:
+        raise UserError(f"{package.predictor_path}: cannot be written: {error.strerror}") from None
+    return Package.open(package.path)
+
+
+def _without_predictor(manifest: Manifest) -> Manifest:
+    files = {name: entry for name, entry in manifest.files.items() if name != PREDICTOR}
+    return replace(manifest, files=files, predictor=None).sealed()
+
+
+def _write_tensors(path: Path, manifest: Manifest, predictor: Predictor, layers: Sequence[LayerFactors]) -> None:
+    header, entries = build_header(predictor_tensors(manifest.shape, predictor))
+    with path.open("wb") as file:
+        file.write(header)
+        for number, layer in enumerate(layers):
+            name = f"layers.{number}.predictor"
+            tensors: dict[str, NDArray[np.generic]] = _encoded(f"{name}.input", layer.input)
+            for side, factor in layer.sides.items():
+                tensors |= _encoded(f"{name}.{side}", factor.rows)
+                tensors[f"{name}.{side}.bias"] = factor.bias.astype("<f4")
+            for tensor, data in tensors.items():
+                if data.nbytes != entries[tensor].stop - entries[tensor].start:
+                    raise ValueError(f"{tensor}: {data.nbytes} bytes do not fill its shape")
+                file.seek(entries[tensor].start)
+                file.write(np.ascontiguousarray(data).data)
+        file.truncate(max(entry.stop for entry in entries.values()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _encoded(name: str, rows: Rows) -> dict[str, NDArray[np.generic]]:
+    quants: dict[str, NDArray[np.generic]] = {f"{name}.quants": rows.quants}
+    return quants | ({f"{name}.scales": rows.scales} if rows.scales.size else {})
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    partial = directory / f".{MANIFEST}.partial-{os.getpid()}"
+    with partial.open("wb") as file:
+        file.write(manifest.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(directory / MANIFEST)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
