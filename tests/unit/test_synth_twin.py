@@ -1,0 +1,94 @@
+"""The twin for engines that read GGUF: our own reader accepts it, and its weights are finite and of sensible size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.synth.twin import LEAST_VOCABULARY, write_twin
+from neuronpipe.protocol.errors import UserError
+from tokenizers import Tokenizer
+
+TINY = Shape(
+    width=256,
+    neurons=320,
+    layers=2,
+    experts=1,
+    query_heads=4,
+    key_heads=2,
+    head_width=64,
+    vocabulary=600,
+    context_tokens=512,
+    norm_epsilon=2.0**-17,  # GGUF keeps float32
+    window_tokens=0,
+)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("twin") / "tiny.gguf"
+    write_twin(path, TINY, seed=3)
+    return path
+
+
+def test_our_own_reader_finds_the_shape_and_every_tensor(twin: Path) -> None:
+    with open_gguf(twin, Options()) as checkpoint:
+        assert checkpoint.shape == TINY
+        assert (checkpoint.activation, checkpoint.tied_embeddings) == ("silu", False)
+        assert checkpoint.end_tokens == (2,)
+
+
+def test_encodings_are_those_of_the_q4_0_preset(twin: Path) -> None:
+    with open_gguf(twin, Options()) as checkpoint:
+        encodings = {name: {part.encoding for part in parts} for name, parts in checkpoint.matrices.items()}
+        assert encodings.pop("output") == {"Q6_K"}
+        assert all(found == {"Q4_0"} for found in encodings.values())
+
+
+def test_rows_have_a_length_near_one_and_lean_to_no_side(twin: Path) -> None:
+    with open_gguf(twin, Options()) as checkpoint:
+        for name, parts in checkpoint.matrices.items():
+            rows = np.concatenate([part.values(np.arange(part.rows, dtype=np.int64)) for part in parts])
+            lengths = np.linalg.norm(rows, axis=1)  # values() refuses what is not finite
+            assert 0.8 < lengths.mean() < 1.25, name
+            assert abs(rows.mean()) < 0.01, name
+
+
+def test_the_tokenizer_reads_numbers_as_single_tokens(twin: Path) -> None:
+    with open_gguf(twin, Options()) as checkpoint:
+        tokenizer = Tokenizer.from_str(checkpoint.tokenizer.decode())
+    assert tokenizer.get_vocab_size() == TINY.vocabulary
+    first = LEAST_VOCABULARY
+    assert tokenizer.encode("0 7 12 329", add_special_tokens=False).ids == [first, first + 7, first + 12, first + 329]
+
+
+def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_path: Path) -> None:
+    for seed, same in ((3, True), (4, False)):
+        write_twin(tmp_path / "again.gguf", TINY, seed)
+        assert ((tmp_path / "again.gguf").read_bytes() == twin.read_bytes()) == same
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 288}, "width is 288, no multiple of 256 as Q6_K needs"),
+        ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
+        ({"vocabulary": 200}, "vocabulary is 200; a twin's tokenizer needs 270"),
+        ({"experts": 8}, "experts is 8"),
+        ({"window_tokens": 128}, "window_tokens is 128"),
+    ],
+)
+def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, int], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        write_twin(tmp_path / "t.gguf", replace(TINY, **changes), seed=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere/t\.gguf: cannot be written: No such file"):
+        write_twin(tmp_path / "nowhere" / "t.gguf", TINY, seed=0)
