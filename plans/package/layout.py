@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PAGE_BYTES = 4096
+SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
 MOST_CLUSTER_NEURONS = 64
 MOST_WASTE = 0.25
@@ -85,6 +86,12 @@ class Layout:
         yield "rest", "down.quants", self.down_quants, quants
         yield self.scales_part, "up.scales", self.up_scales, scales
         yield self.scales_part, "down.scales", self.down_scales, scales
+
+    def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
+        """Bytes of a memory slot for this part: up to the end of its last piece, in whole cache lines. Offsets within
+        a slot are those within the part; the part's padding is not kept."""
+        end = max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part)
+        return -(-end // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 def _place(quantization: Quantization, width: int, count: int) -> tuple[int, int, Part]:

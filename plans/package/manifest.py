@@ -145,6 +145,16 @@ class Manifest:
         """Clusters of the whole package: entries of checksums.bin and residency words of one part."""
         return self.shape.layers * self.shape.experts * self.layout.clusters
 
+    @property
+    def gate_slot_bytes(self) -> int:
+        """Bytes of a memory slot for a gate part: what is used of it, in whole cache lines."""
+        return self.layout.slot_bytes("gate", self.quantization, self.shape.width)
+
+    @property
+    def rest_slot_bytes(self) -> int:
+        """Bytes of a memory slot for a rest part."""
+        return self.layout.slot_bytes("rest", self.quantization, self.shape.width)
+
     def sealed(self) -> Manifest:
         """The same manifest with its id."""
         return replace(self, id=identity(_without_id(self)))

@@ -53,6 +53,22 @@ def test_pieces_neither_overlap_nor_leave_their_part(quantization: Quantization,
     assert layout.gate_part_bytes % PAGE_BYTES == layout.rest_part_bytes % PAGE_BYTES == 0
 
 
+def test_a_slot_of_a_7b_gate_at_q4_leaves_the_padding_of_its_page_behind() -> None:
+    layout = compute_layout("q4", 4096, 14336, "source")
+    assert layout.slot_bytes("gate", "q4", 4096) == 2816  # 2048 quants and three rows of 256 scale bytes
+    assert layout.slot_bytes("rest", "q4", 4096) == 4096
+
+
+@given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
+def test_slots_hold_every_piece_in_whole_cache_lines(quantization: Quantization, width: int, neurons: int) -> None:
+    layout = compute_layout(quantization, width, neurons, "source")
+    slots = {"gate": layout.slot_bytes("gate", quantization, width), "rest": layout.slot_bytes("rest", quantization, width)}
+    assert all(offset + size <= slots[part] for part, _, offset, size in layout.pieces(quantization, width))
+    assert slots["gate"] % 64 == slots["rest"] % 64 == 0
+    assert slots["gate"] <= layout.gate_part_bytes
+    assert slots["rest"] <= layout.rest_part_bytes
+
+
 @given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
 def test_blocks_hold_whole_clusters_and_cover_the_layer(quantization: Quantization, width: int, neurons: int) -> None:
     layout = compute_layout(quantization, width, neurons, "source")
