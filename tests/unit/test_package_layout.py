@@ -62,7 +62,10 @@ def test_a_slot_of_a_7b_gate_at_q4_leaves_the_padding_of_its_page_behind() -> No
 @given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
 def test_slots_hold_every_piece_in_whole_cache_lines(quantization: Quantization, width: int, neurons: int) -> None:
     layout = compute_layout(quantization, width, neurons, "source")
-    slots = {"gate": layout.slot_bytes("gate", quantization, width), "rest": layout.slot_bytes("rest", quantization, width)}
+    slots = {
+        "gate": layout.slot_bytes("gate", quantization, width),
+        "rest": layout.slot_bytes("rest", quantization, width),
+    }
     assert all(offset + size <= slots[part] for part, _, offset, size in layout.pieces(quantization, width))
     assert slots["gate"] % 64 == slots["rest"] % 64 == 0
     assert slots["gate"] <= layout.gate_part_bytes
