@@ -21,6 +21,8 @@ VERBS = {
     "down": "stop a run",
     "convert": "make a package from a Hugging Face directory or a GGUF file",
     "inspect": "show what a package holds and how it lies on flash",
+    "profile": "count which neurons fire on a text, and give a package a predictor of them",
+    "synth": "make a synthetic package with a real model's shape and activation statistics",
     "plan": "show or write the plan for a package on this device",
     "perplexity": "measure how well a package predicts a text",
     "doctor": "check this machine and say what to do about it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -64,26 +65,63 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
     return result
 
 
-class ReferenceEngine:
-    """Computes with a package's decoded weights, a layer at a time."""
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer while it is computed: the normed inputs of attention and feed-forward [tokens, width], Gate and Up
+    [neurons, width] and their values [tokens, neurons], and the inner activations (zero: the neuron did not fire)."""
 
-    def __init__(self, package: Package) -> None:
+    layer: int
+    attention_input: Array
+    feed_forward_input: Array
+    gate: Array
+    up: Array
+    gate_values: Array
+    up_values: Array
+    inner: Array
+
+
+Mask = Callable[[LayerRun], np.ndarray]
+
+
+class ReferenceEngine:
+    """Computes with a package's decoded weights, a layer at a time.
+
+    observe is shown every layer. mask, bool [tokens, neurons] of a layer, says which neurons take part: predicted mode.
+    """
+
+    def __init__(
+        self, package: Package, *, observe: Callable[[LayerRun], None] | None = None, mask: Mask | None = None
+    ) -> None:
         self._manifest, self._weights = package.manifest, PackageWeights(package)
+        self._observe, self._mask = observe, mask
 
     def run(self, tokens: Sequence[int]) -> Result:
         """Logits after each token of one text, from its start; and the firing counts."""
+        hidden, fired = self.hidden([tokens])
+        return Result(self.logits(hidden), fired)
+
+    def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
+        """The residual stream after the last layer [tokens of all texts, width], every text from its own start, and the
+        firing counts int64 [layers, neurons]."""
         shape = self._manifest.shape
-        self._check(tokens, shape)
-        x = self._weights.matrix("embedding")[np.asarray(tokens)]
-        angles = np.arange(len(tokens), dtype=np.float32)[:, None] * self._weights.vector("rope.inverse_frequency")
+        for tokens in texts:
+            self._check(tokens, shape)
+        x = self._weights.matrix("embedding")[np.concatenate([np.asarray(tokens) for tokens in texts])]
         fired = np.empty((shape.layers, shape.neurons), dtype=np.int64)
         for layer in range(shape.layers):
-            x = x + self._attention(layer, x, angles)
-            change, fired[layer] = self._feed_forward(layer, x)
+            attention_input = self._normed(f"layers.{layer}.attention_norm", x)
+            x = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            change, fired[layer] = self._feed_forward(layer, attention_input, x)
             x = x + change
-        x = rms_norm(x, self._weights.vector("output_norm"), shape.norm_epsilon)
+        return x, fired
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits [tokens, vocabulary] of the residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._manifest.tied_embeddings else "output")
-        return Result(x @ output.T, fired)
+        return self._normed("output_norm", hidden) @ output.T
+
+    def _normed(self, name: str, x: Array) -> Array:
+        return rms_norm(x, self._weights.vector(name), self._manifest.shape.norm_epsilon)
 
     def _check(self, tokens: Sequence[int], shape: Shape) -> None:
         if not 1 <= len(tokens) <= shape.context_tokens:
@@ -92,20 +130,26 @@ class ReferenceEngine:
             if not 0 <= token < shape.vocabulary:
                 raise UserError(f"token {token}: this package has ids 0 to {shape.vocabulary - 1}")
 
-    def _attention(self, layer: int, x: Array, angles: Array) -> Array:
+    def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         shape, weights, name = self._manifest.shape, self._weights, f"layers.{layer}"
-        normed = rms_norm(x, weights.vector(f"{name}.attention_norm"), shape.norm_epsilon)
         qkv = normed @ weights.matrix(f"{name}.qkv").T
         if self._manifest.attention_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
-        heads = qkv.reshape(len(x), -1, shape.head_width)
-        queries, keys, values = np.split(heads, (shape.query_heads, shape.query_heads + shape.key_heads), axis=1)
-        mixed = attend(rotate(queries, angles), rotate(keys, angles), values, shape.window_tokens)
-        return mixed.reshape(len(x), -1) @ weights.matrix(f"{name}.attention_output").T
+        frequency, mixed = weights.vector("rope.inverse_frequency"), []
+        for text in np.split(qkv.reshape(len(normed), -1, shape.head_width), np.cumsum(lengths)[:-1]):
+            queries, keys, values = np.split(text, (shape.query_heads, shape.query_heads + shape.key_heads), axis=1)
+            angles = np.arange(len(text), dtype=np.float32)[:, None] * frequency
+            mixed.append(attend(rotate(queries, angles), rotate(keys, angles), values, shape.window_tokens))
+        return np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
 
-    def _feed_forward(self, layer: int, x: Array) -> tuple[Array, np.ndarray]:
-        name = f"layers.{layer}.ffn_norm"
-        normed = rms_norm(x, self._weights.vector(name), self._manifest.shape.norm_epsilon)
+    def _feed_forward(self, layer: int, attention_input: Array, x: Array) -> tuple[Array, np.ndarray]:
+        normed = self._normed(f"layers.{layer}.ffn_norm", x)
         gate, up, down = self._weights.neurons(layer)
-        inner = ACTIVATION[self._manifest.activation](normed @ gate.T, normed @ up.T)
+        gate_values, up_values = normed @ gate.T, normed @ up.T
+        inner = ACTIVATION[self._manifest.activation](gate_values, up_values)
+        run = LayerRun(layer, attention_input, normed, gate, up, gate_values, up_values, inner)
+        if self._observe is not None:
+            self._observe(run)
+        if self._mask is not None:
+            inner = np.where(self._mask(run), inner, np.float32(0))
         return inner @ down, np.count_nonzero(inner, axis=0)

@@ -1,0 +1,166 @@
+"""A predictor without training: low-rank factors of Gate (and Up) that matter on a calibration text, and thresholds.
+
+Values of a side [tokens, neurons] are centred and divided by their deviation (D); their leading directions over
+neurons, V [neurons, rank], give the truncated singular value decomposition of the rows whitened by the inputs (SVDP)
+without forming a covariance: score = V · (V^T D G) · x. Where the predictor reads another vector than the
+feed-forward's, V^T D G is carried over to it by regression. Thresholds come last, on the scores of the quantized
+factors: a neuron is predicted where it is active with a probability above c, and c is what gives the wanted recall over
+all neurons of the layer. A rare neuron thus needs no sample of its own firing: its deviation is known from every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from neuronpipe.plans.convert.quantize import encode
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import Hidden, Side
+from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.normal import quantile
+from neuronpipe.plans.reference.quantized import product
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+POWER_STEPS = 2
+SPARE_DIRECTIONS = 16
+PRIOR_FIRINGS = 2.0
+BISECTIONS = 24
+LEAST_DEVIATION = 1e-6
+LEAST_ACTIVITY = 0.003
+NEVER = np.float32(-1e30)  # a bias that no score reaches
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One layer on the calibration text: what the predictor reads [tokens, width], what the feed-forward reads, and per
+    predicted side its weights [neurons, width] and values [tokens, neurons]; active bool [tokens, neurons]."""
+
+    reads: Array
+    feed_forward: Array
+    weights: dict[Side, Array]
+    values: dict[Side, Array]
+    active: NDArray[np.bool_]
+
+
+def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall: float) -> LayerFactors:
+    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text."""
+    weight = np.sqrt(layer.active.mean(axis=0) + LEAST_ACTIVITY)  # what fires often costs more when it is missed
+    deviation = {
+        side: np.maximum(values.std(axis=0), LEAST_DEVIATION) / weight for side, values in layer.values.items()
+    }
+    scaled = np.concatenate(
+        [(values - values.mean(axis=0)) / deviation[side] for side, values in layer.values.items()], axis=1
+    )
+    directions = leading_directions(scaled, rank)
+    bounds = np.cumsum([0] + [len(deviation[side]) for side in layer.values])
+    parts = {side: directions[a:b] for side, a, b in zip(layer.values, bounds[:-1], bounds[1:], strict=True)}
+    rows = sum((parts[side] / deviation[side][:, None]).T @ layer.weights[side] for side in layer.values)
+    if layer.reads is not layer.feed_forward:
+        rows = carried_over(rows, layer.reads, layer.feed_forward)
+    mean = layer.reads.mean(axis=0)
+    rows = rows - np.outer(rows @ mean, mean) / (mean @ mean)  # the bias carries what every token has in common
+    return thresholds(
+        encode(quantization, rows.astype(np.float32)),
+        {side: encode(quantization, part.astype(np.float32)) for side, part in parts.items()},
+        layer,
+        quantization,
+        recall,
+    )
+
+
+def leading_directions(values: Array, rank: int) -> Array:
+    """The first `rank` right singular vectors of values [tokens, neurons] as [neurons, rank], randomized."""
+    count = min(rank + SPARE_DIRECTIONS, *values.shape)
+    random = np.random.default_rng(0)
+    basis = values.T @ random.standard_normal((len(values), count), dtype=np.float32)
+    for _ in range(POWER_STEPS):
+        basis = np.linalg.qr(basis)[0]
+        basis = values.T @ (values @ basis)
+    basis = np.linalg.qr(basis)[0]
+    turn = np.linalg.svd(values @ basis, full_matrices=False)[2]
+    directions = np.zeros((values.shape[1], rank), dtype=np.float32)
+    found = min(rank, count)
+    directions[:, :found] = basis @ turn[:found].T
+    return directions
+
+
+def carried_over(rows: Array, reads: Array, target: Array) -> Array:
+    """Rows that give from `reads` what `rows` give from `target`: each coordinate by its own slope, and what that
+    leaves by ridge regression, so that a short text does not invent relations."""
+    source, wanted = reads - reads.mean(axis=0), target - target.mean(axis=0)
+    power = np.square(source).sum(axis=0)
+    slope = (source * wanted).sum(axis=0) / np.maximum(power, LEAST_DEVIATION)
+    left = (wanted - source * slope) @ rows.T
+    tokens, width = source.shape
+    ridge = np.float32(power.mean() * max(0.01, width / tokens))
+    if tokens > width:
+        change = np.linalg.solve(source.T @ source + ridge * np.eye(width, dtype=np.float32), source.T @ left)
+    else:
+        change = source.T @ np.linalg.solve(source @ source.T + ridge * np.eye(tokens, dtype=np.float32), left)
+    return np.asarray(rows * slope + change.T)
+
+
+def scores(quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: Array) -> dict[Side, Array]:
+    """Each side's scores [tokens, neurons] with its bias, as the engines compute them."""
+    inner = product(quantization, factors.input, reads)
+    if hidden == "relu":
+        inner = np.maximum(inner, 0)
+    return {side: product(quantization, factor.rows, inner) + factor.bias for side, factor in factors.sides.items()}
+
+
+def thresholds(
+    rows: Rows,
+    sides: dict[Side, Rows],
+    layer: Calibration,
+    quantization: Quantization,
+    recall: float,
+    hidden: Hidden = "none",
+) -> LayerFactors:
+    """Factors with biases. Per neuron value ≈ slope · score + offset with a normal error, so that P(value > 0 | score)
+    is known; with one side of two, that is multiplied by how often the other side fires as well."""
+    plain = LayerFactors(rows, {side: SideFactor(part, np.zeros(1, np.float32)) for side, part in sides.items()})
+    raw = scores(quantization, plain, hidden, layer.reads)
+    lines = {side: _line(raw[side], layer.values[side]) for side in sides}
+    constant = {side: _constant(layer.values[side]) for side in sides}
+    fired = (layer.values["gate"] > 0).sum(axis=0)
+    both = np.ones(len(fired)) if "up" in sides else (layer.active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS)
+    if "up" not in sides:
+        both = np.minimum(both, 1.0)
+
+    def biases(least: float) -> dict[Side, Array]:
+        needed = np.minimum(least / both, 1.0)
+        result: dict[Side, Array] = {}
+        for side, (slope, offset, error) in lines.items():
+            with np.errstate(invalid="ignore"):
+                cut = (error * quantile(needed) - offset) / slope
+            bias = np.where(np.isfinite(cut), -cut, NEVER)
+            result[side] = np.where(constant[side] != 0, -NEVER * constant[side], bias).astype(np.float32)
+        return result
+
+    wanted, low, high = recall * max(1, layer.active.sum()), 1e-4, 0.9999
+    for _ in range(BISECTIONS):
+        least = float(np.sqrt(low * high))
+        found = layer.active.copy()
+        for side, bias in biases(least).items():
+            found &= raw[side] > -bias
+        low, high = (least, high) if found.sum() >= wanted else (low, least)
+    return LayerFactors(rows, {side: SideFactor(sides[side], bias) for side, bias in biases(low).items()})
+
+
+def _constant(value: Array) -> Array:
+    """1 for a neuron whose value is always the same and above zero, -1 where it is not above zero, 0 for all others."""
+    sign = np.where(value[0] > 0, np.float32(1), np.float32(-1))
+    return np.where(value.std(axis=0) <= LEAST_DEVIATION, sign, np.float32(0))
+
+
+def _line(score: Array, value: Array) -> tuple[Array, Array, Array]:
+    """slope, offset and error's deviation of value ≈ slope · score + offset, each [neurons]."""
+    score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
+    spread = np.maximum(score.var(axis=0), LEAST_DEVIATION**2)
+    slope = ((score - score_mean) * (value - value_mean)).mean(axis=0) / spread
+    slope = np.maximum(slope, LEAST_DEVIATION)
+    offset = value_mean - slope * score_mean
+    error = np.sqrt(np.maximum(value.var(axis=0) - np.square(slope) * spread, LEAST_DEVIATION**2))
+    return slope, offset, error

@@ -1,0 +1,147 @@
+"""Profiling a package: one pass of the reference engine over calibration and held-out text, a layer at a time, in which
+every layer's predictor is fitted on the one and judged on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
+from neuronpipe.plans.package.manifest import Predictor, PredictorInput, PredictorQuality, Side
+from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, write_predictor
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.predictor.fit import Calibration, fit_layer
+from neuronpipe.plans.predictor.judge import judge, predicted_neurons
+from neuronpipe.plans.predictor.texts import Texts, Window
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+SIDES: dict[str, tuple[Side, ...]] = {"gate": ("gate",), "both": ("gate", "up")}
+DEFAULT_RECALL = 0.98
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Candidate:
+    """One choice of sides with its rank, and what came out of it layer by layer."""
+
+    sides: tuple[Side, ...]
+    rank: int
+    factors: list[LayerFactors] = field(default_factory=list)
+    quality: list[PredictorQuality] = field(default_factory=list)
+
+    @property
+    def predicted(self) -> float:
+        """Share of neurons predicted, mean over layers: what is paid."""
+        return float(np.mean([layer.predicted for layer in self.quality]))
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The package with its predictor, the candidates that were tried (the chosen one first), and held-out perplexity of
+    the exact and of the predicted model, both by the reference engine."""
+
+    package: Package
+    candidates: list[Candidate]
+    exact_perplexity: float
+    predicted_perplexity: float
+
+
+def profile(
+    package: Package,
+    texts: Texts,
+    *,
+    rank: int,
+    quantization: Quantization = "q8",
+    recall: float = DEFAULT_RECALL,
+    reads: PredictorInput = "feed_forward",
+    sides: str = "auto",
+    progress: Progress | None = None,
+) -> Profiled:
+    """Fit, judge and write a predictor. sides: `gate`, `both` or `auto`: with drelu both sides are tried, and the gate
+    alone with the bytes of both; what predicts fewer neurons at this recall is kept. Raises UserError."""
+    manifest, shape = package.manifest, package.manifest.shape
+    if manifest.activation == "silu":
+        raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
+    if rank % GROUP_WEIGHTS or not 0 < rank <= shape.width:
+        raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {shape.width}")
+    candidates = _candidates(sides, rank, shape.width, shape.neurons, manifest.activation == "drelu")
+    cut = texts.calibration_tokens
+    mean: list[float] = []
+    gate_fired: list[float] = []
+
+    def observe(run: LayerRun) -> None:
+        inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
+        active = run.inner != 0
+        mean.append(round(float(active.mean()), 6))
+        gate_fired.append(round(float((run.gate_values > 0).mean()), 6))
+        for candidate in candidates:
+            factors = fit_layer(
+                _calibration(run, inputs, active, cut, candidate.sides), candidate.rank, quantization, recall
+            )
+            predicted = predicted_neurons(quantization, factors, "none", inputs[cut:])
+            candidate.factors.append(factors)
+            candidate.quality.append(judge(predicted, active[cut:]))
+        if progress is not None:
+            progress((run.layer + 1) * cut, shape.layers * cut)
+
+    exact = ReferenceEngine(package, observe=observe)
+    hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
+    candidates.sort(key=lambda candidate: candidate.predicted)
+    best = candidates[0]
+    predictor = Predictor(best.rank, quantization, reads, best.sides, "none", cut, tuple(best.quality))
+
+    def mask(run: LayerRun) -> NDArray[np.bool_]:
+        inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
+        return predicted_neurons(quantization, best.factors[run.layer], "none", inputs)
+
+    predicting = ReferenceEngine(package, mask=mask)
+    predicted_hidden, _ = predicting.hidden(texts.held_out)
+    return Profiled(
+        write_predictor(package, predictor, best.factors, Activity(tuple(mean), tuple(gate_fired))),
+        candidates,
+        _perplexity(exact, hidden[cut:], texts.held_out),
+        _perplexity(exact, predicted_hidden, texts.held_out),
+    )
+
+
+def _candidates(sides: str, rank: int, width: int, neurons: int, drelu: bool) -> list[Candidate]:
+    if sides == "both" and not drelu:
+        raise UserError("--sides both: only with drelu does the sign of up decide anything")
+    if sides != "auto":
+        return [Candidate(SIDES[sides], rank)]
+    if not drelu:
+        return [Candidate(SIDES["gate"], rank)]
+    same_bytes = rank * (width + 2 * neurons) // (width + neurons) // GROUP_WEIGHTS * GROUP_WEIGHTS
+    return [Candidate(SIDES["both"], rank), Candidate(SIDES["gate"], min(same_bytes, width))]
+
+
+def _calibration(
+    run: LayerRun, inputs: NDArray[np.float32], active: NDArray[np.bool_], cut: int, sides: tuple[Side, ...]
+) -> Calibration:
+    weights: dict[Side, NDArray[np.float32]] = {"gate": run.gate, "up": run.up}
+    values: dict[Side, NDArray[np.float32]] = {"gate": run.gate_values[:cut], "up": run.up_values[:cut]}
+    feed_forward = run.feed_forward_input[:cut]
+    return Calibration(
+        reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
+        feed_forward=feed_forward,
+        weights={side: weights[side] for side in sides},
+        values={side: values[side] for side in sides},
+        active=active[:cut],
+    )
+
+
+def _perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[Window]) -> float:
+    """Of every token but the first of each window."""
+    total, rated, start = 0.0, 0, 0
+    for window in texts:
+        logits = engine.logits(hidden[start : start + len(window) - 1]).astype(np.float64)
+        start += len(window)
+        top = logits.max(axis=1, keepdims=True)
+        spread = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
+        total += float((spread - logits[np.arange(len(logits)), np.asarray(window[1:])]).sum())
+        rated += len(logits)
+    return float(np.exp(total / max(1, rated)))

@@ -1,0 +1,84 @@
+"""What a predictor is fitted and judged on: windows of token ids, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
+from tokenizers import Tokenizer
+
+MOST_WINDOW_TOKENS = 512
+HELD_OUT_PART = 4  # one in so many windows is held out
+LEAST_TOKENS = 512
+
+Window = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows of token ids, each computed from its own start."""
+
+    calibration: Sequence[Window]
+    held_out: Sequence[Window]
+
+    @property
+    def calibration_tokens(self) -> int:
+        """Tokens of all calibration windows."""
+        return sum(map(len, self.calibration))
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Tokens of all held-out windows."""
+        return sum(map(len, self.held_out))
+
+
+def from_file(package: Package, path: Path, tokens: int) -> Texts:
+    """The first tokens of a UTF-8 text; its last windows are held out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text: {error}") from None
+    ids = Tokenizer.from_file(str(package.tokenizer_path)).encode(text).ids[: tokens + tokens // HELD_OUT_PART]
+    if len(ids) < LEAST_TOKENS:
+        raise UserError(f"{path}: {len(ids)} tokens; a predictor needs {LEAST_TOKENS} or more")
+    length = _window_tokens(package.manifest)
+    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    cut = max(1, len(windows) - max(1, len(windows) // (HELD_OUT_PART + 1)))
+    return Texts(windows[:cut], windows[cut:])
+
+
+def from_demo(package: Package, tokens: int) -> Texts:
+    """The demo model's corpus: a window from each of evenly spread documents, of the training and the held-out side."""
+    from neuronpipe.plans.demo.corpus import documents
+
+    tokenizer = Tokenizer.from_file(str(package.tokenizer_path))
+    length = _window_tokens(package.manifest)
+
+    def windows(wanted_tokens: int, *, held_out: bool) -> Sequence[Window]:
+        texts = list(documents(held_out=held_out))
+        count = max(1, wanted_tokens // length)
+        chosen = [tokenizer.encode(text).ids for text in texts[:: max(1, len(texts) // count)]]
+        middles = [ids[(len(ids) - length) // 2 :][:length] if len(ids) > length else ids for ids in chosen]
+        return [ids for ids in middles if len(ids) > 1][:count]
+
+    return Texts(windows(tokens, held_out=False), windows(tokens // HELD_OUT_PART, held_out=True))
+
+
+def from_workload(manifest: Manifest, tokens: int) -> Texts:
+    """A synthetic package's own trajectories: of each preset a first stretch, and another one held out."""
+    if manifest.workload is None:
+        raise UserError("this package has no workload; name a calibration text with --text FILE")
+    calibration, held_out = [], []
+    for first, count in manifest.workload.presets.values():
+        share = min(tokens // len(manifest.workload.presets), 2 * count // 3)
+        calibration.append(range(first, first + share))
+        held_out.append(range(first + share, first + share + max(2, share // HELD_OUT_PART)))
+    return Texts(calibration, held_out)
+
+
+def _window_tokens(manifest: Manifest) -> int:
+    return min(MOST_WINDOW_TOKENS, manifest.shape.context_tokens)

@@ -1,0 +1,167 @@
+"""Predictors are fitted from text alone, keep their recall on other text, and are judged as engines compute them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from neuronpipe.launch.verbs import profile as verb
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.package.manifest import Activation, Side
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.predictor.fit import NEVER, Calibration, carried_over, fit_layer, leading_directions
+from neuronpipe.plans.predictor.judge import judge, predicted_neurons
+from neuronpipe.plans.predictor.profile import profile
+from neuronpipe.plans.predictor.texts import Texts
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+
+WIDTH, NEURONS, TOKENS = 64, 256, 3000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Activation], Package]:
+    """tiny(activation) -> a package of random weights."""
+    directory = tmp_path_factory.mktemp("tiny")
+    source = write_checkpoint(directory / "source", TINY)
+    return lambda activation: convert(
+        source, directory / activation, quantization="q8", activation=activation, overwrite=True
+    )
+
+
+def layer(sides: tuple[Side, ...], *, spread: float, seed: int = 0) -> tuple[Calibration, Calibration]:
+    """A dReLU layer whose inputs have a spectrum falling by `spread` per coordinate: to fit on, and held out. Gates
+    fire rarely, by a steady first coordinate that acts as bias."""
+    random = np.random.default_rng(seed)
+    scale = np.exp(-spread * np.arange(WIDTH, dtype=np.float32))
+    gate, up = random.standard_normal((2, NEURONS, WIDTH), dtype=np.float32)
+    inputs = random.standard_normal((2 * TOKENS, WIDTH), dtype=np.float32) * scale
+    deviation = np.sqrt(np.square(gate * scale).sum(axis=1))
+    inputs[:, 0] = 3.0
+    gate[:, 0] = -1.3 / 3 * deviation
+    up[:, 0] = 0
+    values: dict[Side, np.ndarray] = {"gate": inputs @ gate.T, "up": inputs @ up.T}
+    active = (values["gate"] > 0) & (values["up"] > 0)
+    weights: dict[Side, np.ndarray] = {"gate": gate, "up": up}
+
+    def part(tokens: slice) -> Calibration:
+        read = inputs[tokens]
+        return Calibration(
+            read, read, {s: weights[s] for s in sides}, {s: values[s][tokens] for s in sides}, active[tokens]
+        )
+
+    return part(slice(0, TOKENS)), part(slice(TOKENS, None))
+
+
+@pytest.mark.parametrize("quantization", ["q4", "q8", "f16"])
+@pytest.mark.parametrize("sides", [("gate",), ("gate", "up")])
+def test_the_wanted_recall_holds_on_text_that_was_not_seen(quantization: str, sides: tuple[Side, ...]) -> None:
+    seen, held_out = layer(sides, spread=0.08)
+    factors = fit_layer(seen, 32, quantization, 0.97)  # type: ignore[arg-type]
+    quality = judge(predicted_neurons(quantization, factors, "none", held_out.reads), held_out.active)  # type: ignore[arg-type]
+    assert quality.recall == pytest.approx(0.97, abs=0.01)
+    # One side cannot know the other, which fires half of the time.
+    assert quality.recall / quality.precision < (1.6 if len(sides) == 2 else 2.8)
+
+
+def test_a_higher_rank_predicts_fewer_neurons_for_the_same_recall() -> None:
+    seen, held_out = layer(("gate", "up"), spread=0.05)
+    shares = [
+        judge(
+            predicted_neurons("q8", fit_layer(seen, rank, "q8", 0.97), "none", held_out.reads), held_out.active
+        ).predicted
+        for rank in (32, 64)
+    ]
+    assert shares[1] < 0.8 * shares[0]
+
+
+def test_neurons_that_never_fire_are_never_predicted_and_nothing_is_not_a_number() -> None:
+    seen, held_out = layer(("gate", "up"), spread=0.08)
+    seen.weights["gate"][:8] = 0
+    seen.values["gate"][:, :8] = 0
+    seen.active[:, :8] = False
+    factors = fit_layer(seen, 32, "q8", 0.97)
+    assert np.isfinite(decode("q8", factors.input)).all()
+    assert all(np.isfinite(factor.bias).all() and (factor.bias >= NEVER).all() for factor in factors.sides.values())
+    assert not predicted_neurons("q8", factors, "none", held_out.reads)[:, :8].any()
+
+
+def test_more_directions_than_tokens_or_neurons_are_filled_up_with_nothing() -> None:
+    values = np.random.default_rng(1).standard_normal((5, 40), dtype=np.float32)
+    directions = leading_directions(values, 32)
+    assert directions.shape == (40, 32)
+    np.testing.assert_allclose(values @ directions @ directions.T, values, atol=1e-4)
+    assert not directions[:, 5:].any()
+
+
+def test_rows_carried_over_to_an_earlier_vector_follow_what_attention_adds() -> None:
+    random = np.random.default_rng(2)
+    earlier = random.standard_normal((4000, 32), dtype=np.float32)
+    turn = random.standard_normal((32, 32), dtype=np.float32) / 8
+    rows = random.standard_normal((3, 32), dtype=np.float32)
+    carried = carried_over(rows, earlier, earlier * 0.5 + earlier @ turn)
+    np.testing.assert_allclose(earlier @ carried.T, (earlier * 0.5 + earlier @ turn) @ rows.T, atol=0.3)
+
+
+def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
+    package = Package.open(Path(shutil.copytree(tiny("drelu").path, tmp_path / "p")))
+    random, shape = np.random.default_rng(3), package.manifest.shape
+    length = min(64, shape.context_tokens)
+    windows = random.integers(0, shape.vocabulary, (10, length)).tolist()
+    profiled = profile(package, Texts(windows[:8], windows[8:]), rank=32, quantization="q8", sides="both")
+    predictor = profiled.package.manifest.predictor
+    assert predictor is not None
+    profiled.package.verify_fixed()
+    assert predictor.calibration_tokens == 8 * length
+    assert predictor.sides == ("gate", "up")
+    assert all(layer.recall > 0.7 for layer in predictor.by_layer)
+    active: list[float] = []
+
+    def observe(run: LayerRun) -> None:
+        active.append(float((run.inner != 0).mean()))
+
+    ReferenceEngine(package, observe=observe).hidden(windows)
+    assert profiled.package.manifest.activity_by_layer == pytest.approx(active, abs=1e-4)
+
+
+def test_masking_every_neuron_leaves_only_attention(tiny: Callable[[Activation], Package]) -> None:
+    package = tiny("drelu")
+    masked = ReferenceEngine(package, mask=lambda run: np.zeros(run.inner.shape, bool)).run([1, 2, 3])
+    assert not masked.fired.any()
+    assert np.isfinite(masked.logits).all()
+
+
+def test_bad_requests_are_one_line_for_a_person(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
+    relu = tiny("relu")
+    texts = Texts([[1, 2, 3]], [[1, 2]])
+    with pytest.raises(UserError, match=r"rank 48: takes multiples of 32"):
+        profile(relu, texts, rank=48)
+    with pytest.raises(UserError, match=r"--sides both: only with drelu"):
+        profile(relu, texts, rank=32, sides="both")
+    with pytest.raises(UserError, match=r"activation: silu neurons always fire"):
+        profile(tiny("silu"), texts, rank=32)
+
+
+def test_the_table_of_a_profile_names_every_candidate() -> None:
+    shares = {"recall": 0.97, "precision": 0.5, "predicted": 0.2}
+    result = {
+        "predictor": {"sides": ["gate"], "rank": 32, "quantization": "q8", "reads": "attention", "by_layer": [shares]},
+        "predictor_bytes": 1000,
+        "activity_by_layer": [0.1],
+        "gate_fired_by_layer": [0.2],
+        "candidates": [{"sides": ["gate", "up"], "rank": 32, "predicted": 0.2, "by_layer": []}],
+        "exact_perplexity": 8.0,
+        "predicted_perplexity": 8.04,
+    }
+    page = verb.render(json.loads(json.dumps(result)))
+    assert "97.0%" in page
+    assert "1.94" in page
+    assert "gate and up, rank 32: 20.0% of neurons predicted" in page
+    assert "+0.50%" in page
