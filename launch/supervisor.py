@@ -151,6 +151,7 @@ class Supervisor:
                 package=self._package,
                 plan=self._plan,
                 endpoints=self._directory.endpoints(),
+                doorbell=self._directory.doorbell,
                 segments=self._segments,
             )
             importlib.import_module(f"neuronpipe.services.{seat.role}.service").main(job)

@@ -209,7 +209,8 @@ typedef struct {
     uint32_t *asleep;      /* one for all rings of a loader */
     int32_t doorbell;      /* a descriptor to write one byte to when the loader sleeps; -1: none */
 } np_requests;
-/* Put up to `count` entries, ring the doorbell if the loader sleeps. Returns how many there was room for. */
+/* Put up to `count` entries, ring the doorbell if the loader sleeps. Returns how many there was room for. Who must put more waits
+ * for `head` to change: the loader wakes its sleepers when it has emptied a ring that was full. */
 uint32_t np_requests_put(const np_requests *requests, const uint32_t *entries, uint32_t count);
 
 /* ---- trace (trace/) ---------------------------------------------------------------------------------------------- */
@@ -259,7 +260,10 @@ typedef struct {
     const uint32_t *checksums;          /* crc32c of each cluster's part, cluster_count entries */
 } np_loader_part;
 typedef struct {
-    uint64_t reads, bytes, checksum_failures, io_errors, already_there;
+    uint64_t reads, bytes, checksum_failures, io_errors;
+    uint64_t refused; /* entries of rings that name no cluster or no part */
+    uint64_t dropped; /* prefetches for which there was no room */
+    uint64_t already_there;
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
@@ -275,7 +279,18 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
  * first on: fewer than count when the queue of this part and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t count, int priority, uint32_t flags);
-/* Submit what can be submitted, reap what is done, publish. A read that failed is made again, as a demand: after an I/O error at most
+/* Take requests from these rings at every turn from now on, and wait for their doorbell and `asleep` word (the first ring's) in
+ * np_loader_serve. Rings may hold anything: what names no cluster of the package is counted as refused, and dropped by itself; a ring
+ * whose tail cannot be is emptied. A demand that finds its queue full stays in its ring. board: NULL, or where the first
+ * NP_LOADER_BOARD counters of the state are stored after every turn. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
+enum { NP_LOADER_BOARD = 6 };
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board);
+/* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be
+ * read, or when a quarter of the free slots of a part that there were at the call is used, or clusters begin to wait for
+ * slots; 0 after timeout_ms. Spins for at most spin_us, while reads are in flight, before it sleeps. NP_E_ARGUMENT; NP_E_IO when
+ * waiting fails. */
+int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t count, int timeout_ms, uint32_t spin_us);
+/* Take requests, submit what can be submitted, reap what is done, publish. A read that failed is made again, as a demand: after an I/O error at most
  * twice, after a wrong checksum once; the counters count each failure. Waits up to timeout_ms (-1: for ever) for one completion when any is in
  * flight. Call it until it returns 0 before sleeping on the reader's event descriptor.
  * Returns the number of clusters published or failed. */

@@ -289,6 +289,12 @@ class Poller:
         self._zmq.unregister(handle)
         del self._sources[handle]
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What the operating system may watch instead, right after `wait(0)` found nothing: one of these can be read
+        when there is something new, but only `wait(0)` knows what, if anything, it is."""
+        return tuple(one if isinstance(one, int) else one._socket.fileno() for one in self._sources.values())
+
     def wait(self, timeout_ms: int | None = None) -> list[Channel | int]:
         """The sources that can be read, none when the time (None: no limit) is over first. Read a channel until it
         yields None: its messages may have come as one."""

@@ -21,8 +21,11 @@ BOARD_WORDS = ("pid", "incarnation")
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""
 
-BOARD_FLASH = ("reads", "bytes", "checksum_failures", "io_errors")
+BOARD_FLASH = ("reads", "bytes", "checksum_failures", "io_errors", "refused", "dropped")
 """The 64-bit words of the board's flash line, in this order: what the loader did since it was started."""
+
+REQUEST_ENTRIES = 16384
+"""Entries of a member's ring of requests: what a whole layer of a 7B model misses. A power of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +150,11 @@ def slots(*, gate_slots: int, gate_part_bytes: int, rest_slots: int, rest_part_b
     return fields.layout()
 
 
-def residency(*, words: int, members: int) -> Layout:
-    """Which cluster is where. words: layers * experts * clusters, for each part; members: workers with a window,
-    decode workers first, then prefill workers."""
-    fields = Fields("residency", 3, {"words": words, "members": members})
+def residency(*, words: int, members: int, entries: int = REQUEST_ENTRIES) -> Layout:
+    """Which cluster is where, and which are wanted. words: layers * experts * clusters, for each part; members: workers
+    with a window and a ring of requests, decode workers first, then prefill workers; entries: of a ring, a power of
+    two."""
+    fields = Fields("residency", 3, {"words": words, "members": members, "entries": entries})
     fields.add(
         "arrivals",
         "u32",
@@ -192,6 +196,41 @@ def residency(*, words: int, members: int) -> Layout:
         by="each member its own, of either part",
         to="cache",
         ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
+    )
+    fields.add(
+        "request_tails",
+        "u32",
+        "members",
+        LINE_WORDS,
+        by="each member its own",
+        to="loader",
+        ordering="word 0 counts entries ever put; sequentially consistent, between the entries and a look at `asleep`",
+    )
+    fields.add(
+        "request_heads",
+        "u32",
+        "members",
+        LINE_WORDS,
+        by="loader",
+        to="each member its own",
+        ordering="word 0 counts entries ever taken; release, after they were read",
+    )
+    fields.add(
+        "requests",
+        "u32",
+        "members",
+        "entries",
+        by="each member its own, from its tail on",
+        to="loader",
+        ordering="the tail is advanced after the entries are there, the head after they were read",
+    )
+    fields.add(
+        "asleep",
+        "u32",
+        LINE_WORDS,
+        by="loader 1 before it sleeps, 0 after; a member 0 when it rings",
+        to="decode, prefill",
+        ordering="word 0, sequentially consistent; the loader looks at every tail between setting it and sleeping",
     )
     return fields.layout()
 

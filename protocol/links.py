@@ -66,13 +66,6 @@ CONTROL = Link(
     inward=_direction(256, "wait", *_LIFE_OF_A_SERVICE, *_FROM_WORKERS, *_FROM_CLIENTS),
     outward=_direction(1024, "refuse", *_TO_SERVICES, *_TO_CLIENTS),
 )
-LOADER = Link(
-    name="loader",
-    bound_by="loader",
-    connected_by=("decode", "prefill"),
-    inward=_direction(64, "wait", loader.Fetch),
-    outward=_direction(1, "refuse"),
-)
 CACHE = Link(
     name="cache",
     bound_by="loader",
@@ -87,4 +80,4 @@ EVENTS = Link(
     inward=_direction(1, "refuse"),
     outward=_direction(1024, "drop", event.Life, event.StepEvent, lifecycle.Beat),
 )
-LINKS = (CONTROL, LOADER, CACHE, EVENTS)
+LINKS = (CONTROL, CACHE, EVENTS)

@@ -1,8 +1,9 @@
 """The run directory: where a run's sockets, its logs and the file that describes it live, and nothing outlives it.
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
-    control, loader, cache, events
+    control, cache, events
                 sockets, one per link
+    doorbell    a FIFO: a byte in it wakes the loader
 
 Only its user can enter it. Whoever wants to attach reads run.json, checks that the supervisor it names is alive, and
 connects to the endpoints; segments are opened through the supervisor's descriptors.
@@ -25,6 +26,7 @@ SOCKET_PATH_MOST_BYTES = 107  # sun_path holds 108, with its end
 RUN_FILE = "run.json"
 RUN_FILE_MOST_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
+DOORBELL = "doorbell"
 
 
 @message
@@ -81,6 +83,7 @@ class RunDirectory:
                 directory._take_over()
             place.mkdir(mode=0o700, parents=False, exist_ok=True)
             place.chmod(0o700)
+            os.mkfifo(place / DOORBELL, 0o600)
             if not os.access(place, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
@@ -105,6 +108,12 @@ class RunDirectory:
         if len(live) > 1:
             raise UserError(f"several runs are live, name one of: {', '.join(str(found.path) for found, _ in live)}")
         return live[0]
+
+    @property
+    def doorbell(self) -> Path:
+        """The FIFO whose bytes wake the loader. Open it for reading and writing, so that neither open nor write ever
+        depends on the other side."""
+        return self.path / DOORBELL
 
     def endpoint(self, link: Link) -> str:
         """The address of a link of this run."""

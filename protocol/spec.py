@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
-from neuronpipe.protocol import codec, layouts, links, residency, run_directory, segments
+from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments
 from neuronpipe.protocol.codec import Message, Vocabulary, describe
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
 from neuronpipe.protocol.version import MAGIC, VERSION
@@ -154,6 +154,10 @@ def _residency() -> str:
     return bits + "\n" + _table(("from", "to", "by", "how"), residency.CHANGES)
 
 
+def _requests() -> str:
+    return _table(("bits", "name", "meaning"), requests.BITS)
+
+
 def _states() -> str:
     return "`" + "`, `".join(get_args(lifecycle.State)) + "`\n"
 
@@ -167,6 +171,7 @@ _BLOCKS: dict[str, Callable[[], str]] = {
     "segments": _segments,
     "board": _board,
     "residency": _residency,
+    "requests": _requests,
     "states": _states,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, Seat
@@ -20,4 +21,5 @@ class Job:
     package: Package
     plan: Plan
     endpoints: Mapping[str, str]
+    doorbell: Path
     segments: Mapping[str, Segment]

@@ -77,14 +77,23 @@ class Service:
             self.answer(Ready(role=self.role, index=self.index))
         self._available = True
 
-    def serve(self, handle: Callable[[Message], None], idle: Callable[[], int | None] = lambda: None) -> None:
+    def serve(
+        self,
+        handle: Callable[[Message], None],
+        idle: Callable[[], int | None] = lambda: None,
+        sleep: Callable[[tuple[int, ...], int], None] | None = None,
+    ) -> None:
         """Serve until drained. `handle` gets the messages that are not about life itself; `idle` runs before each wait
-        and may shorten it (milliseconds)."""
+        and may shorten it (milliseconds). `sleep`, where a service has work of its own, waits in the poller's place:
+        for one of these descriptors, for so many milliseconds at most."""
         while not self._draining:
             self._live()
             limit_ms = idle()
             wait_ms = BEAT_MS if limit_ms is None else min(limit_ms, BEAT_MS)
-            readable = self._poller.wait(wait_ms)
+            readable = self._poller.wait(0 if sleep else wait_ms)
+            if sleep and not readable:
+                sleep(self._poller.descriptors, wait_ms)
+                readable = self._poller.wait(0)
             for source, react in self._sources:
                 if source in readable:
                     react()

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol.channel import Connection, Context
-from neuronpipe.protocol.errors import Full
-from neuronpipe.protocol.links import LOADER
-from neuronpipe.protocol.messages.loader import Fetch
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.member import Abandoned, Damaged, Member, Place, View
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import DEMAND
+from neuronpipe.services.parts import GATE, PREFETCH
+from neuronpipe.services.rings import Rings
 
-log = logging.getLogger(__name__)
+ROOM_MS = 1000  # of waiting for room in the ring, before looking again
 
 
 class Worker:
-    """A member of steps with its connection to the loader. private: the residual stream and partial sums are this
+    """A member of steps with its ring of requests. private: the residual stream and partial sums are this
     process's own; otherwise they lie in the exchange segment, where the other members see them."""
 
-    def __init__(
-        self, job: Job, memory: RunMemory, context: Context, place: Place, window: int, *, private: bool
-    ) -> None:
-        self._loader = Connection(context, LOADER, job.endpoints["loader"], f"{job.seat.role}-{job.seat.index}")
+    def __init__(self, job: Job, memory: RunMemory, place: Place, window: int, *, private: bool) -> None:
+        self._rings = Rings(memory, job.doorbell)
+        self._ring = self._rings.of(window)
         self._epoch = 0
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
@@ -49,11 +44,7 @@ class Worker:
         positions: tuple[int, ...],
         logits: tuple[int, int] | None,
     ) -> StepDone | Prefilled | StepAbandoned | StepFailed:
-        """Compute the step and say how it went. logits: see Member.compute.
-
-        StepAbandoned of the present epoch says that this worker left on its own account, since it could not ask the
-        loader: the other members wait for it until the coordinator advances the epoch.
-        """
+        """Compute the step and say how it went. logits: see Member.compute."""
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         assert self._member is not None
         self._epoch = epoch
@@ -66,14 +57,19 @@ class Worker:
         return done(step=step, epoch=epoch, index=index, counters=self._member.counters())
 
     def _fetch(self, part: int, clusters: bytes, priority: int) -> None:
-        """Ask the loader. A prefetch that finds the queue full is let go; a demand raises Abandoned, though the epoch
-        is the same."""
-        try:
-            self._loader.send(Fetch(part=part, clusters=clusters, epoch=self._epoch, priority=priority))  # type: ignore[arg-type]
-        except Full:
-            if priority == DEMAND:
-                log.warning("the loader does not listen: leaving the step, though its epoch %d goes on", self._epoch)
-                raise Abandoned from None
+        """Ask the loader. A prefetch that finds the ring full is let go; a demand waits for room, until the epoch
+        changes (Abandoned)."""
+        bits = lib.NP_REQUEST_GATE if part == GATE else lib.NP_REQUEST_REST
+        bits |= lib.NP_REQUEST_PREFETCH if priority == PREFETCH else 0
+        entries = array("I", [cluster | bits for cluster in array("I", clusters)])
+        while entries:
+            head = self._ring.head[0]
+            del entries[: lib.np_requests_put(self._ring, ffi.from_buffer("uint32_t[]", entries), len(entries))]
+            if not entries or priority == PREFETCH:
+                return
+            waited = lib.np_word_wait(self._ring.head, head, self._epoch_word, self._epoch, 0, ROOM_MS)
+            if waited == lib.NP_E_EPOCH:
+                raise Abandoned
 
     def _view(self) -> View:
         memory, manifest = self._memory, self._job.package.manifest

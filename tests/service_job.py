@@ -27,9 +27,11 @@ def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]
         incarnation=0,
         package=package,
         plan=made,
-        endpoints={link: f"ipc://{folder}/{link}" for link in ("control", "loader", "cache")},
+        endpoints={link: f"ipc://{folder}/{link}" for link in ("control", "cache")},
+        doorbell=folder / "doorbell",
         segments={name: Segment.attach(one.layout, os.dup(one.fd)) for name, one in segments.items()},
     )
+    os.mkfifo(job.doorbell)
     memory = RunMemory.open("supervisor", segments)
     for segment in segments.values():
         segment.close()

@@ -221,11 +221,20 @@ static void submit(np_loader *loader)
 
 int np_loader_turn(np_loader *loader, int timeout_ms)
 {
+    np_loader_drain(loader);
     submit(loader);
     land_some(loader, !loader->unannounced && timeout_ms != 0, timeout_ms);
-    const int ended = announce(loader);
+    int ended = announce(loader);
     submit(loader); /* the flash stays busy while the caller looks for messages */
-    return ended + announce(loader);
+    ended += announce(loader);
+    if (loader->board) {
+        const np_loader_state *state = &loader->counters;
+        const uint64_t shown[NP_LOADER_BOARD] = {state->reads,     state->bytes,   state->checksum_failures,
+                                                 state->io_errors, state->refused, state->dropped};
+        for (int i = 0; i < NP_LOADER_BOARD; i++)
+            __atomic_store_n(&loader->board[i], shown[i], __ATOMIC_RELAXED);
+    }
+    return ended;
 }
 
 void np_loader_reset(np_loader *loader)

@@ -28,6 +28,12 @@ typedef struct {
     uint8_t *slot_states; /* [slot_count] NP_SLOT_* */
 } np_part_state;
 
+/* One worker's requests. The ring's own head is for the worker; what the loader goes by is its own. */
+typedef struct {
+    np_requests shared;
+    uint32_t head;
+} np_ring;
+
 typedef struct {
     uint64_t offset;
     uint32_t part, id, slot;
@@ -46,11 +52,19 @@ struct np_loader {
     uint64_t *offsets, *tags; /* [depth] the batch as the reader wants it, like the next two */
     uint32_t *bytes;
     void **targets;
+    np_ring *rings;           /* [ring_count] */
+    uint32_t ring_count;
+    uint64_t *board;          /* [NP_LOADER_BOARD] or NULL */
     uint32_t unannounced;     /* clusters published or failed since `arrivals` was last advanced */
     np_loader_state counters; /* its gauges are filled in by np_loader_read_state */
 };
 
 /* Wait for everything in flight and tell the workers. */
 void np_loader_land_all(np_loader *loader);
+
+/* Queue what the rings hold. */
+void np_loader_drain(np_loader *loader);
+/* Whether a ring holds something; sequentially consistent. */
+int np_loader_is_asked(const np_loader *loader);
 
 #endif

@@ -109,6 +109,7 @@ void np_loader_destroy(np_loader *loader)
         free(loader->parts[i].free);
         free(loader->parts[i].slot_states);
     }
+    free(loader->rings);
     free(loader->flights);
     free(loader->free_flights);
     free(loader->batch);

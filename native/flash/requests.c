@@ -1,4 +1,4 @@
-/* A worker's side of its request ring: what it misses, without a message.
+/* A worker's side of its request ring: what it misses, without a message. drain.c has the loader's side.
  *
  * No lost doorbell: the worker advances `tail` and then looks at `asleep`; the loader sets `asleep` and then looks at every
  * `tail`. Both orders are sequentially consistent, so at least one of them sees the other. */

@@ -17,9 +17,10 @@ class ResetDone(Message):
 
 @message
 class Stock(Message):
-    """How many granted slots are left, sent whenever that changed, after at most one turn of the loader. A loader
-    that was given no generation yet says so, every 50 ms, with generation 0; the first one of the present generation
-    says what `ResetDone` says, should that be lost.
+    """How many granted slots are left: sent when a quarter of them is used, when clusters begin to wait for slots, and
+    when anything has changed as another message is handled, at the latest with the next beat. A loader that was given
+    no generation yet says so, every 50 ms, with generation 0; the first one of the present generation says what
+    `ResetDone` says, should that be lost.
 
     generation: that of the last `Reset`; 0 before the first
     gate_free: free slots of part 0

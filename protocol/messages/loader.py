@@ -1,4 +1,4 @@
-"""What the loader receives: from workers the clusters they miss, from the cache free slots and what to load ahead."""
+"""What the loader receives from the cache: free slots, and what to load ahead."""
 
 from __future__ import annotations
 
@@ -12,27 +12,6 @@ Part = Literal[0, 1]
 def _whole_words(name: str, packed: bytes) -> None:
     if len(packed) % 4:
         raise ValueError(f"{name}: expected a multiple of 4 bytes")
-
-
-@message
-class Fetch(Message):
-    """From a worker: load these clusters. There is no answer; the residency words change and the arrivals word wakes
-    the waiters. Clusters that are present or under way already are passed over. A list that names
-    a cluster outside the package is dropped as a whole: its sender is broken.
-
-    part: 0 gate, 1 rest
-    clusters: residency word indices, little-endian uint32
-    epoch: epoch of the step that needs them; of an epoch that is over, a demand becomes a prefetch
-    priority: 0 the step waits for them, 1 a guess of what it will need
-    """
-
-    part: Part
-    clusters: bytes
-    epoch: int
-    priority: Literal[0, 1] = 0
-
-    def __post_init__(self) -> None:
-        _whole_words("clusters", self.clusters)
 
 
 @message

@@ -30,7 +30,7 @@ def main(job: Job) -> None:
         prefetch=False,
     )
     context = open_context()
-    worker = Worker(job, memory, context, place, seat.index, private=False)
+    worker = Worker(job, memory, place, seat.index, private=False)
     service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 

@@ -1,32 +1,33 @@
 """The loader: the only process that reads flash for neurons. One queue, direct I/O, deep submission.
 
-Workers send lists of clusters, the cache sends free slots. The native loader claims the clusters' words, reads into
-the slots, verifies checksums, publishes the words and wakes the waiters; Python only carries messages to it.
+Workers put what they miss into rings in shared memory, the cache sends free slots. The native loader empties the rings,
+claims the clusters' words, reads into the slots, verifies checksums, publishes the words and wakes the waiters, in one
+call that lasts until a message comes; Python only carries messages to it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from array import array
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
-from neuronpipe.protocol.layouts import BOARD_FLASH
-from neuronpipe.protocol.links import CACHE, LOADER
+from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
-from neuronpipe.protocol.messages.loader import Fetch, Grant, Reset, Warm
+from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.services.job import Job
 from neuronpipe.services.loader.fixed import load_fixed
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import GATE, PREFETCH, REST, WARM_UP
+from neuronpipe.services.parts import GATE, REST, WARM_UP
+from neuronpipe.services.rings import Rings
 from neuronpipe.services.service import Service
 
 UNKNOWN_GENERATION_MS = 50
+SPIN_US = 0  # cores are for the workers; an interrupt tells of a read
 log = logging.getLogger(__name__)
 
 
@@ -80,12 +81,17 @@ class Core:
             raise UserError(
                 f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
             )
+        self._attach(memory, job.doorbell)
         self._state = ffi.new("np_loader_state *")
 
-    @property
-    def event_fd(self) -> int:
-        """Readable when reads are complete."""
-        return int(lib.np_reader_event_fd(self._reader))
+    def _attach(self, memory: RunMemory, doorbell: Path) -> None:
+        """Let the native loader take requests from the members' rings."""
+        rings = Rings(memory, doorbell)
+        board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
+        members = ffi.new("np_requests[]", [rings.of(member)[0] for member in range(rings.members)])
+        self._keep += [rings, board]
+        if lib.np_loader_attach(self._loader, members, rings.members, board) < 0:
+            raise MemoryError("the loader's list of rings could not be allocated")
 
     def request(self, part: int, clusters: bytes, priority: int, flags: int = 0) -> None:
         """Queue clusters; those that are there or on their way are passed over."""
@@ -103,10 +109,14 @@ class Core:
         if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
             raise RuntimeError("the cache granted a slot that does not exist or is in use")
 
-    def turn(self) -> Any:
-        """Submit, reap, publish; returns the state after it."""
-        while lib.np_loader_turn(self._loader, 0) > 0:
-            pass
+    def serve(self, descriptors: tuple[int, ...], timeout_ms: int) -> None:
+        """Read, publish, sleep, until a descriptor can be read, the cache should hear how many slots are left, or time
+        is over."""
+        if lib.np_loader_serve(self._loader, descriptors, len(descriptors), timeout_ms, SPIN_US) < 0:
+            raise RuntimeError("the loader cannot wait for its descriptors")
+
+    def state(self) -> Any:
+        """Free slots, waiting clusters, counters."""
         lib.np_loader_read_state(self._loader, self._state)
         return self._state
 
@@ -122,12 +132,9 @@ class LoaderService:
         self._memory = RunMemory.open("loader", job.segments)
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
-        self._workers = Listener(self._context, LOADER, job.endpoints["loader"])
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
         load_fixed(job.package, self._memory.segments["fixed"])
         self._core = Core(job, self._memory)
-        self._board = self._memory.view("board", "flash")
-        self._epoch = ffi.from_buffer("uint32_t[]", self._memory.view("exchange", "epoch"))
         loaded = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "loaded"))
         lib.np_word_store(loaded, 1)
         lib.np_word_wake(loaded)
@@ -137,15 +144,13 @@ class LoaderService:
 
     def serve(self) -> None:
         """Serve until drained."""
-        self._service.add(self._workers, self._from_workers)
         self._service.add(self._cache, self._from_cache)
-        self._service.add(self._core.event_fd, self._drain_event)
-        self._service.serve(lambda message: None, self._turn)
+        self._service.serve(lambda message: None, self._tell_stock, self._core.serve)
         self._context.close()
 
-    def _turn(self) -> int | None:
-        """Before each wait: move reads along, tell the cache what is left, show the counters."""
-        state = self._core.turn()
+    def _tell_stock(self) -> int | None:
+        """Before each wait: tell the cache what is left."""
+        state = self._core.state()
         stock = Stock(
             generation=self._generation,
             gate_free=state.free_slots[GATE],
@@ -158,16 +163,7 @@ class LoaderService:
         if stock != self._told or self._generation == 0:
             self._told = stock
             self._tell(stock)
-        for index, name in enumerate(BOARD_FLASH):
-            self._board[index] = getattr(state, name)
         return UNKNOWN_GENERATION_MS if self._generation == 0 else None
-
-    def _from_workers(self) -> None:
-        while (received := self._workers.receive()) is not None:
-            _, fetch = received
-            assert isinstance(fetch, Fetch)
-            stale = fetch.epoch != lib.np_word_load(self._epoch)
-            self._core.request(fetch.part, fetch.clusters, PREFETCH if stale else fetch.priority)
 
     def _from_cache(self) -> None:
         while (received := self._cache.receive()) is not None:
@@ -194,11 +190,6 @@ class LoaderService:
             self._cache.send("cache-0", message)
         except (Lost, Full):
             self._told = None  # the cache is not there yet, or again; the next turn tells it
-
-    def _drain_event(self) -> None:
-        """Take the notice; the turn before the next wait reaps what it announced."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._core.event_fd, 8)
 
 
 def main(job: Job) -> None:

@@ -35,7 +35,7 @@ def main(job: Job) -> None:
         prefetch=not job.plan.memory.everything_resident,
     )
     context = open_context()
-    worker = Worker(job, memory, context, place, len(compute.decode_workers()) + seat.index, private=True)
+    worker = Worker(job, memory, place, len(compute.decode_workers()) + seat.index, private=True)
     service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 

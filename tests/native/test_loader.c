@@ -1,125 +1,6 @@
 /* The loader's core over a small bundle file: what arrives is right, what is damaged is marked, nothing is read twice or lost. */
-#include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
-#include "neuronpipe.h"
-#include "require.h"
+#include "bundles.h"
 #include "sync/clock.h"
-
-enum {
-    BASE = 4096,
-    GATE_BYTES = 4096,
-    REST_BYTES = 8192,
-    STRIDE = GATE_BYTES + REST_BYTES,
-    CLUSTERS = 96,
-    SLOTS = 40,
-    DEPTH = 8,
-    QUEUE = 64,
-};
-
-static const uint32_t part_bytes[2] = {GATE_BYTES, REST_BYTES};
-static char path[64];
-static int file;
-static uint8_t *file_bytes;
-static uint32_t checksums[2][CLUSTERS], words[2][CLUSTERS], arrivals, epoch;
-static uint8_t *slots[2];
-
-static const uint8_t *part_of_file(int part, uint32_t id)
-{
-    return file_bytes + BASE + (size_t)id * STRIDE + (part ? GATE_BYTES : 0);
-}
-
-static void write_bundles(void)
-{
-    const size_t bytes = BASE + (size_t)CLUSTERS * STRIDE;
-    const char *folder = getenv("TMPDIR");
-    char name[4096];
-    snprintf(name, sizeof name, "%s/bundles-XXXXXX", folder ? folder : "/tmp");
-    file = mkstemp(name);
-    REQUIRE(file >= 0);
-    unlink(name);
-    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
-    file_bytes = malloc(bytes);
-    uint32_t random = 5;
-    for (size_t i = 0; i < bytes; i++)
-        file_bytes[i] = (uint8_t)((random = random * 1664525u + 1013904223u) >> 24);
-    REQUIRE(pwrite(file, file_bytes, bytes, 0) == (ssize_t)bytes);
-    REQUIRE(fsync(file) == 0);
-    for (int part = 0; part < 2; part++) {
-        slots[part] = aligned_alloc(4096, (size_t)SLOTS * part_bytes[part]);
-        for (uint32_t id = 0; id < CLUSTERS; id++)
-            checksums[part][id] = np_crc32c(0, part_of_file(part, id), part_bytes[part]);
-    }
-}
-
-static void describe(np_loader_part *parts)
-{
-    for (int part = 0; part < 2; part++)
-        parts[part] = (np_loader_part){
-            .base_offset = BASE,
-            .stride_bytes = STRIDE,
-            .part_offset = part ? GATE_BYTES : 0,
-            .part_bytes = part_bytes[part],
-            .slot_count = SLOTS,
-            .slots = slots[part],
-            .words = words[part],
-            .cluster_count = CLUSTERS,
-            .checksums = checksums[part],
-        };
-}
-
-static np_reader *reader;
-
-static np_loader *start(const char *engine)
-{
-    int error = 0;
-    memset(words, 0, sizeof words);
-    reader = np_reader_open(path, engine, DEPTH, &error);
-    REQUIRE(reader != NULL);
-    np_loader_part parts[2];
-    describe(parts);
-    np_loader *loader = np_loader_create(reader, parts, &arrivals, QUEUE);
-    REQUIRE(loader != NULL);
-    return loader;
-}
-
-static void stop(np_loader *loader)
-{
-    np_loader_destroy(loader);
-    np_reader_close(reader);
-}
-
-static np_loader_state state_of(const np_loader *loader)
-{
-    np_loader_state state;
-    np_loader_read_state(loader, &state);
-    return state;
-}
-
-static void grant(np_loader *loader, int part, uint32_t first, uint32_t count)
-{
-    for (uint32_t slot = first; slot < first + count; slot++)
-        REQUIRE_EQUAL(np_loader_grant(loader, part, &slot, 1), 1);
-}
-
-static int run_dry(np_loader *loader)
-{
-    int ended = 0;
-    do
-        ended += np_loader_turn(loader, 10000);
-    while (state_of(loader).in_flight);
-    return ended;
-}
-
-static void require_present(int part, uint32_t id)
-{
-    REQUIRE_EQUAL(words[part][id] & NP_WORD_STATE_MASK, NP_WORD_PRESENT);
-    const uint32_t slot = words[part][id] & NP_WORD_SLOT_MASK;
-    REQUIRE(slot < SLOTS);
-    REQUIRE(memcmp(slots[part] + (size_t)slot * part_bytes[part], part_of_file(part, id), part_bytes[part]) == 0);
-}
 
 static void test_loads_what_is_asked(const char *engine)
 {
@@ -373,75 +254,6 @@ static void test_a_dead_loaders_claims_are_forgotten_after_a_while(void)
     stop(loader);
 }
 
-/* End to end: a worker thread asks through a mailbox, waits on arrivals and checks every byte under its window, while this thread is
- * loader and cache over fewer slots than clusters. */
-static uint64_t window;
-static struct {
-    pthread_mutex_t lock;
-    uint32_t ids[256], count;
-} mailbox = {.lock = PTHREAD_MUTEX_INITIALIZER};
-static uint32_t worker_done;
-
-static void *run_worker(void *argument)
-{
-    enum { STEPS = 300, SPAN = 6 };
-    uint32_t random = 9;
-    for (int step = 0; step < STEPS; step++) {
-        random = random * 1664525u + 1013904223u;
-        const uint32_t first = (random >> 8) % (CLUSTERS - SPAN);
-        np_long_store(&window, (uint64_t)first << 32 | (first + SPAN));
-        uint32_t ids[SPAN];
-        int64_t failed;
-        const size_t absent = np_words_missing(words[1], first, first + SPAN, ids, &failed);
-        REQUIRE_EQUAL(failed, -1);
-        pthread_mutex_lock(&mailbox.lock);
-        REQUIRE(mailbox.count + absent <= 256);
-        memcpy(mailbox.ids + mailbox.count, ids, absent * sizeof *ids);
-        mailbox.count += (uint32_t)absent;
-        pthread_mutex_unlock(&mailbox.lock);
-        for (uint32_t id = first; id < first + SPAN; id++)
-            for (;;) {
-                const uint32_t seen = np_word_load(&arrivals), value = np_word_look(&words[1][id]);
-                if ((value & NP_WORD_STATE_MASK) == NP_WORD_PRESENT) {
-                    const uint8_t *bytes = slots[1] + (size_t)(value & NP_WORD_SLOT_MASK) * REST_BYTES;
-                    REQUIRE(memcmp(bytes, part_of_file(1, id), REST_BYTES) == 0);
-                    break;
-                }
-                REQUIRE_EQUAL(np_word_wait(&arrivals, seen, &epoch, 0, 0, 20000), NP_OK);
-            }
-        np_long_store(&window, 0);
-    }
-    np_word_store(&worker_done, 1);
-    return NULL;
-}
-
-static void test_worker_loader_and_cache_together(const char *engine)
-{
-    np_loader *loader = start(engine);
-    grant(loader, 1, 0, 12);
-    np_word_store(&worker_done, 0);
-    pthread_t worker;
-    REQUIRE(pthread_create(&worker, NULL, run_worker, NULL) == 0);
-    size_t hand = 0;
-    while (!np_word_load(&worker_done)) {
-        pthread_mutex_lock(&mailbox.lock);
-        REQUIRE_EQUAL(np_loader_request(loader, 1, mailbox.ids, mailbox.count, 0, 0), mailbox.count);
-        mailbox.count = 0;
-        pthread_mutex_unlock(&mailbox.lock);
-        if (state_of(loader).free_slots[1] < 4) {
-            uint32_t taken[4];
-            const size_t count = np_clock_take(words[1], CLUSTERS, &hand, &window, 1, 4, taken);
-            REQUIRE_EQUAL(np_loader_grant(loader, 1, taken, count), count);
-        }
-        np_loader_turn(loader, 1);
-    }
-    pthread_join(worker, NULL);
-    const np_loader_state state = state_of(loader);
-    REQUIRE(state.reads > SLOTS && state.checksum_failures == 0 && state.io_errors == 0); /* slots were used again */
-    printf("  %s: %llu reads for 300 windows\n", engine, (unsigned long long)state.reads);
-    stop(loader);
-}
-
 int main(void)
 {
     static const char *const engines[] = {"io_uring", "threads"};
@@ -459,17 +271,13 @@ int main(void)
         test_short_file_is_an_io_error(engines[i]);
         test_trouble_that_passes_costs_another_read(engines[i]);
         test_reset_leaves_no_word_loading(engines[i]);
-        test_worker_loader_and_cache_together(engines[i]);
     }
     test_nothing_is_read_twice();
     test_reset_keeps_demands();
     test_a_dead_loaders_claims_are_forgotten_after_a_while();
     test_waits_for_slots_and_takes_demands_first();
     test_full_queue_and_bad_arguments();
-    for (int part = 0; part < 2; part++)
-        free(slots[part]);
-    free(file_bytes);
-    close(file);
+    remove_bundles();
     printf("loader: all passed\n");
     return 0;
 }

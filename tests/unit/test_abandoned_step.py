@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-import pytest
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.channel import Connection, open_context
-from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.errors import Full
+from neuronpipe.protocol.layouts import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.member import Place
-from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.memory import Epoch, RunMemory
 from neuronpipe.services.worker import Worker
 
 from tests.service_job import make_job
 
 
-def test_a_step_left_for_a_loader_that_does_not_listen_leaves_nothing_in_the_next_ones_figures(
-    converted: Callable[..., Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_nothing_in_the_next_steps_figures(
+    converted: Callable[..., Package], tmp_path: Path
 ) -> None:
-    def full(connection: Connection, content: Message) -> None:
-        raise Full("loader link: the queue is full")
-
     def fill(first: int, end: int) -> None:
         for word in range(first, end):
             gate_words[word] = lib.NP_WORD_PRESENT  # of a slot of zeros: no neuron fires, no other part is needed
 
-    monkeypatch.setattr(Connection, "send", full)
     package = converted("relu2", "q8")
     job, memory = make_job("decode", package, tmp_path)
     gate_words, loaded = memory.view("residency", "gate_words"), memory.view("residency", "loaded")
+    tails, epoch = memory.view("residency", "request_tails"), Epoch(memory)
     loaded[0] = 1
+    tails[0] = full = REQUEST_ENTRIES  # of which a loader that does not listen has taken none
     compute = job.plan.compute
     place = Place(
         sequences=compute.sequences,
@@ -49,15 +46,19 @@ def test_a_step_left_for_a_loader_that_does_not_listen_leaves_nothing_in_the_nex
         prefetch=False,
     )
     step = Step(step=7, epoch=0, sequences=(0,), positions=(0,), tokens=(1,))
-    with open_context() as context:
-        worker = Worker(job, RunMemory.open("decode", job.segments), context, place, 0, private=False)
-        worker.wait_until_loaded()
-        fill(0, package.manifest.layout.clusters)  # the first layer, so that there is something to count
-        left = worker.answer(step, StepDone, step.sequences, step.positions, None)
-        assert left == StepAbandoned(step=7, epoch=0, index=0)
+    worker = Worker(job, RunMemory.open("decode", job.segments), place, 0, private=False)
+    worker.wait_until_loaded()
+    fill(0, package.manifest.layout.clusters)  # the first layer, so that there is something to count
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(worker.answer, step, StepDone, step.sequences, step.positions, None)
+        assert not wait([left], timeout=0.1).done
+        epoch.advance()
+        assert left.result(10) == StepAbandoned(step=7, epoch=0, index=0)
+    assert tails[0] == full
 
-        fill(0, package.manifest.words)
-        done = worker.answer(step, StepDone, step.sequences, step.positions, None)
-        assert isinstance(done, StepDone)
-        assert done.counters["gate_missed"] == 0
-        assert done.counters["gate_clusters"] == package.manifest.words
+    fill(0, package.manifest.words)
+    step = dataclasses.replace(step, epoch=1)
+    done = worker.answer(step, StepDone, step.sequences, step.positions, None)
+    assert isinstance(done, StepDone)
+    assert done.counters["gate_missed"] == 0
+    assert done.counters["gate_clusters"] == package.manifest.words

@@ -19,11 +19,11 @@ from neuronpipe.protocol.channel import (
 from neuronpipe.protocol.codec import Message, Vocabulary, encode
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.errors import Full, Lost, UserError
-from neuronpipe.protocol.links import CONTROL, EVENTS, LINKS, LOADER, Direction, Link
+from neuronpipe.protocol.links import CACHE, CONTROL, EVENTS, LINKS, Direction, Link
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Reject
-from neuronpipe.protocol.messages.loader import Fetch
+from neuronpipe.protocol.messages.loader import Grant
 from neuronpipe.protocol.version import MAGIC
 
 DRAIN = encode(Drain())
@@ -126,13 +126,13 @@ def test_a_sender_waits_no_longer_than_the_link_says(
     context: Context, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("neuronpipe.protocol.channel.WAIT_MS", 50)
-    connection = Connection(context, LOADER, endpoint, "decode-0")
-    fetch = Fetch(part=0, clusters=b"\0" * 8, epoch=1)
-    for _ in range(LOADER.inward.limit_messages):
-        connection.send(fetch)
+    connection = Connection(context, CACHE, endpoint, "cache-0")
+    grant = Grant(generation=1, part=0, slots=b"\0" * 8)
+    for _ in range(CACHE.inward.limit_messages):
+        connection.send(grant)
     started = monotonic()
     with pytest.raises(Full):
-        connection.send(fetch)
+        connection.send(grant)
     assert 0.04 < monotonic() - started < 1
 
 

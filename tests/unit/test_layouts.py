@@ -8,7 +8,7 @@ from neuronpipe.protocol.layouts import LINE_BYTES, PAGE_BYTES, Layout
 
 length = st.integers(1, 100)
 some_layout = st.one_of(
-    st.builds(layouts.residency, words=length, members=length),
+    st.builds(layouts.residency, words=length, members=length, entries=length),
     st.builds(layouts.board, processes=length),
     st.builds(layouts.kv, layers=length, sequences=length, key_heads=length, context_tokens=length, head_width=length),
     st.builds(

@@ -10,7 +10,7 @@ from neuronpipe.protocol import run_directory, spec
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import LINKS
 from neuronpipe.protocol.messages.client import ProcessStatus
-from neuronpipe.protocol.messages.loader import Fetch, Grant, Warm
+from neuronpipe.protocol.messages.loader import Grant, Warm
 from neuronpipe.protocol.messages.request import Generate, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
@@ -54,7 +54,6 @@ def test_a_specification_that_drifted_is_noticed(tmp_path: Any, monkeypatch: pyt
         (Step, {"sequences": (0, 1), "positions": (0,), "tokens": (1, 2)}),
         (Step, {"sequences": (), "positions": (), "tokens": ()}),
         (Prefill, {"tokens": ()}),
-        (Fetch, {"clusters": b"123"}),
         (Grant, {"slots": b"12345"}),
         (Warm, {"clusters": b"1"}),
         (Generate, {"prompt": None, "tokens": None}),

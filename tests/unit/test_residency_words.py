@@ -1,16 +1,19 @@
-"""The residency words have one meaning, in Python, in C and in the specification."""
+"""Residency words and entries of request rings mean the same in Python, in C and in the specification."""
 
 import re
 from pathlib import Path
+from types import ModuleType
 
-from neuronpipe.protocol import residency
+import pytest
+from neuronpipe.protocol import requests, residency
 
 HEADER = (Path(__file__).parents[2] / "native" / "neuronpipe.h").read_text(encoding="utf-8")
 
 
-def test_python_and_c_agree() -> None:
-    in_c = {name: int(value, 16) for name, value in re.findall(r"NP_WORD_(\w+) = (0x\w+)", HEADER)}
-    in_python = {name: value for name, value in vars(residency).items() if isinstance(value, int)}
+@pytest.mark.parametrize(("prefix", "module"), [("NP_WORD_", residency), ("NP_REQUEST_", requests)])
+def test_python_and_c_agree(prefix: str, module: ModuleType) -> None:
+    in_c = {name: int(value, 16) for name, value in re.findall(rf"{prefix}(\w+) = (0x\w+)", HEADER)}
+    in_python = {name: value for name, value in vars(module).items() if isinstance(value, int)}
     assert in_c == in_python
 
 

@@ -48,6 +48,18 @@ def test_only_its_user_can_enter_it_and_read_the_file() -> None:
     assert (directory.path / RUN_FILE).stat().st_mode & 0o777 == 0o600
 
 
+def test_the_doorbell_rings_whoever_listens_and_never_makes_its_opener_wait() -> None:
+    directory = RunDirectory.create()
+    worker, loader = (os.open(directory.doorbell, os.O_RDWR | os.O_NONBLOCK) for _ in range(2))
+    os.write(worker, b"\0")
+    assert os.read(loader, 8) == b"\0"
+    os.close(loader)
+    os.write(worker, b"\0")  # kept while anybody has it open: the next loader finds it
+    assert os.read(worker, 8) == b"\0"
+    os.close(worker)
+    assert directory.doorbell.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_run_is_found_and_described() -> None:
     directory = RunDirectory.create()
     directory.publish(run_file(directory))
@@ -154,7 +166,7 @@ def test_the_place_of_a_dead_run_is_taken_over_and_that_of_a_live_one_is_not(bas
     (place / "control").write_text("a stale socket")
     directory.publish(run_file(directory, pid=ended_process(), ticks=1))
     again = RunDirectory.create(place)
-    assert list(place.iterdir()) == []
+    assert list(place.iterdir()) == [again.doorbell]
     again.publish(run_file(again))
     with pytest.raises(UserError, match="run 0a1b is live here"):
         RunDirectory.create(place)

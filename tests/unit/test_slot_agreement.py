@@ -12,12 +12,13 @@ import pytest
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.channel import Connection, Listener, open_context
-from neuronpipe.protocol.links import CACHE, CONTROL, LOADER
+from neuronpipe.protocol.links import CACHE, CONTROL
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
 from neuronpipe.protocol.messages.lifecycle import Drain
-from neuronpipe.protocol.messages.loader import Fetch, Grant, Reset
+from neuronpipe.protocol.messages.loader import Grant, Reset
 from neuronpipe.services.cache.service import CacheService
 from neuronpipe.services.loader.service import LoaderService
+from neuronpipe.services.rings import Rings
 
 from tests.pipeline import eventually
 from tests.service_job import make_job
@@ -107,9 +108,9 @@ def test_a_demand_from_before_the_reset_is_loaded_after_it(package: Package, fol
     with open_context() as context:
         control = Listener(context, CONTROL, job.endpoints["control"])
         cache = Connection(context, CACHE, job.endpoints["cache"], "cache-0")
-        worker = Connection(context, LOADER, job.endpoints["loader"], "decode-0")
+        worker = Rings(memory, job.doorbell).of(0)
         with serving(LoaderService(job), "loader-0", control):
-            worker.send(Fetch(part=0, clusters=packed(3), epoch=0))
+            assert lib.np_requests_put(worker, [3 | lib.NP_REQUEST_GATE], 1) == 1
             while stock(cache).gate_waiting == 0:
                 pass
             cache.send(Reset(generation=1))

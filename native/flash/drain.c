@@ -1,0 +1,74 @@
+/* The loader's side of the request rings: what workers ask for goes into its queues. Nothing in a ring is trusted; a worker that writes
+ * nonsense harms nobody's requests but its own. */
+#include <stdlib.h>
+
+#include "flash/loader.h"
+
+enum { ENTRY_BITS = NP_REQUEST_WORD_MASK | NP_REQUEST_GATE | NP_REQUEST_REST | NP_REQUEST_PREFETCH };
+
+/* Queue one entry. Returns 0 when it is a demand for which there is no room. */
+static int take(np_loader *loader, uint32_t entry)
+{
+    const uint32_t wanted[NP_LOADER_PARTS] = {NP_REQUEST_GATE, NP_REQUEST_REST};
+    const uint32_t id = entry & NP_REQUEST_WORD_MASK;
+    const int prefetch = (entry & NP_REQUEST_PREFETCH) != 0;
+    const uint32_t parts = entry & (NP_REQUEST_GATE | NP_REQUEST_REST);
+    if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].facts.cluster_count ||
+        id >= loader->parts[1].facts.cluster_count) {
+        loader->counters.refused++;
+        return 1;
+    }
+    for (int part = 0; part < NP_LOADER_PARTS; part++)
+        if ((parts & wanted[part]) && np_loader_request(loader, part, &id, 1, prefetch, 0) == 0) {
+            if (!prefetch)
+                return 0; /* the other part's entry is found settled or queued twice, which costs a look */
+            loader->counters.dropped++;
+        }
+    return 1;
+}
+
+void np_loader_drain(np_loader *loader)
+{
+    for (uint32_t i = 0; i < loader->ring_count; i++) {
+        np_ring *ring = &loader->rings[i];
+        const np_requests *shared = &ring->shared;
+        const uint32_t tail = __atomic_load_n(shared->tail, __ATOMIC_ACQUIRE), from = ring->head;
+        if (tail == from)
+            continue;
+        if (tail - from > shared->capacity) {
+            loader->counters.refused++;
+            ring->head = tail;
+        }
+        while (ring->head != tail && take(loader, shared->entries[ring->head & (shared->capacity - 1)]))
+            ring->head++;
+        __atomic_store_n(shared->head, ring->head, __ATOMIC_RELEASE);
+        if (tail - from >= shared->capacity && ring->head != from)
+            np_word_wake(shared->head);
+    }
+}
+
+int np_loader_is_asked(const np_loader *loader)
+{
+    for (uint32_t i = 0; i < loader->ring_count; i++)
+        if (__atomic_load_n(loader->rings[i].shared.tail, __ATOMIC_SEQ_CST) != loader->rings[i].head)
+            return 1;
+    return 0;
+}
+
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (!rings[i].tail || !rings[i].head || !rings[i].entries || !rings[i].asleep || rings[i].capacity == 0 ||
+            (rings[i].capacity & (rings[i].capacity - 1)) != 0)
+            return NP_E_ARGUMENT;
+    np_ring *copies = calloc(count + (size_t)1, sizeof *copies);
+    if (!copies)
+        return NP_E_MEMORY;
+    for (uint32_t i = 0; i < count; i++)
+        copies[i] = (np_ring){.shared = rings[i], .head = np_word_load(rings[i].head)};
+    free(loader->rings);
+    loader->rings = copies;
+    loader->ring_count = count;
+    loader->board = board;
+    return NP_OK;
+}

@@ -1,0 +1,101 @@
+/* The loader's life between two messages: turns while there is something to do, else sleep.
+ *
+ * A worker's request wakes it without a lost doorbell: it sets `asleep` and then looks at every tail, a worker advances its tail and
+ * then looks at `asleep`, all sequentially consistent, so one of the two sees the other (requests.c). A worker that dies
+ * between clearing `asleep` and ringing leaves a sleep that ends with the timeout. */
+#include <errno.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include "flash/loader.h"
+#include "flash/reader.h"
+#include "sync/clock.h"
+
+enum { DESCRIPTORS_MOST = 8 };
+
+typedef struct {
+    uint32_t free, waiting;
+} stock;
+
+static uint32_t count_waiting(const np_part_state *part)
+{
+    uint32_t waiting = 0;
+    for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
+        waiting += part->queues[priority].count;
+    return waiting;
+}
+
+/* Whether the cache should hear how many slots are left. */
+static int has_moved(const np_loader *loader, const stock *before)
+{
+    for (int i = 0; i < NP_LOADER_PARTS; i++) {
+        const np_part_state *part = &loader->parts[i];
+        const uint32_t step = before[i].free / 4 + 1;
+        if (part->free_count + step <= before[i].free || (part->free_count == 0 && count_waiting(part) > before[i].waiting))
+            return 1;
+    }
+    return 0;
+}
+
+/* Take the notices; what they announced is found by looking. */
+static void quieten(int descriptor)
+{
+    char notices[256];
+    const ssize_t taken = read(descriptor, notices, sizeof notices);
+    (void)taken; /* none is as good */
+}
+
+int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t count, int timeout_ms, uint32_t spin_us)
+{
+    const int event = np_reader_event_fd(loader->reader);
+    if (count > DESCRIPTORS_MOST || event < 0)
+        return count > DESCRIPTORS_MOST ? NP_E_ARGUMENT : NP_E_IO;
+    const np_requests *first = loader->ring_count ? &loader->rings[0].shared : NULL;
+    struct pollfd watched[DESCRIPTORS_MOST + 2] = {
+        {.fd = event, .events = POLLIN},
+        {.fd = first ? first->doorbell : -1, .events = POLLIN}, /* poll passes over -1 */
+    };
+    for (uint32_t i = 0; i < count; i++)
+        watched[2 + i] = (struct pollfd){.fd = descriptors[i], .events = POLLIN};
+
+    stock before[NP_LOADER_PARTS];
+    for (int i = 0; i < NP_LOADER_PARTS; i++)
+        before[i] = (stock){loader->parts[i].free_count, count_waiting(&loader->parts[i])};
+    uint64_t now = np_clock_ns(), busy_until = now;
+    const uint64_t end = now + (uint64_t)(timeout_ms > 0 ? timeout_ms : 0) * 1000000u;
+    for (;;) {
+        const int ended = np_loader_turn(loader, 0);
+        if (has_moved(loader, before))
+            return 1;
+        now = np_clock_ns();
+        if (ended)
+            busy_until = now + (uint64_t)spin_us * 1000u;
+        const int spinning = np_reader_in_flight(loader->reader) > 0 && now < busy_until;
+        if (spinning && !ended) {
+            np_pause();
+            continue;
+        }
+        int wait_ms = ended || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
+        if (wait_ms && first) {
+            __atomic_store_n(first->asleep, 1, __ATOMIC_SEQ_CST);
+            __atomic_thread_fence(__ATOMIC_SEQ_CST);
+            if (np_loader_is_asked(loader))
+                wait_ms = 0;
+        }
+        const int ready = poll(watched, 2 + count, wait_ms);
+        if (first)
+            __atomic_store_n(first->asleep, 0, __ATOMIC_SEQ_CST);
+        if (ready < 0 && errno != EINTR)
+            return NP_E_IO;
+        if (ready > 0) {
+            for (int i = 0; i < 2; i++)
+                if (watched[i].revents)
+                    quieten(watched[i].fd);
+            for (uint32_t i = 0; i < count; i++)
+                if (watched[2 + i].revents)
+                    return 1;
+        }
+        if (now >= end)
+            return 0;
+    }
+}

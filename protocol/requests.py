@@ -1,0 +1,20 @@
+"""Entries of the request rings: which cluster a worker wants, and how badly. 32 bits each.
+
+native/neuronpipe.h has the same numbers for C; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+WORD_MASK = 0x00FFFFFF
+GATE = 0x01000000
+REST = 0x02000000
+PREFETCH = 0x04000000
+
+BITS = (
+    ("0-23", "word", "index of the cluster's residency word"),
+    ("24", "gate", "the gate part is wanted"),
+    ("25", "rest", "the rest part is wanted"),
+    ("26", "prefetch", "a guess; without it the step waits for the cluster"),
+    ("27-31", "", "0"),
+)
+"""Bits, name and meaning."""

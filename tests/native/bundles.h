@@ -1,0 +1,132 @@
+/* A small bundle file in two parts and a loader over it, for the tests of the loader. */
+#ifndef NP_TESTS_BUNDLES_H
+#define NP_TESTS_BUNDLES_H
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "neuronpipe.h"
+#include "require.h"
+
+enum {
+    BASE = 4096,
+    GATE_BYTES = 4096,
+    REST_BYTES = 8192,
+    STRIDE = GATE_BYTES + REST_BYTES,
+    CLUSTERS = 96,
+    SLOTS = 40,
+    DEPTH = 8,
+    QUEUE = 64,
+};
+
+static const uint32_t part_bytes[2] = {GATE_BYTES, REST_BYTES};
+static char path[64];
+static int file;
+static uint8_t *file_bytes;
+static uint32_t checksums[2][CLUSTERS], words[2][CLUSTERS], arrivals;
+static uint8_t *slots[2];
+
+static inline const uint8_t *part_of_file(int part, uint32_t id)
+{
+    return file_bytes + BASE + (size_t)id * STRIDE + (part ? GATE_BYTES : 0);
+}
+
+static inline void write_bundles(void)
+{
+    const size_t bytes = BASE + (size_t)CLUSTERS * STRIDE;
+    const char *folder = getenv("TMPDIR");
+    char name[4096];
+    snprintf(name, sizeof name, "%s/bundles-XXXXXX", folder ? folder : "/tmp");
+    file = mkstemp(name);
+    REQUIRE(file >= 0);
+    unlink(name);
+    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    file_bytes = malloc(bytes);
+    uint32_t random = 5;
+    for (size_t i = 0; i < bytes; i++)
+        file_bytes[i] = (uint8_t)((random = random * 1664525u + 1013904223u) >> 24);
+    REQUIRE(pwrite(file, file_bytes, bytes, 0) == (ssize_t)bytes);
+    REQUIRE(fsync(file) == 0);
+    for (int part = 0; part < 2; part++) {
+        slots[part] = aligned_alloc(4096, (size_t)SLOTS * part_bytes[part]);
+        for (uint32_t id = 0; id < CLUSTERS; id++)
+            checksums[part][id] = np_crc32c(0, part_of_file(part, id), part_bytes[part]);
+    }
+}
+
+static inline void describe(np_loader_part *parts)
+{
+    for (int part = 0; part < 2; part++)
+        parts[part] = (np_loader_part){
+            .base_offset = BASE,
+            .stride_bytes = STRIDE,
+            .part_offset = part ? GATE_BYTES : 0,
+            .part_bytes = part_bytes[part],
+            .slot_count = SLOTS,
+            .slots = slots[part],
+            .words = words[part],
+            .cluster_count = CLUSTERS,
+            .checksums = checksums[part],
+        };
+}
+
+static np_reader *reader;
+
+static inline np_loader *start(const char *engine)
+{
+    int error = 0;
+    memset(words, 0, sizeof words);
+    reader = np_reader_open(path, engine, DEPTH, &error);
+    REQUIRE(reader != NULL);
+    np_loader_part parts[2];
+    describe(parts);
+    np_loader *loader = np_loader_create(reader, parts, &arrivals, QUEUE);
+    REQUIRE(loader != NULL);
+    return loader;
+}
+
+static inline void stop(np_loader *loader)
+{
+    np_loader_destroy(loader);
+    np_reader_close(reader);
+}
+
+static inline np_loader_state state_of(const np_loader *loader)
+{
+    np_loader_state state;
+    np_loader_read_state(loader, &state);
+    return state;
+}
+
+static inline void grant(np_loader *loader, int part, uint32_t first, uint32_t count)
+{
+    for (uint32_t slot = first; slot < first + count; slot++)
+        REQUIRE_EQUAL(np_loader_grant(loader, part, &slot, 1), 1);
+}
+
+static inline int run_dry(np_loader *loader)
+{
+    int ended = 0;
+    do
+        ended += np_loader_turn(loader, 10000);
+    while (state_of(loader).in_flight);
+    return ended;
+}
+
+static inline void require_present(int part, uint32_t id)
+{
+    REQUIRE_EQUAL(words[part][id] & NP_WORD_STATE_MASK, NP_WORD_PRESENT);
+    const uint32_t slot = words[part][id] & NP_WORD_SLOT_MASK;
+    REQUIRE(slot < SLOTS);
+    REQUIRE(memcmp(slots[part] + (size_t)slot * part_bytes[part], part_of_file(part, id), part_bytes[part]) == 0);
+}
+
+static inline void remove_bundles(void)
+{
+    for (int part = 0; part < 2; part++)
+        free(slots[part]);
+    free(file_bytes);
+    close(file);
+}
+
+#endif
