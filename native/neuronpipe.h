@@ -214,7 +214,8 @@ typedef struct {
 uint32_t np_requests_put(const np_requests *requests, const uint32_t *entries, uint32_t count);
 
 /* ---- trace (trace/) ---------------------------------------------------------------------------------------------- */
-/* A ring of the latest spans of one process; it writes, anybody reads. next: spans ever put (release, after the span). */
+/* A ring of the latest spans of one writer; it writes, anybody reads. next: spans ever put (release, after the span and before the
+ * bytes of the one after it). */
 typedef struct {
     uint64_t start_ns, end_ns; /* CLOCK_MONOTONIC */
     uint16_t kind, layer;
@@ -239,11 +240,18 @@ enum {
     NP_SPAN_MEET = 9,    /* waiting for other members */
     NP_SPAN_FLASH = 10,  /* waiting for clusters to arrive; value: blocks still to come */
     NP_SPAN_READ = 11,   /* loader: reads in flight; value: bytes landed */
-    NP_SPAN_EVICT = 12   /* cache: value: slots freed */
+    NP_SPAN_EVICT = 12,  /* cache: value: slots freed */
+    NP_SPAN_SEND = 13,   /* coordinator: handing out a step; value: members */
+    NP_SPAN_AWAIT = 14,  /* coordinator: until the last answer; value: tokens */
+    NP_SPAN_SAMPLE = 15, /* coordinator: value: tokens drawn */
+    NP_SPAN_TELL = 16    /* coordinator: between a step's logits and the next step; value: messages to clients */
 };
 uint64_t np_trace_now(void);
 /* A span that started at start_ns and ends now. */
 void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns);
+/* Another process's spans from number *from on, as many as are still whole, into out [capacity]. Returns how many, and sets *from to the
+ * number of the first: greater than asked for when the ring was overwritten. NP_E_ARGUMENT when *from lies ahead of what was put. */
+int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
 
 /* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
 /* Takes cluster ids, claims their words, reads them into free slots, verifies checksums, publishes them, wakes waiters.

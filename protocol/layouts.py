@@ -10,6 +10,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from neuronpipe.protocol.spans import SPAN_BYTES
+
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 4
@@ -26,6 +28,10 @@ BOARD_FLASH = ("reads", "bytes", "checksum_failures", "io_errors", "refused", "d
 
 REQUEST_ENTRIES = 16384
 """Entries of a member's ring of requests: what a whole layer of a 7B model misses. A power of two."""
+
+
+TRACE_SPANS = 4096
+"""Spans of a ring: a dozen tokens of a 7B model. A power of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,6 +360,37 @@ def board(*, processes: int) -> Layout:
     return fields.layout()
 
 
+def trace(*, rings: int, spans: int = TRACE_SPANS) -> Layout:
+    """What every process did of late: one ring for each process, in the order of the board's lines. spans: of a ring, a
+    power of two; of 32 bytes each, in four words: see the fields of a span."""
+    fields = Fields("trace", 7, {"rings": rings, "spans": spans})
+    fields.add(
+        "next",
+        "u64",
+        "rings",
+        LINE_WORDS // 2,
+        by="each process its own",
+        to="monitor",
+        ordering="word 0 counts spans ever put; stored (release) after the span, before the bytes of the next one",
+    )
+    fields.add(
+        "spans",
+        "u64",
+        "rings",
+        "spans",
+        4,
+        by="each process its own",
+        to="monitor",
+        ordering="span n lies at n modulo spans; whole when, after it was read, n < next < n + spans",
+    )
+    return fields.layout()
+
+
+def trace_rings(total_bytes: int, spans: int = TRACE_SPANS) -> int:
+    """How many rings a trace segment of this size has, its spans being as many as usual."""
+    return (total_bytes - PAGE_BYTES) // (LINE_BYTES + SPAN_BYTES * spans)
+
+
 def examples() -> tuple[Layout, ...]:
     """Every layout with small lengths, for the specification and for tests."""
     return (
@@ -363,4 +400,5 @@ def examples() -> tuple[Layout, ...]:
         kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
         exchange(tokens=2, width=32, query_width=32, blocks=2, logit_rows=3, vocabulary=50),
         board(processes=6),
+        trace(rings=6, spans=8),
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
-from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments
+from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments, spans
 from neuronpipe.protocol.codec import Message, Vocabulary, describe
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
 from neuronpipe.protocol.version import MAGIC, VERSION
@@ -149,6 +149,11 @@ def _board() -> str:
     return _table(("line of the board", "words of", "in this order"), rows)
 
 
+def _spans() -> str:
+    fields = _table(("offset", "field", "what"), spans.FIELDS)
+    return fields + "\n" + _table(("number", "kind", "written by", "what", "value"), spans.KINDS)
+
+
 def _residency() -> str:
     bits = _table(("bits", "name", "meaning"), residency.BITS)
     return bits + "\n" + _table(("from", "to", "by", "how"), residency.CHANGES)
@@ -170,6 +175,7 @@ _BLOCKS: dict[str, Callable[[], str]] = {
     "header": _header,
     "segments": _segments,
     "board": _board,
+    "spans": _spans,
     "residency": _residency,
     "requests": _requests,
     "states": _states,

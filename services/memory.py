@@ -21,11 +21,11 @@ READS: dict[str, frozenset[str]] = {
 }
 WRITES: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"exchange", "residency", "board"}),
-    "coordinator": frozenset({"exchange", "residency"}),
-    "loader": frozenset({"slots", "residency", "board"}),
-    "cache": frozenset({"residency"}),
-    "decode": frozenset({"residency", "kv", "exchange"}),
-    "prefill": frozenset({"residency", "kv", "exchange"}),
+    "coordinator": frozenset({"exchange", "residency", "trace"}),
+    "loader": frozenset({"slots", "residency", "board", "trace"}),
+    "cache": frozenset({"residency", "trace"}),
+    "decode": frozenset({"residency", "kv", "exchange", "trace"}),
+    "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
 }
 
 
@@ -57,6 +57,7 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
             vocabulary=shape.vocabulary,
         ),
         layouts.board(processes=len(compute.seats)),
+        layouts.trace(rings=len(compute.seats)),
     )
     return {one.name: one for one in made}
 

@@ -68,7 +68,10 @@ class Finished(Message):
     tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is but one
     tbt_ms: time between tokens: p50, p90, p99
     memory: bytes by what they are used for; "peak" and "limit" are of the whole run
-    flash: figures of this request: clusters looked up and missed, bytes read, ...
+    flash: figures of this request: bytes and reads of the loader meanwhile, share of clusters missed, ...
+    prefill: what its prefill steps took in sum: steps, tokens, ms from sending to the last answer, read_bytes and reads
+        of the loader meanwhile, answers of members, and the counters of these
+    decode: the same of its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact" or "predicted"
     """
@@ -83,6 +86,8 @@ class Finished(Message):
     tbt_ms: dict[str, float]
     memory: dict[str, int]
     flash: dict[str, float]
+    prefill: dict[str, float]
+    decode: dict[str, float]
     plan: str
     mode: Literal["exact", "predicted"]
 
@@ -154,7 +159,7 @@ class Status(Message):
     ready: whether requests are served
     plan: id of the plan
     mode: "exact" or "predicted"
-    processes: all that said `Hello`
+    processes: one for each seat of the plan, in the order of the board's lines and the trace's rings
     memory_bytes: processes and segments together
     memory_peak_bytes: the most it was
     memory_limit_bytes: what the plan allows

@@ -17,11 +17,13 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.services import trace
 from neuronpipe.services.cache.core import FreeSlots, Region, packed
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.parts import GATE, REST
 from neuronpipe.services.service import Service
+from neuronpipe.services.trace import Trace
 
 RETRY_MS = 1
 LOST_AFTER_S = 1.0
@@ -33,6 +35,7 @@ class CacheService:
 
     def __init__(self, job: Job) -> None:
         self._memory = RunMemory.open("cache", job.segments)
+        self._trace = Trace.of(job, self._memory)
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
@@ -142,6 +145,7 @@ class CacheService:
             self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
 
     def _evict(self, part: int, want: int) -> array[int]:
+        began_ns = trace.now()
         slots: Any = ffi.new("uint32_t[]", want)
         taken = lib.np_clock_take(
             self._pointers[part],
@@ -152,6 +156,7 @@ class CacheService:
             want,
             slots,
         )
+        self._trace.put(lib.NP_SPAN_EVICT, began_ns, value=taken)
         return array("I", bytes(ffi.buffer(slots, 4 * taken)))
 
 

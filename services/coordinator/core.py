@@ -40,7 +40,7 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
-from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work, quantiles_ms
+from neuronpipe.services.coordinator.sequences import Cost, Generation, Scoring, Work, add_cost, quantiles_ms
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
 READING_MOST_S = 10.0
@@ -63,6 +63,7 @@ class Core:
         self.steps = 0
         self._outstanding: SendStep | None = None
         self._outstanding_works: list[Work] = []
+        self._cost: Cost = {}  # of the outstanding step, this time it was sent
         self._busy: set[Seat] = set()
         self._void = False
         self._reading = False
@@ -96,7 +97,8 @@ class Core:
                 actions += self._left(event)
             case Broken():
                 actions += self._broken(event)
-            case Sampled(tokens):
+            case Sampled(tokens, cost):
+                self._account(cost)
                 actions += self._sampled(tokens, now)
             case Measured(nll):
                 actions += self._measured(nll, now)
@@ -239,6 +241,7 @@ class Core:
     def _send(self, action: SendStep, works: list[Work]) -> list[Action]:
         self._outstanding, self._outstanding_works = action, works
         self._busy = set(action.seats)
+        self._cost = {}
         return [action]
 
     def _left(self, event: Left) -> list[Action]:
@@ -249,10 +252,7 @@ class Core:
         self._busy.discard(event.seat)
         if not event.done:
             self._void = True
-        for work in self._outstanding_works:
-            if isinstance(work, Generation):
-                for name, value in event.counters.items():
-                    work.misses[name] = work.misses.get(name, 0.0) + value
+        add_cost(self._cost, {**event.counters, "answers": 1.0})
         if not event.done and event.epoch == self.epoch:
             return [Abandon()]  # it gave up by itself: the others would wait for it at the barrier
         if self._busy or self._void:
@@ -279,6 +279,15 @@ class Core:
         assert isinstance(work, Generation)
         ask = work.ask
         return Draw(row, ask.temperature, ask.top_k, ask.top_p, ask.seed, len(work.tokens))
+
+    def _account(self, measured: dict[str, float]) -> None:
+        """The step is done: it goes to the account of everyone in it."""
+        assert self._outstanding is not None
+        message = self._outstanding.message
+        add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
+        for work in self._outstanding_works:
+            if isinstance(work, Generation):
+                add_cost(work.prefill_cost if isinstance(message, Prefill) else work.decode_cost, self._cost)
 
     def _take_step(self) -> list[Work]:
         works, self._outstanding_works, self._outstanding, self._reading = self._outstanding_works, [], None, False
@@ -376,7 +385,9 @@ class Core:
             tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
             tbt_ms=quantiles_ms(times),
             memory={},
-            flash=dict(work.misses),
+            flash={},
+            prefill=dict(work.prefill_cost),
+            decode=dict(work.decode_cost),
             plan=self._limits.plan_id,
             mode=self._limits.mode,
         )

@@ -58,9 +58,10 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The shell's answer to Sample, in the same order."""
+    """The shell's answer to Sample, in the same order. cost: what the shell measured of the step."""
 
     tokens: tuple[int, ...]
+    cost: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 
 from neuronpipe.protocol.messages.request import Generate, Score
 
+Cost = dict[str, float]
+"""What steps took: figures by name, as in `Finished`."""
+
+
+def add_cost(total: Cost, more: Cost) -> None:
+    """Add `more` to `total`, name by name."""
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value
+
 
 @dataclasses.dataclass(kw_only=True)
 class Work:
@@ -30,8 +39,8 @@ class Generation(Work):
     prompt_tokens: int
     most_tokens: int  # prompt included: what the context and the request allow
     token_times: list[float] = dataclasses.field(default_factory=list)
-    flash_at_start: dict[str, float] = dataclasses.field(default_factory=dict)
-    misses: dict[str, float] = dataclasses.field(default_factory=dict)
+    prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
+    decode_cost: Cost = dataclasses.field(default_factory=dict)
 
     @property
     def generated_tokens(self) -> int:

@@ -25,6 +25,7 @@ from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepD
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.protocol.version import VERSION
+from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
@@ -45,9 +46,11 @@ from neuronpipe.services.coordinator.events import (
     Tick,
 )
 from neuronpipe.services.coordinator.seats import Seats, SeatState
+from neuronpipe.services.coordinator.sequences import Cost, add_cost
 from neuronpipe.services.coordinator.text import FileTokenizer
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
+from neuronpipe.services.trace import Trace
 
 IDLE_MS = 250
 GREET_AGAIN_S = 1.0
@@ -89,9 +92,12 @@ class CoordinatorService:
         self._board_flash = self._memory.view("board", "flash")
         self._flash_at_start: dict[str, tuple[int, int]] = {}
         self._sent: Step | Prefill | None = None
-        self._sent_at = 0.0
+        self._sent_ns = 0
         self._sent_flash = (0, 0)
         self._misses = 0.0
+        self._trace = Trace.of(job, self._memory)
+        self._sampled_ns = 0  # when the tokens of the last step were drawn, until what follows from it is done
+        self._told = 0
         self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
@@ -212,24 +218,32 @@ class CoordinatorService:
                 answer = self._do(action)
                 if answer is not None:
                     pending.append(answer)
+        self._end_of_telling()
 
     def _do(self, action: Action) -> Event | None:
         match action:
             case Tell(client, message):
                 self._tell(client.decode(), message)
+                self._told += 1
             case SendStep(seats, message):
-                self._sent, self._sent_at, self._sent_flash = message, time.monotonic(), self._flash_now()
-                self._misses = 0.0
+                self._end_of_telling()
+                began_ns = trace.now()
+                self._sent, self._sent_flash, self._misses = message, self._flash_now(), 0.0
                 self._epoch.reset_barrier()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
+                self._sent_ns = self._trace.put(lib.NP_SPAN_SEND, began_ns, value=len(seats), step=message.step)
                 if not all(assigned):
                     return self._epoch_event(self._epoch.advance())  # the others must not wait for it
             case Sample(draws):
-                self._publish_step()
+                cost = self._step_cost()
+                self._publish_step(cost)
                 self._tokens += len(draws)
-                return Sampled(tuple(self._draw(draw) for draw in draws))
+                began_ns = trace.now()
+                tokens = tuple(self._draw(draw) for draw in draws)
+                self._sampled_ns = self._trace.put(lib.NP_SPAN_SAMPLE, began_ns, value=len(draws), step=self._sent_step)
+                return Sampled(tokens, cost)
             case Likelihoods(targets):
-                self._publish_step()
+                self._publish_step(self._step_cost())
                 return Measured(
                     tuple(
                         -lib.np_log_probability(self._row(row), self._vocabulary, target)
@@ -275,14 +289,17 @@ class CoordinatorService:
         """Add what the core cannot know: memory and flash."""
         bytes_now, reads_now = self._flash_now()
         bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
-        looked_up = finished.flash.get("gate_clusters", 0) + finished.flash.get("rest_clusters", 0)
-        missed = finished.flash.get("gate_missed", 0) + finished.flash.get("rest_missed", 0)
+        total: Cost = {}
+        add_cost(total, finished.prefill)
+        add_cost(total, finished.decode)
+        looked_up = total.get("gate_clusters", 0.0) + total.get("rest_clusters", 0.0)
+        missed = total.get("gate_missed", 0.0) + total.get("rest_missed", 0.0)
         flash = {
             "bytes": float(bytes_now - bytes_before),
             "reads": float(reads_now - reads_before),
             "miss_rate": missed / looked_up if looked_up else 0.0,
-            "wait_ms": finished.flash.get("wait_ms", 0.0),
-            "active_share": finished.flash.get("neurons_fired", 0) / max(1.0, finished.flash.get("neurons_total", 0)),
+            "wait_ms": total.get("wait_ms", 0.0),
+            "active_share": total.get("neurons_fired", 0.0) / max(1.0, total.get("neurons_total", 0.0)),
         }
         memory = {f"{name}": int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
         values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
@@ -292,7 +309,28 @@ class CoordinatorService:
         """(bytes, reads) of the loader so far."""
         return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
 
-    def _publish_step(self) -> None:
+    @property
+    def _sent_step(self) -> int:
+        return self._sent.step if self._sent else 0
+
+    def _step_cost(self) -> Cost:
+        """What the step that was just answered took since it was sent: milliseconds, and the loader's work."""
+        assert self._sent is not None
+        self._trace.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=len(self._sent.tokens), step=self._sent_step)
+        (bytes_now, reads_now), (bytes_then, reads_then) = self._flash_now(), self._sent_flash
+        return {
+            "ms": (trace.now() - self._sent_ns) / 1e6,
+            "read_bytes": bytes_now - bytes_then,
+            "reads": reads_now - reads_then,
+        }
+
+    def _end_of_telling(self) -> None:
+        """Whatever a step's tokens led to is done: text and messages to clients."""
+        if self._sampled_ns:
+            self._trace.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._told, step=self._sent_step)
+        self._sampled_ns = self._told = 0
+
+    def _publish_step(self, cost: Cost) -> None:
         """Tell monitors of the step that was just done."""
         if self._sent is None or not self._events.watched:
             return
@@ -301,9 +339,9 @@ class CoordinatorService:
                 step=self._sent.step,
                 batch=len(self._sent.tokens),
                 prefill=isinstance(self._sent, Prefill),
-                ms=round(1000 * (time.monotonic() - self._sent_at), 3),
+                ms=round(cost["ms"], 3),
                 misses=int(self._misses),
-                read_bytes=self._flash_now()[0] - self._sent_flash[0],
+                read_bytes=int(cost["read_bytes"]),
             )
         )
 
@@ -326,12 +364,13 @@ class CoordinatorService:
             step=self._core.steps,
             restarts=self._job.incarnation,
         )
+        processes = (me, *(self._process_status(seat, now) for seat in self._seats))
         return Status(
             run=self._job.run,
             ready=self._core.all_ready,
             plan=self._job.plan.id,
             mode="exact",
-            processes=(me, *(self._process_status(seat, now) for seat in self._seats)),
+            processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),
             memory_bytes=current,
             memory_peak_bytes=peak,
             memory_limit_bytes=limit,
