@@ -12,7 +12,7 @@ from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan, read_plan
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -47,7 +47,28 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the package's)")
     group.add_argument("--sequences", type=int, default=None, metavar="N", help="most texts generated at once")
     group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
+    group.add_argument(
+        "--mode",
+        choices=("exact", "predicted"),
+        help="exact: the output of the dense model (default); predicted: a predictor chooses the gates to compute",
+    )
+    group.add_argument(
+        "--without",
+        type=_parse_techniques,
+        default=frozenset(),
+        metavar="LIST",
+        help=f"for experiments, leave out some of: {', '.join(TECHNIQUES)}",
+    )
+    group.add_argument("--baseline", choices=BASELINES, help="for experiments, plan as another system would")
     group.add_argument("--plan", type=Path, metavar="FILE", help="obey this plan instead of making one")
+
+
+def _parse_techniques(text: str) -> frozenset[Technique]:
+    words = {word.strip() for word in text.split(",")}
+    known = frozenset(technique for technique in TECHNIQUES if technique in words)
+    if unknown := words - known:
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {', '.join(TECHNIQUES)}")
+    return known
 
 
 def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tuple[Package, Plan]:
@@ -66,6 +87,9 @@ def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tu
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
         sequences=sequences if arguments.sequences is None else arguments.sequences,
+        mode=arguments.mode,
+        without=arguments.without,
+        baseline=arguments.baseline,
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")

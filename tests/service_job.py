@@ -18,7 +18,7 @@ ROLES = ("coordinator", "loader", "cache", "prefill", "decode")
 def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]:
     """The job of `role` in a run with one process each, half of the neurons resident; and the test's own mappings."""
     seats = tuple(Seat(role=name, index=0, core=None) for name in ROLES)
-    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", flash_bytes_per_s=1e9, seats=seats)
+    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", seats=seats)
     made = plan(package.manifest, device, Wanted(ffn_resident_share=0.5))
     segments = create_segments(package.manifest, made)
     job = Job(

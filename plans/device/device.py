@@ -1,7 +1,7 @@
 """The device profile: what was found and measured on a machine. Plain data, to and from JSON; `id` names the machine.
 
 The id covers what a plan relies on and what stays the same from one start to the next: not free memory, and not the
-flash curve, which is measured anew and differs a little every time.
+measured speeds, which differ a little every time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,16 @@ from neuronpipe.plans.device.cores import Core
 
 # Kernels keep a little for themselves, not always the same: without rounding an update would make a new device.
 MEMORY_ROUNDING_BYTES = 64 << 20
+
+
+def _between(measured: list[tuple[int, float]], size: int) -> float:
+    """The value at `size`: a line on logarithmic scales between the sizes measured, flat beyond them."""
+    line = sorted((math.log(measured_size), math.log(value)) for measured_size, value in measured)
+    wanted = min(max(math.log(size), line[0][0]), line[-1][0])
+    for (x0, y0), (x1, y1) in itertools.pairwise(line):
+        if x0 <= wanted <= x1:
+            return math.exp(y0 + (y1 - y0) * (wanted - x0) / (x1 - x0))
+    return math.exp(line[0][1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,12 +49,29 @@ class FlashCurve:
     def bytes_per_s(self, request_bytes: int, depth: int) -> float:
         """Speed to expect: at the nearest depth measured; between sizes a line on logarithmic scales, flat beyond."""
         nearest = min({point.depth for point in self.points}, key=lambda measured: abs(math.log(measured / depth)))
-        line = sorted((math.log(p.request_bytes), math.log(p.bytes_per_s)) for p in self.points if p.depth == nearest)
-        wanted = min(max(math.log(request_bytes), line[0][0]), line[-1][0])
-        for (x0, y0), (x1, y1) in itertools.pairwise(line):
-            if x0 <= wanted <= x1:
-                return math.exp(y0 + (y1 - y0) * (wanted - x0) / (x1 - x0))
-        return math.exp(line[0][1])
+        return _between([(p.request_bytes, p.bytes_per_s) for p in self.points if p.depth == nearest], request_bytes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PiecePoint:
+    """Reading pieces of one size with gaps between them, on all decode cores together; gaps do not count."""
+
+    piece_bytes: int
+    bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemorySpeed:
+    """How fast memory is read: from end to end by one thread and by `threads`, and in pieces by `threads`."""
+
+    threads: int
+    one_thread_bytes_per_s: float
+    sequential_bytes_per_s: float
+    pieces: tuple[PiecePoint, ...]
+
+    def piece_bytes_per_s(self, piece_bytes: int) -> float:
+        """Speed to expect of pieces of this size; between sizes a line on logarithmic scales, flat beyond."""
+        return _between([(point.piece_bytes, point.bytes_per_s) for point in self.pieces], piece_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +88,7 @@ class Device:
     memlock_bytes: int | None
     io_uring: bool
     flash: FlashCurve | None
+    memory_speed: MemorySpeed | None = None
 
     @property
     def id(self) -> str:
@@ -86,6 +114,8 @@ def device_from_json(data: dict[str, Any]) -> Device:
     fields = {name: value for name, value in data.items() if name != "id"}
     fields["cores"] = tuple(Core(**core) for core in data["cores"])
     fields["flash"] = None if data["flash"] is None else curve_from_json(data["flash"])
+    speed = data.get("memory_speed")
+    fields["memory_speed"] = None if speed is None else memory_speed_from_json(speed)
     return Device(**fields)
 
 
@@ -95,3 +125,13 @@ def curve_from_json(data: dict[str, Any]) -> FlashCurve:
     if not points or any(p.request_bytes < 1 or p.depth < 1 or not p.bytes_per_s > 0 for p in points):
         raise ValueError("a flash curve has points, and all of its figures are positive")
     return FlashCurve(engine=str(data["engine"]), direct=bool(data["direct"]), points=points)
+
+
+def memory_speed_from_json(data: dict[str, Any]) -> MemorySpeed:
+    """Memory speeds from their plain values. Raises KeyError, TypeError or ValueError when they are none."""
+    speed = MemorySpeed(**{**data, "pieces": tuple(PiecePoint(**point) for point in data["pieces"])})
+    figures = [speed.threads, speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s]
+    figures += [value for point in speed.pieces for value in (point.piece_bytes, point.bytes_per_s)]
+    if not speed.pieces or not all(figure > 0 for figure in figures):
+        raise ValueError("memory speeds have pieces, and all of their figures are positive")
+    return speed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from neuronpipe.plans.package.layout import Layout
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.plan.plan import Mode
 
 MIB = 1 << 20
 # Measured on the demo, with some room: see plans/README.md, "Interpreters".
@@ -17,6 +18,24 @@ HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # Of one cluster: two residency words (8); the loader's two checksums, and the table they come from (16), three queues
 # for either part (48), free slots and their states (10); the cache's free slots (10) and one list to warm up (4).
 CLUSTER_BOOKKEEPING_BYTES = 96
+TRACE_RING_BYTES = MIB // 8  # 4096 spans of 32 bytes, in each process
+REQUEST_RING_BYTES = MIB // 16 + 128  # 16384 entries of 4 bytes and two cache lines, of each member
+# The smallest limit is reckoned with these; a larger one buys more.
+LEAST_CHUNK_TOKENS = 8
+LEAST_DEPTH = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seating:
+    """What of a plan decides how much memory is taken besides neurons and staging."""
+
+    mode: Mode
+    processes: int
+    workers: int  # decode
+    prefill_threads: int
+    sequences: int
+    context_tokens: int
+    logit_rows: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,56 +48,82 @@ class Account:
     exchange_bytes: int
     residency_bytes: int
     private_bytes: int
+    predictor_bytes: int
+    trace_bytes: int
+    requests_bytes: int
+    staging_bytes: int
 
     def total_bytes(self) -> int:
         """All of it."""
         return sum(dataclasses.astuple(self))
 
 
-def fixed_segment_bytes(manifest: Manifest) -> int:
-    """Bytes of the fixed tensors' segment: the file, its header included, and the segment's header page."""
-    return manifest.files["fixed.safetensors"].bytes + 4096
+def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
+    """Bytes of the largest read that one cluster makes: of both parts, or of the larger one."""
+    return layout.cluster_stride_bytes if bundle else max(layout.gate_part_bytes, layout.rest_part_bytes)
 
 
-def account(
-    manifest: Manifest,
-    *,
-    processes: int,
-    workers: int,
-    sequences: int,
-    context_tokens: int,
-    prefill_chunk_tokens: int,
-    logit_rows: int,
-) -> Account:
-    """What these seats, `workers` of them decoding, take for this package."""
+def slot_sizes(manifest: Manifest) -> tuple[int, int]:
+    """(gate, rest) bytes of a slot, as services/memory.py lays the segment out."""
+    return manifest.layout.gate_part_bytes, manifest.layout.rest_part_bytes
+
+
+def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, staging_bytes: int) -> Account:
+    """What this seating takes for this package, with prompts cut into such chunks and such staging buffers."""
     shape, layout = manifest.shape, manifest.layout
+    sequences, workers = seating.sequences, seating.workers
     row_floats = 2 * shape.width + 2 * shape.query_width + layout.blocks * shape.width
     hidden_floats = layout.blocks * layout.block_neurons
     # Prefill is also asked for the logits of `logit_rows` tokens at once: its buffers hold whichever is more.
-    prefill_tokens = max(prefill_chunk_tokens, logit_rows)
+    prefill_tokens = max(prefill_chunk_tokens, seating.logit_rows)
     private = 4 * prefill_tokens * (row_floats + hidden_floats + 4 * shape.width)
     private += 4 * sequences * (hidden_floats + 8 * shape.width) * 2
-    private += 4 * context_tokens * (workers + 1)  # attention scores, in each decode worker and prefill
+    private += 4 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each member
     private += 8 * shape.vocabulary  # the coordinator's scratch for sampling
+    exchange = 4 * (sequences * row_floats + seating.logit_rows * shape.vocabulary) + MIB // 4
+    predictor = 0
+    if seating.mode == "predicted" and manifest.predictor is not None:
+        predictor = manifest.files[PREDICTOR].bytes + PAGE_BYTES
+        exchange += _prediction_bytes(sequences, manifest.predictor.rank, hidden_floats)
+        private += _prediction_bytes(prefill_tokens, manifest.predictor.rank, hidden_floats)
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
     return Account(
-        interpreters_bytes=INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * processes + tokenizer,
-        fixed_bytes=fixed_segment_bytes(manifest),
-        kv_bytes=shape.layers * sequences * shape.key_heads * 2 * context_tokens * shape.head_width * 2,
-        exchange_bytes=4 * (sequences * row_floats + logit_rows * shape.vocabulary) + MIB // 4,
+        interpreters_bytes=INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * seating.processes + tokenizer,
+        fixed_bytes=manifest.files["fixed.safetensors"].bytes + PAGE_BYTES,  # and the segment's header page
+        kv_bytes=shape.layers * sequences * shape.key_heads * 2 * seating.context_tokens * shape.head_width * 2,
+        exchange_bytes=exchange,
         residency_bytes=manifest.words * CLUSTER_BOOKKEEPING_BYTES + MIB // 8,
         private_bytes=private,
+        predictor_bytes=predictor,
+        trace_bytes=TRACE_RING_BYTES * seating.processes,
+        requests_bytes=REQUEST_RING_BYTES * (workers + seating.prefill_threads),
+        staging_bytes=staging_bytes,
     )
 
 
-def least_slots_bytes(layout: Layout, workers: int) -> int:
+def _prediction_bytes(tokens: int, rank: int, neurons: int) -> int:
+    """Of two layers: each token's rank-vector, and a bit for each neuron and token."""
+    return 2 * (4 * tokens * rank + neurons * -(-tokens // 8))
+
+
+def least_account(manifest: Manifest, seating: Seating) -> Account:
+    """The same with the smallest chunk and the fewest staging buffers: what no limit may go below."""
+    return account(
+        manifest,
+        seating,
+        prefill_chunk_tokens=min(LEAST_CHUNK_TOKENS, seating.context_tokens),
+        staging_bytes=LEAST_DEPTH * largest_read_bytes(manifest.layout, bundle=True),
+    )
+
+
+def least_slots_bytes(manifest: Manifest, workers: int) -> int:
     """Bytes of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""
-    return 2 * workers * layout.block_clusters * layout.cluster_stride_bytes
+    return 2 * workers * manifest.layout.block_clusters * sum(slot_sizes(manifest))
 
 
-def least_limit_bytes(others: Account, layout: Layout, workers: int) -> int:
-    """The smallest limit whose `usable_bytes` hold these and the fewest slots."""
-    needed = others.total_bytes() + least_slots_bytes(layout, workers)
+def least_limit_bytes(manifest: Manifest, seating: Seating) -> int:
+    """The smallest limit whose `usable_bytes` hold the least account and the fewest slots."""
+    needed = least_account(manifest, seating).total_bytes() + least_slots_bytes(manifest, seating.workers)
     return -(-needed * (100 + HEADROOM_PERCENT) // 100)
 
 

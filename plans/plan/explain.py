@@ -21,6 +21,10 @@ def explain(plan: Plan) -> str:
         ("exchange", m.exchange_bytes),
         ("residency", m.residency_bytes),
         ("private scratch", m.private_bytes),
+        ("predictor", m.predictor_bytes),
+        ("trace", m.trace_bytes),
+        ("requests", m.requests_bytes),
+        ("staging", m.staging_bytes),
         ("neurons", m.slots_bytes),
     ]
     most = max(size for _, size in parts)
@@ -43,12 +47,31 @@ def explain(plan: Plan) -> str:
         core = "any core" if seat.core is None else f"core {seat.core}"
         share = f", {seat.share_to - seat.share_from:.0%} of the rows" if seat.role == "decode" else ""
         lines.append(f"  {seat.role}.{seat.index:<4} {core}{share}")
-    e = plan.expected
-    lines += ["", f"flash  {plan.flash.engine}, depth {plan.flash.depth}"]
-    lines.append(
-        f"expects  {_size(e.dram_bytes_per_token).strip()} from memory and "
-        f"{_size(e.flash_bytes_per_token).strip()} from flash per token "
-        f"({e.flash_ms_per_token:.2f} ms), miss rate {e.miss_rate:.1%}"
-    )
+    f = plan.flash
+    lines += [
+        "",
+        f"flash  {f.engine}, {f.depth} reads at once, {f.prefetch_depth} of them guesses at most; "
+        f"{'bundles whole' if f.bundle else 'gate and up/down apart'}",
+        f"  reads up to {f.most_read_bytes >> 10} KiB, joined over gaps up to {f.merge_gap_bytes >> 10} KiB; "
+        f"{f.stock_gates} gate and {f.stock_rests} up/down slots kept free",
+        "",
+        *_expectation(plan),
+    ]
     lines += ["", "because", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
+
+
+def _expectation(plan: Plan) -> list[str]:
+    e = plan.expected
+    speed = "not measured" if e.tokens_per_s is None else f"{e.tokens_per_s:.1f} tokens/s"
+    terms = (
+        ("memory, end to end", e.sequential_bytes_per_token, e.sequential_ms_per_token, ""),
+        ("memory, in pieces", e.neuron_bytes_per_token, e.neuron_ms_per_token, f"of {e.piece_bytes:,} bytes"),
+        ("flash", e.flash_bytes_per_token, e.flash_ms_per_token, f"{e.flash_reads_per_token:,} reads"),
+        ("  exposed", None, e.exposed_flash_ms_per_token, "that computing does not hide"),
+    )
+    lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up at most"]
+    for name, size, time_ms, note in terms:
+        shown = " " * 13 if size is None else _size(size)
+        lines.append(f"  {name:<19}{shown}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
+    return lines

@@ -8,7 +8,6 @@ from neuronpipe.plans.plan.plan import Seat
 from neuronpipe.plans.plan.planner import DeviceFacts
 
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
-TYPICAL_READ_BYTES, TYPICAL_DEPTH = 8192, 32
 
 
 def decode_shares(capacities: list[int]) -> list[tuple[float, float]]:
@@ -32,11 +31,11 @@ def device_facts(device: Device, workers: int | None = None) -> DeviceFacts:
         Seat(role="decode", index=n, core=decode_cores[n], share_from=shares[n][0], share_to=shares[n][1])
         for n in range(count)
     ]
-    speed = device.flash.bytes_per_s(TYPICAL_READ_BYTES, TYPICAL_DEPTH) if device.flash else 0.0
     return DeviceFacts(
         id=device.id,
         memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
         flash_engine=device.flash_engine,
-        flash_bytes_per_s=speed,
         seats=tuple(seats),
+        flash=device.flash,
+        memory_speed=device.memory_speed,
     )

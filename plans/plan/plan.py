@@ -14,7 +14,10 @@ from typing import Any, Literal, NoReturn
 
 from neuronpipe.protocol.errors import UserError
 
-VERSION = 1
+VERSION = 2
+
+
+Mode = Literal["exact", "predicted"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,15 +36,18 @@ class Seat:
 class Compute:
     """Who computes what, where."""
 
-    mode: Literal["exact"]
+    mode: Mode
     seats: tuple[Seat, ...]
     sequences: int  # KV slots: most sequences of one step
     context_tokens: int
     prefill_chunk_tokens: int
+    prefill_threads: int  # members of the prefill process
     logit_rows: int
     decode_window_blocks: int  # blocks a decode worker has open at once
     prefill_window_blocks: int
     spin_us: int
+    pipeline: bool  # False: the neurons of a window are computed when all of them are there
+    prefetch: bool  # False: nothing is asked for before its layer needs it
 
     def decode_workers(self) -> tuple[Seat, ...]:
         """The decode seats in index order."""
@@ -50,7 +56,10 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is resident. All sizes in bytes; slots hold one cluster part each."""
+    """What is resident. All sizes in bytes; slots hold one cluster part each.
+
+    The first ones, down to staging_bytes, are the account of plans/plan/account.py, by the same names.
+    """
 
     limit_bytes: int
     interpreters_bytes: int
@@ -59,6 +68,10 @@ class Memory:
     exchange_bytes: int
     residency_bytes: int
     private_bytes: int
+    predictor_bytes: int  # 0 in exact mode
+    trace_bytes: int
+    requests_bytes: int
+    staging_bytes: int  # where the loader's reads land
     gate_slots: int
     rest_slots: int
     slots_bytes: int
@@ -76,6 +89,10 @@ class Memory:
             + self.exchange_bytes
             + self.residency_bytes
             + self.private_bytes
+            + self.predictor_bytes
+            + self.trace_bytes
+            + self.requests_bytes
+            + self.staging_bytes
             + self.slots_bytes
         )
 
@@ -90,18 +107,33 @@ class Flash:
     """How flash is read."""
 
     engine: str  # "io_uring" or "threads"
-    depth: int
+    depth: int  # most reads in flight
+    bundle: bool  # both parts of a cluster in one read; False: the gate first, the rest when the gate fired
+    merge_gap_bytes: int  # neighbours no further apart than this are read together: the gap costs less than a read
+    most_read_bytes: int  # of one read; also the size of a staging buffer
+    prefetch_depth: int  # guesses are read while fewer reads than this are in flight
     stock_gates: int  # free slots that the cache keeps ready in the loader
     stock_rests: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the planner expects of one token, from the package's activity and the device's measured flash curve."""
+    """What the planner expects of one token, from the package's activity and the device's measurements.
 
-    dram_bytes_per_token: int
+    A time is None where the device was not measured. miss_rate: parts read from flash over parts looked up.
+    """
+
+    sequential_bytes_per_token: int  # of memory, read from end to end
+    neuron_bytes_per_token: int  # of memory, read in pieces of `piece_bytes`
+    piece_bytes: int
+    dram_bytes_per_token: int  # both
+    flash_reads_per_token: int
     flash_bytes_per_token: int
-    flash_ms_per_token: float
+    sequential_ms_per_token: float | None
+    neuron_ms_per_token: float | None
+    flash_ms_per_token: float | None
+    exposed_flash_ms_per_token: float | None  # what computing does not hide
+    tokens_per_s: float | None
     miss_rate: float
 
 

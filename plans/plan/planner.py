@@ -1,243 +1,253 @@
-"""The planner: from a package, a device and a limit to a plan. Pure: no files, no clock, no measuring.
-
-Memory is filled by worth per byte. In exact mode every gate is read for every token, so a resident gate saves its bytes
-with certainty, and a resident up/down part only as often as its neurons fire: gates first, then up/down parts.
-"""
+"""The planner: from a package, a device and a limit to a plan. Pure: no files, no clock, no measuring."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
+from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import MIB, account, least_limit_bytes, least_slots_bytes, usable_bytes
-from neuronpipe.plans.plan.plan import VERSION, Compute, Expected, Flash, Memory, Plan, Seat
+from neuronpipe.plans.plan.account import (
+    LEAST_CHUNK_TOKENS,
+    MIB,
+    Account,
+    Seating,
+    account,
+    least_account,
+    least_limit_bytes,
+    least_slots_bytes,
+    slot_sizes,
+    usable_bytes,
+)
+from neuronpipe.plans.plan.activity import rates
+from neuronpipe.plans.plan.plan import VERSION, Compute, Flash, Memory, Mode, Plan, Seat
+from neuronpipe.plans.plan.reading import Reading, reading
+from neuronpipe.plans.plan.regions import Regions, fill
+from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
 
-# Prefill keeps one partial sum per block and token; its chunk is cut so that these stay below this.
-PREFILL_PARTIALS_BYTES = 16 * MIB
-ASSUMED_ACTIVITY = 0.1  # share of neurons that fire, when the package does not state a measurement
+# A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
+CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
+PREFILL_SHARE = 1 / 8
+STAGING_SHARE = 1 / 32
+WINDOW_TOKENS = 5  # of the baseline: what so many tokens used stays
+
+Technique = Literal["bundle", "cache", "pipeline", "predictor", "prefetch"]
+TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "pipeline", "predictor", "prefetch")
+Baseline = Literal["llm-in-a-flash"]
+BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner."""
+    """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner. `without` and
+    `baseline` are for experiments: they take techniques away."""
 
     memory_bytes: int | None = None
     ffn_resident_share: float | None = None  # 0..1 of all feed-forward bytes
     context_tokens: int | None = None
     sequences: int = 1
+    mode: Mode | None = None
+    without: frozenset[Technique] = frozenset()
+    baseline: Baseline | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """What the planner needs to know of a device."""
+    """What the planner needs to know of a device; a curve or a speed is None where nothing was measured."""
 
     id: str
     memory_bytes: int  # what the run may take when the user names no limit
     flash_engine: str
-    flash_bytes_per_s: float  # random reads of about one cluster part at the depth used
     seats: tuple[Seat, ...]
+    flash: FlashCurve | None = None
+    memory_speed: MemorySpeed | None = None
 
 
 def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
     """Make a plan. Raises UserError when the limit is below the least possible, saying what the least is and why."""
-    shape, layout = manifest.shape, manifest.layout
-    reasons: list[str] = []
-    context_tokens = shape.context_tokens if wanted.context_tokens is None else wanted.context_tokens
-    if not 1 <= context_tokens <= shape.context_tokens:
-        raise UserError(f"--context {context_tokens}: this package's context is {shape.context_tokens} tokens")
-    workers = sum(seat.role == "decode" for seat in device.seats)
-    gate_bytes, rest_bytes = layout.gate_part_bytes, layout.rest_part_bytes
-    ffn_bytes = manifest.words * (gate_bytes + rest_bytes)
+    return _Planning(manifest, device, _as_baseline(wanted)).plan()
 
-    chunk = max(1, min(64, context_tokens, PREFILL_PARTIALS_BYTES // (layout.blocks * shape.width * 4)))
-    logit_rows = max(8, wanted.sequences)
-    others = account(
-        manifest,
-        processes=len(device.seats),
-        workers=workers,
-        sequences=wanted.sequences,
-        context_tokens=context_tokens,
-        prefill_chunk_tokens=chunk,
-        logit_rows=logit_rows,
-    )
 
-    limit = wanted.memory_bytes if wanted.memory_bytes is not None else device.memory_bytes
-    usable = usable_bytes(limit) - others.total_bytes()
-    budget = usable
-    if wanted.ffn_resident_share is not None:
-        budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
-        reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
+def _as_baseline(wanted: Wanted) -> Wanted:
+    """A windowed cache, up and down in one read, a predictor; no pipeline, nothing ahead of time."""
+    if wanted.baseline is None:
+        return wanted
+    if wanted.mode == "exact" or wanted.without:
+        raise UserError(f"--baseline {wanted.baseline}: sets the mode and the techniques itself; leave the others out")
+    return dataclasses.replace(wanted, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
 
-    slots = _fill(
-        layout.blocks,
-        layout.block_neurons // layout.cluster_neurons,
-        layout.clusters,
-        shape.layers,
-        gate_bytes,
-        rest_bytes,
-        workers,
-        budget,
-        manifest.layout.neuron_order == "frequency",
-    )
-    least = least_limit_bytes(others, layout, workers)
-    if slots is None:
-        _refuse(limit, least, wanted, ffn_bytes, least_slots_bytes(layout, workers), others.total_bytes(), usable)
-    assert slots is not None
-    reasons += slots.reasons
-    memory = Memory(
-        limit_bytes=limit,
-        **dataclasses.asdict(others),
-        gate_slots=slots.gates,
-        rest_slots=slots.rests,
-        slots_bytes=slots.gates * gate_bytes + slots.rests * rest_bytes,
-        ffn_bytes=ffn_bytes,
-        pinned_gates_per_layer=slots.pinned_gates,
-        pinned_rests_per_layer=slots.pinned_rests,
-        least_bytes=least,
-    )
-    reasons.append(
-        f"prefill takes {chunk} tokens at a time, so that "
-        f"its partial sums stay below {PREFILL_PARTIALS_BYTES // MIB} MiB"
-    )
-    return Plan(
-        version=VERSION,
-        package_id=manifest.id,
-        device_id=device.id,
-        compute=Compute(
-            mode="exact",
-            seats=device.seats,
+
+class _Planning:
+    def __init__(self, manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> None:
+        self._manifest, self._device, self._wanted = manifest, device, wanted
+        context_tokens = manifest.shape.context_tokens if wanted.context_tokens is None else wanted.context_tokens
+        if not 1 <= context_tokens <= manifest.shape.context_tokens:
+            raise UserError(
+                f"--context {context_tokens}: this package's context is {manifest.shape.context_tokens} tokens"
+            )
+        workers = sum(seat.role == "decode" for seat in device.seats)
+        self._seating = Seating(
+            mode=self._mode(),
+            processes=len(device.seats),
+            workers=workers,
+            prefill_threads=workers,
             sequences=wanted.sequences,
             context_tokens=context_tokens,
+            logit_rows=max(8, wanted.sequences),
+        )
+        self._rates = rates(manifest, self._seating.mode)
+        self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
+        self._usable_bytes = usable_bytes(self._limit_bytes)
+
+    def _mode(self) -> Mode:
+        mode: Mode = self._wanted.mode or "exact"
+        if "predictor" in self._wanted.without:
+            return "exact"
+        if mode == "predicted" and self._manifest.predictor is None:
+            raise UserError(
+                f"--mode predicted: the package {self._manifest.name!r} has no predictor; "
+                "make one with `neuronpipe profile PACKAGE`"
+            )
+        return mode
+
+    def plan(self) -> Plan:
+        manifest, seating, wanted = self._manifest, self._seating, self._wanted
+        least = least_account(manifest, seating)
+        least_slots = least_slots_bytes(manifest, seating.workers)
+        if self._usable_bytes < least.total_bytes() + least_slots:
+            self._refuse_limit(least, least_slots)
+        read = self._reading(least)
+        chunk = self._chunk(read.staging_bytes, least_slots)
+        others = account(manifest, seating, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
+        regions = self._regions(others, least_slots)
+        memory = self._memory(others, regions)
+        compute = Compute(
+            mode=seating.mode,
+            seats=self._device.seats,
+            sequences=seating.sequences,
+            context_tokens=seating.context_tokens,
             prefill_chunk_tokens=chunk,
-            logit_rows=logit_rows,
-            decode_window_blocks=slots.window,
-            prefill_window_blocks=min(layout.blocks, slots.window * workers),
+            prefill_threads=seating.prefill_threads,
+            logit_rows=seating.logit_rows,
+            decode_window_blocks=regions.window,
+            prefill_window_blocks=min(manifest.layout.blocks, regions.window * seating.workers),
             spin_us=50,
-        ),
-        memory=memory,
-        flash=Flash(engine=device.flash_engine, depth=64, stock_gates=slots.stock_gates, stock_rests=slots.stock_rests),
-        expected=_expected(manifest, memory, device),
-        reasons=tuple(reasons),
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Slots:
-    gates: int
-    rests: int
-    pinned_gates: int
-    pinned_rests: int
-    window: int
-    stock_gates: int
-    stock_rests: int
-    reasons: tuple[str, ...]
-
-
-def _fill(
-    blocks: int,
-    per_block: int,
-    clusters: int,
-    layers: int,
-    gate_bytes: int,
-    rest_bytes: int,
-    workers: int,
-    budget: int,
-    by_frequency: bool,
-) -> _Slots | None:
-    """Share `budget` bytes out between gate and rest slots; None when it is too small for one block per worker."""
-    all_clusters = layers * clusters
-    if budget >= all_clusters * (gate_bytes + rest_bytes):
-        own = -(-blocks // workers)
-        return _Slots(
-            gates=all_clusters,
-            rests=all_clusters,
-            pinned_gates=clusters,
-            pinned_rests=clusters,
-            window=own,
-            stock_gates=0,
-            stock_rests=0,
-            reasons=("everything is resident: nothing is read after start-up",),
+            pipeline="pipeline" not in wanted.without,
+            prefetch="prefetch" not in wanted.without,
         )
-    window = -(-blocks // workers)
-    while window > 1 and 2 * window * workers * per_block * (gate_bytes + rest_bytes) > budget // 3:
-        window = (window + 1) // 2
-    moving = 2 * window * workers * per_block  # clusters that may be open, as many again free or arriving
-    if moving >= all_clusters:
-        moving, window = max(2 * workers * per_block, all_clusters // 2), 1
-    if budget < moving * (gate_bytes + rest_bytes):
-        return None
-    reasons = [f"{window} of {blocks} blocks open per decode worker at once: {moving} clusters may be moving"]
-    if budget >= all_clusters * gate_bytes + moving * rest_bytes:
-        rests = min(all_clusters, (budget - all_clusters * gate_bytes) // rest_bytes)
-        pinned_rests = (rests - moving) // 2 // layers if by_frequency else 0
-        reasons.append(
-            f"all gates are resident; {rests} of {all_clusters} up/down parts fit, "
-            f"the {pinned_rests} hottest of each layer stay"
+        flash = Flash(
+            engine=self._device.flash_engine,
+            depth=read.depth,
+            bundle=read.bundle,
+            merge_gap_bytes=read.merge_gap_bytes,
+            most_read_bytes=read.most_read_bytes,
+            prefetch_depth=read.prefetch_depth,
+            stock_gates=regions.stock_gates,
+            stock_rests=regions.stock_rests,
         )
-        return _Slots(
-            gates=all_clusters,
-            rests=rests,
-            pinned_gates=clusters,
-            pinned_rests=pinned_rests,
-            window=window,
-            stock_gates=0,
-            stock_rests=moving // 2,
-            reasons=tuple(reasons),
+        return Plan(
+            version=VERSION,
+            package_id=manifest.id,
+            device_id=self._device.id,
+            compute=compute,
+            memory=memory,
+            flash=flash,
+            expected=expected(
+                manifest, self._rates, compute, memory, flash, self._device.flash, self._device.memory_speed
+            ),
+            reasons=(*self._mode_reasons(), *regions.reasons, *read.reasons, self._chunk_reason(chunk, others)),
         )
-    gates = (budget - moving * rest_bytes) // gate_bytes
-    pinned = max(0, gates - moving) // layers
-    reasons.append(
-        f"{pinned} of {clusters} gates per layer stay, the others are read for every token: "
-        "memory does not hold all gates"
-    )
-    return _Slots(
-        gates=gates,
-        rests=moving,
-        pinned_gates=pinned,
-        pinned_rests=0,
-        window=window,
-        stock_gates=moving // 2,
-        stock_rests=moving // 2,
-        reasons=tuple(reasons),
-    )
 
+    def _reading(self, least: Account) -> Reading:
+        """The reads, with staging for them: a share of the limit, and no less than the least account has."""
+        wanted = self._wanted
+        room = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._seating.workers)
+        return reading(
+            self._manifest.layout,
+            self._device.flash,
+            rest_per_gate=self._rates.ups / self._rates.gates if self._rates.gates else 1.0,
+            bundle=self._seating.mode == "predicted" and "bundle" not in wanted.without,
+            prefetch="prefetch" not in wanted.without,
+            staging_most_bytes=least.staging_bytes + min(room, int(STAGING_SHARE * self._usable_bytes)),
+        )
 
-def _refuse(limit: int, least: int, wanted: Wanted, ffn_bytes: int, slots: int, others: int, usable: int) -> None:
-    if wanted.ffn_resident_share is not None and usable >= slots:
+    def _chunk(self, staging_bytes: int, least_slots: int) -> int:
+        """The largest chunk whose buffers take a small share of the limit and leave room for the fewest slots."""
+        context = self._seating.context_tokens
+        for tokens in (min(size, context) for size in CHUNK_TOKENS):
+            one = account(self._manifest, self._seating, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
+            fits = one.total_bytes() + least_slots <= self._usable_bytes
+            if fits and one.private_bytes <= PREFILL_SHARE * self._usable_bytes:
+                return tokens
+        return min(LEAST_CHUNK_TOKENS, context)
+
+    def _regions(self, others: Account, least_slots: int) -> Regions:
+        manifest, wanted = self._manifest, self._wanted
+        budget = usable = self._usable_bytes - others.total_bytes()
+        ffn_bytes = manifest.words * sum(slot_sizes(manifest))
+        if wanted.ffn_resident_share is not None:
+            budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
+        regions = fill(
+            manifest,
+            self._rates,
+            mode=self._seating.mode,
+            workers=self._seating.workers,
+            budget=budget,
+            cache="cache" not in wanted.without,
+            window_tokens=0 if wanted.baseline is None else WINDOW_TOKENS,
+        )
+        if regions is not None:
+            return regions
+        assert usable >= least_slots
+        assert wanted.ffn_resident_share is not None
         raise UserError(
-            f"--ffn-resident {wanted.ffn_resident_share:.1%}: the least for this package is {slots / ffn_bytes:.1%} "
-            f"({slots:,} bytes): one block of neurons per worker must be open, and as much arriving"
+            f"--ffn-resident {wanted.ffn_resident_share:.1%}: the least for this package is "
+            f"{least_slots / ffn_bytes:.1%} ({least_slots:,} bytes): one block of neurons per worker must be open, "
+            "and as much arriving"
         )
-    raise UserError(
-        f"--memory {limit:,}: the least for this package is {least:,} bytes ({least / MIB:.0f} MiB): "
-        f"{others:,} for interpreters, fixed "
-        f"tensors, KV cache and exchange, {slots:,} for the neurons being computed; a smaller --context needs less"
-    )
 
+    def _memory(self, others: Account, regions: Regions) -> Memory:
+        gate_bytes, rest_bytes = slot_sizes(self._manifest)
+        return Memory(
+            limit_bytes=self._limit_bytes,
+            **dataclasses.asdict(others),
+            gate_slots=regions.gates,
+            rest_slots=regions.rests,
+            slots_bytes=regions.gates * gate_bytes + regions.rests * rest_bytes,
+            ffn_bytes=self._manifest.words * (gate_bytes + rest_bytes),
+            pinned_gates_per_layer=regions.pinned_gates,
+            pinned_rests_per_layer=regions.pinned_rests,
+            least_bytes=least_limit_bytes(self._manifest, self._seating),
+        )
 
-def _expected(manifest: Manifest, memory: Memory, device: DeviceFacts) -> Expected:
-    """Bytes and flash time of one decode token."""
-    shape, layout = manifest.shape, manifest.layout
-    activity = _mean_activity(manifest)
-    if manifest.activation == "silu":
-        activity = 1.0
-    touched = 1 - (1 - activity) ** layout.cluster_neurons  # of the rest parts, if neurons fired independently
-    clusters = shape.layers * shape.experts * layout.clusters
-    gate_misses = clusters - memory.gate_slots if memory.gate_slots < clusters else 0
-    rest_misses = int(touched * clusters * max(0.0, 1 - memory.rest_slots / clusters))
-    flash = gate_misses * layout.gate_part_bytes + rest_misses * layout.rest_part_bytes
-    row_bytes = (layout.gate_part_bytes + layout.rest_part_bytes) / 3 / layout.cluster_neurons
-    dram = memory.fixed_bytes + int(clusters * layout.cluster_neurons * row_bytes * (1 + 2 * activity))
-    looked_up = clusters * (1 + touched)
-    return Expected(
-        dram_bytes_per_token=dram,
-        flash_bytes_per_token=flash,
-        flash_ms_per_token=round(1000 * flash / device.flash_bytes_per_s, 3) if device.flash_bytes_per_s else 0.0,
-        miss_rate=round((gate_misses + rest_misses) / looked_up, 4),
-    )
+    def _refuse_limit(self, least: Account, least_slots: int) -> None:
+        limit = least_limit_bytes(self._manifest, self._seating)
+        raise UserError(
+            f"--memory {self._limit_bytes:,}: the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
+            f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
+            f"{least_slots:,} for the neurons being computed; a smaller --context needs less"
+        )
 
+    def _mode_reasons(self) -> list[str]:
+        wanted, reasons = self._wanted, []
+        if self._seating.mode == "predicted":
+            reasons.append(
+                f"the predictor names {self._rates.gates:.1%} of the neurons; the gates of these decide, "
+                f"and {self._rates.ups / max(self._rates.gates, 1e-9):.0%} of them are expected to fire"
+            )
+        else:
+            reasons.append("exact: every gate is computed, and decides which up and down rows are")
+        if wanted.baseline is not None:
+            reasons.append(f"baseline {wanted.baseline}, for comparison")
+        if wanted.without:
+            reasons.append(f"without {', '.join(sorted(wanted.without))}, by request")
+        if wanted.ffn_resident_share is not None:
+            reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
+        return reasons
 
-def _mean_activity(manifest: Manifest) -> float:
-    by_layer = manifest.activity_by_layer
-    return sum(by_layer) / len(by_layer) if by_layer else ASSUMED_ACTIVITY
+    def _chunk_reason(self, chunk: int, others: Account) -> str:
+        return (
+            f"prefill takes {chunk} tokens at a time with {self._seating.prefill_threads} thread(s): "
+            f"its buffers are within {PREFILL_SHARE:.1%} of the limit ({others.private_bytes / MIB:.0f} MiB)"
+        )

@@ -10,8 +10,9 @@ import dataclasses
 import os
 from typing import NoReturn
 
+from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import account, least_limit_bytes
+from neuronpipe.plans.plan.account import Seating, account, largest_read_bytes, least_limit_bytes, slot_sizes
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 
@@ -22,6 +23,7 @@ MOST_SEQUENCES = 64
 MOST_TOKENS_AT_ONCE = 4096
 MOST_SPIN_US = 1_000_000
 MOST_DEPTH = 4096
+MOST_READ_BYTES = 1 << 26
 
 
 def validate(plan: Plan, manifest: Manifest, where: str) -> None:
@@ -86,12 +88,15 @@ class _Check:
             ("context_tokens", self._manifest.shape.context_tokens),
             ("sequences", MOST_SEQUENCES),
             ("prefill_chunk_tokens", min(MOST_TOKENS_AT_ONCE, compute.context_tokens)),
+            ("prefill_threads", MOST_WORKERS),
             ("logit_rows", MOST_TOKENS_AT_ONCE),
             ("decode_window_blocks", blocks),
             ("prefill_window_blocks", blocks),
         ):
             self._within(f"compute.{name}", getattr(compute, name), 1, most)
         self._within("compute.spin_us", compute.spin_us, 0, MOST_SPIN_US)
+        if compute.mode == "predicted" and self._manifest.predictor is None:
+            self._fail("compute.mode", "'predicted', but the package has no predictor")
         if compute.logit_rows < compute.sequences:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
 
@@ -100,6 +105,12 @@ class _Check:
         if flash.engine not in ENGINES:
             self._fail("flash.engine", f"{flash.engine!r} is not one of {', '.join(ENGINES)}")
         self._within("flash.depth", flash.depth, 1, MOST_DEPTH)
+        self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
+        least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle)
+        self._within("flash.most_read_bytes", flash.most_read_bytes, least, MOST_READ_BYTES)
+        if flash.most_read_bytes % PAGE_BYTES:
+            self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
+        self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
 
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
@@ -126,21 +137,27 @@ class _Check:
                 )
 
     def _bytes(self) -> None:
-        memory, compute, layout = self._plan.memory, self._plan.compute, self._manifest.layout
-        workers = len(compute.decode_workers())
-        others = account(
-            self._manifest,
+        memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
+        seating = Seating(
+            mode=compute.mode,
             processes=len(compute.seats),
-            workers=workers,
+            workers=len(compute.decode_workers()),
+            prefill_threads=compute.prefill_threads,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
-            prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
         )
+        others = account(
+            self._manifest,
+            seating,
+            prefill_chunk_tokens=compute.prefill_chunk_tokens,
+            staging_bytes=flash.depth * flash.most_read_bytes,
+        )
+        gate_bytes, rest_bytes = slot_sizes(self._manifest)
         expected = dataclasses.asdict(others) | {
-            "slots_bytes": memory.gate_slots * layout.gate_part_bytes + memory.rest_slots * layout.rest_part_bytes,
-            "ffn_bytes": self._manifest.words * layout.cluster_stride_bytes,
-            "least_bytes": least_limit_bytes(others, layout, workers),
+            "slots_bytes": memory.gate_slots * gate_bytes + memory.rest_slots * rest_bytes,
+            "ffn_bytes": self._manifest.words * (gate_bytes + rest_bytes),
+            "least_bytes": least_limit_bytes(self._manifest, seating),
         }
         for name, value in expected.items():
             if getattr(memory, name) != value:

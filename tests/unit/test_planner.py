@@ -5,20 +5,38 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.layout import compute_layout
-from neuronpipe.plans.package.manifest import FileEntry, Manifest, Shape, Source
-from neuronpipe.plans.plan.account import MIB, account
+from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Shape, Source
+from neuronpipe.plans.plan.account import MIB, Seating, account, least_slots_bytes
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
-from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
+# A virtual disk as one was measured: (KiB, reads at once, MB/s).
+CURVE = FlashCurve(
+    engine="io_uring",
+    direct=True,
+    points=tuple(
+        FlashPoint(request_bytes=size << 10, depth=depth, bytes_per_s=speed * 1e6)
+        for size, speeds in ((4, (70, 199, 266, 377)), (8, (121, 357, 479, 607)), (64, (580, 1071, 1204, 1241)))
+        for depth, speed in zip((1, 8, 32, 128), speeds, strict=True)
+    ),
+)
+SPEED = MemorySpeed(
+    threads=2,
+    one_thread_bytes_per_s=28e9,
+    sequential_bytes_per_s=33e9,
+    pieces=(PiecePoint(piece_bytes=2048, bytes_per_s=17e9), PiecePoint(piece_bytes=8192, bytes_per_s=21e9)),
+)
 
 
 def manifest(*, width: int = 320, neurons: int = 1024, layers: int = 8, order: str = "source") -> Manifest:
@@ -51,12 +69,30 @@ def manifest(*, width: int = 320, neurons: int = 1024, layers: int = 8, order: s
     ).sealed()
 
 
+def predicted(plain: Manifest) -> Manifest:
+    """The same package with a predictor that names a sixth of the neurons, four of five of them rightly."""
+    quality = PredictorQuality(recall=0.97, precision=0.8, predicted=0.16)
+    return dataclasses.replace(
+        plain,
+        predictor=Predictor(
+            rank=64,
+            quantization="q8",
+            reads="attention",
+            sides=("gate", "up"),
+            hidden="none",
+            calibration_tokens=2000,
+            by_layer=(quality,) * plain.shape.layers,
+        ),
+        files={**plain.files, "predictor.safetensors": FileEntry(MIB, "0" * 64)},
+    )
+
+
 def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
     shares = decode_shares([1024] * workers)
     seats = [Seat(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill")]
     seats += [Seat(role="decode", index=n, core=n, share_from=a, share_to=b) for n, (a, b) in enumerate(shares)]
     return DeviceFacts(
-        id="d", memory_bytes=memory_bytes, flash_engine="threads", flash_bytes_per_s=1e9, seats=tuple(seats)
+        id="d", memory_bytes=memory_bytes, flash_engine="threads", seats=tuple(seats), flash=CURVE, memory_speed=SPEED
     )
 
 
@@ -107,35 +143,149 @@ def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> Non
         plan(manifest(), device(), Wanted(ffn_resident_share=0.01))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
-    extra=st.integers(0, 12 * MIB),
+    extra=st.one_of(st.integers(0, 12 * MIB), st.integers(0, 2 * GIB)),
     workers=st.integers(1, 5),
     neurons=st.integers(1, 3000),
     layers=st.integers(1, 13),
+    width=st.sampled_from([32, 320, 1024, 4096]),
     order=st.sampled_from(["source", "frequency"]),
+    mode=st.sampled_from(["exact", "predicted"]),
+    without=st.frozensets(st.sampled_from(TECHNIQUES)),
+    baseline=st.booleans(),
 )
 def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
-    extra: int, workers: int, neurons: int, layers: int, order: str
+    extra: int,
+    workers: int,
+    neurons: int,
+    layers: int,
+    width: int,
+    order: str,
+    mode: Any,
+    without: frozenset[Any],
+    baseline: bool,
 ) -> None:
-    m, facts = manifest(neurons=neurons, layers=layers, order=order), device(workers)
-    least = least_bytes(m, facts)
-    made = plan(m, facts, Wanted(memory_bytes=least + extra))
+    m, facts = predicted(manifest(width=width, neurons=neurons, layers=layers, order=order)), device(workers)
+    wish = Wanted(baseline="llm-in-a-flash") if baseline else Wanted(mode=mode, without=without)
+    least = plan(m, facts, dataclasses.replace(wish, memory_bytes=16 * GIB)).memory.least_bytes
+    made = plan(m, facts, dataclasses.replace(wish, memory_bytes=least + extra))
     memory, layout = made.memory, m.layout
     assert memory.total_bytes() <= memory.limit_bytes
+    assert memory.staging_bytes == made.flash.depth * made.flash.most_read_bytes
     if memory.everything_resident:
         return
     open_clusters = workers * made.compute.decode_window_blocks * layout.block_clusters
     assert made.compute.prefill_window_blocks * layout.block_clusters <= max(open_clusters, layout.block_clusters)
-    for slots, pinned in (
-        (memory.gate_slots, memory.pinned_gates_per_layer),
-        (memory.rest_slots, memory.pinned_rests_per_layer),
+    for slots, pinned, stock in (
+        (memory.gate_slots, memory.pinned_gates_per_layer, made.flash.stock_gates),
+        (memory.rest_slots, memory.pinned_rests_per_layer, made.flash.stock_rests),
     ):
         assert slots <= m.words
-        assert pinned * layers <= slots
-        assert slots == m.words or slots - pinned * layers >= min(open_clusters, m.words), (
-            "a window must fit beside the pinned"
+        assert slots == m.words or slots - pinned * layers - stock >= min(open_clusters, m.words), (
+            "a window must fit beside the pinned and the free"
         )
+
+
+def test_predicted_mode_needs_a_predictor_and_names_the_command_that_makes_one() -> None:
+    with pytest.raises(UserError, match="has no predictor; make one with `neuronpipe profile PACKAGE`"):
+        plan(manifest(), device(), Wanted(mode="predicted"))
+    with pytest.raises(UserError, match="has no predictor"):
+        plan(manifest(), device(), Wanted(baseline="llm-in-a-flash"))
+    assert plan(predicted(manifest()), device(), Wanted()).compute.mode == "exact"
+    assert plan(predicted(manifest()), device(), Wanted(mode="predicted")).compute.mode == "predicted"
+
+
+def test_the_predictor_is_counted_only_where_it_is_used() -> None:
+    m = predicted(manifest())
+    assert plan(m, device(), Wanted(mode="exact")).memory.predictor_bytes == 0
+    assert plan(m, device(), Wanted(mode="predicted")).memory.predictor_bytes == MIB + 4096
+
+
+def test_predicted_neurons_are_kept_whole_so_both_parts_have_as_many_slots() -> None:
+    m = predicted(manifest(order="frequency"))
+    memory = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5)).memory
+    assert memory.gate_slots == memory.rest_slots < m.words
+    assert 0 < memory.pinned_gates_per_layer == memory.pinned_rests_per_layer
+
+
+def test_bundles_are_read_whole_when_the_curve_says_that_one_read_costs_less_than_two() -> None:
+    m = predicted(manifest())
+    cheap_bytes = FlashCurve(
+        engine="threads",
+        direct=True,
+        points=tuple(FlashPoint(request_bytes=s, depth=8, bytes_per_s=s * 1e5) for s in (4096, 8192, 65536)),
+    )
+    dear_bytes = FlashCurve(
+        engine="threads",
+        direct=True,
+        points=tuple(FlashPoint(request_bytes=s, depth=8, bytes_per_s=1e8) for s in (4096, 8192, 65536)),
+    )
+    wish = Wanted(mode="predicted", ffn_resident_share=0.5)
+    whole = plan(m, dataclasses.replace(device(), flash=cheap_bytes), wish).flash
+    apart = plan(m, dataclasses.replace(device(), flash=dear_bytes), wish).flash
+    assert whole.bundle
+    assert not apart.bundle
+    assert whole.merge_gap_bytes >= 0 == apart.merge_gap_bytes
+    assert not plan(m, device(), dataclasses.replace(wish, without=frozenset({"bundle"}))).flash.bundle
+
+
+def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -> None:
+    m, wish = predicted(manifest(order="frequency")), Wanted(mode="predicted", ffn_resident_share=0.5)
+    full = plan(m, device(), wish)
+
+    def lacking(technique: Any) -> Plan:
+        return plan(m, device(), dataclasses.replace(wish, without=frozenset({technique})))
+
+    assert full.compute.pipeline
+    assert full.compute.prefetch
+    assert full.flash.prefetch_depth > 0
+    assert not lacking("pipeline").compute.pipeline
+    assert lacking("pipeline").compute.prefetch
+    assert (lacking("prefetch").compute.prefetch, lacking("prefetch").flash.prefetch_depth) == (False, 0)
+    assert lacking("predictor").compute.mode == "exact"
+    small = lacking("cache").memory
+    assert small.slots_bytes == least_slots_bytes(m, 2)
+    assert (small.pinned_gates_per_layer, small.pinned_rests_per_layer) == (0, 0)
+
+
+def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -> None:
+    m = predicted(manifest(width=4096, neurons=4096, layers=32, order="frequency"))
+    made = plan(m, device(memory_bytes=8 * GIB), Wanted(baseline="llm-in-a-flash"))
+    assert made.compute.mode == "predicted"
+    assert (made.compute.pipeline, made.compute.prefetch, made.flash.bundle) == (False, False, False)
+    assert made.memory.pinned_gates_per_layer == made.memory.pinned_rests_per_layer == 0
+    assert made.memory.gate_slots < 0.6 * m.words
+    with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
+        plan(predicted(manifest()), device(), Wanted(baseline="llm-in-a-flash", mode="exact"))
+
+
+def test_without_a_measurement_no_speed_is_expected() -> None:
+    facts = dataclasses.replace(device(), flash=None, memory_speed=None)
+    e = plan(manifest(), facts, Wanted(ffn_resident_share=0.5)).expected
+    assert (e.tokens_per_s, e.flash_ms_per_token, e.sequential_ms_per_token) == (None, None, None)
+    assert e.flash_bytes_per_token > 0
+
+
+def test_the_expected_token_is_the_sum_of_its_terms() -> None:
+    m = predicted(manifest(width=4096, neurons=14336, layers=8, order="frequency"))
+    for wish in (Wanted(mode="predicted", ffn_resident_share=0.5, without=frozenset({"pipeline"})), Wanted()):
+        e = plan(m, device(memory_bytes=8 * GIB), wish).expected
+        assert e.dram_bytes_per_token == e.sequential_bytes_per_token + e.neuron_bytes_per_token
+        assert e.sequential_ms_per_token == pytest.approx(e.sequential_bytes_per_token / 33e6, abs=1e-3)
+        assert e.tokens_per_s is not None
+        total_ms = (e.sequential_ms_per_token, e.neuron_ms_per_token, e.exposed_flash_ms_per_token)
+        assert 1e3 / e.tokens_per_s == pytest.approx(sum(total_ms), rel=1e-2)  # type: ignore[arg-type]
+
+
+def test_less_memory_is_never_expected_to_be_faster() -> None:
+    m = predicted(manifest(width=1024, neurons=4096, order="frequency"))
+    for mode in ("exact", "predicted"):
+        speeds = [
+            plan(m, device(), Wanted(mode=mode, ffn_resident_share=share)).expected.tokens_per_s  # type: ignore[arg-type]
+            for share in (0.3, 0.5, 0.7, 0.9, 1.0)
+        ]
+        assert speeds == sorted(speeds)  # type: ignore[type-var]
 
 
 def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
@@ -150,7 +300,7 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"version": 2}, "'version'"),
+        ({"version": 1}, "'version'"),
         ({"compute": 3}, "'compute.'"),
         ({"surprise": 1}, "'surprise' is unknown"),
         ({"device_id": "other"}, "'id' does not match"),
@@ -182,13 +332,15 @@ def test_shares_follow_the_cores_and_cover_everything() -> None:
 
 def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_for() -> None:
     m = manifest()
-    seats = {"processes": 6, "sequences": 1}
-    small = account(m, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=1, logit_rows=8).private_bytes
-    assert (
-        small == account(m, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=8, logit_rows=8).private_bytes
+    seating = Seating(
+        mode="exact", processes=6, workers=2, prefill_threads=2, sequences=1, context_tokens=64, logit_rows=8
     )
-    longer = account(m, **seats, workers=2, context_tokens=512, prefill_chunk_tokens=1, logit_rows=8).private_bytes
-    assert longer - small == 4 * (512 - 64) * 3
+
+    def private_bytes(made_for: Manifest, seats: Seating, chunk: int = 1) -> int:
+        return account(made_for, seats, prefill_chunk_tokens=chunk, staging_bytes=0).private_bytes
+
+    small = private_bytes(m, seating)
+    assert small == private_bytes(m, seating, chunk=8) < private_bytes(m, seating, chunk=9)
+    assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 4 * (512 - 64) * 4
     words = dataclasses.replace(m, shape=dataclasses.replace(m.shape, vocabulary=m.shape.vocabulary + 1000))
-    more = account(words, **seats, workers=2, context_tokens=64, prefill_chunk_tokens=1, logit_rows=8).private_bytes
-    assert more - small == 8 * 1000
+    assert private_bytes(words, seating) - small == 8 * 1000

@@ -1,0 +1,87 @@
+"""How often neurons fire: what the package states, and a measured curve where it states only means.
+
+The curve is that of a 7B dReLU model over a million tokens (Bamboo-7B, mean over 32 layers, read off the figure its
+authors published). It is no power law: a plateau of neurons that nearly always fire, then a slow tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Mode
+
+# (share of a layer's neurons, hottest first; share of its activations that they make)
+HOTTEST = (
+    (0.0, 0.0),
+    (0.01, 0.061),
+    (0.02, 0.120),
+    (0.05, 0.280),
+    (0.10, 0.466),
+    (0.20, 0.608),
+    (0.30, 0.699),
+    (0.43, 0.791),
+    (0.50, 0.832),
+    (0.70, 0.925),
+    (1.0, 1.0),
+)
+ASSUMED_ACTIVITY = 0.1  # when the package does not state a measurement
+UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Shares of all neurons, means over layers and tokens: whose gate, whose up row and whose down row is read."""
+
+    gates: float
+    ups: float
+    downs: float
+    by_frequency: bool  # the package has its hottest neurons first
+
+    def activations_within(self, share: float) -> float:
+        """Share of activations that the first `share` of the neurons make."""
+        share = min(max(share, 0.0), 1.0)
+        if not self.by_frequency:
+            return share
+        for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST):
+            if share <= x1:
+                return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
+        return 1.0
+
+    def used_by(self, tokens: int) -> float:
+        """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
+        return sum(
+            (x1 - x0) * (1 - (1 - min(1.0, self.gates * (y1 - y0) / (x1 - x0))) ** tokens)
+            for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
+        )
+
+    def neurons_firing_in(self, token_share: float) -> float:
+        """Share of the neurons that fire in at least this share of the tokens; 0 when their order does not tell."""
+        if not self.by_frequency:
+            return 0.0
+        hot = (
+            x1
+            for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
+            if self.downs * (y1 - y0) / (x1 - x0) >= token_share
+        )
+        return max(hot, default=0.0)
+
+
+def rates(manifest: Manifest, mode: Mode) -> Rates:
+    """What one token reads in this mode."""
+    active = _mean(manifest.activity_by_layer) or ASSUMED_ACTIVITY
+    fired = active
+    if manifest.activation == "silu":
+        active = fired = 1.0
+    elif manifest.activation == "drelu":
+        fired = _mean(manifest.gate_fired_by_layer) or min(1.0, active / UP_POSITIVE)
+    gates = 1.0
+    if mode == "predicted" and manifest.predictor is not None:
+        gates = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))
+        fired, active = min(fired, gates), min(active, gates)
+    return Rates(gates=gates, ups=fired, downs=active, by_frequency=manifest.layout.neuron_order == "frequency")
+
+
+def _mean(values: tuple[float, ...] | None) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,107 @@
+"""How flash is read, from the measured curve: how many reads at once, how large, and whether bundles are worth it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.plans.device.device import FlashCurve
+from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
+from neuronpipe.plans.plan.account import LEAST_DEPTH, largest_read_bytes
+
+KNEE = 0.9  # of the best speed is enough, for depth and for size
+MOST_READ_BYTES = 1 << 20
+PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
+UNMEASURED_DEPTH = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The plan's `flash`, less the engine and the stock."""
+
+    depth: int
+    bundle: bool
+    merge_gap_bytes: int
+    most_read_bytes: int
+    prefetch_depth: int
+    reasons: tuple[str, ...]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Where reads land before their bytes are checked and copied."""
+        return self.depth * self.most_read_bytes
+
+
+def reading(
+    layout: Layout,
+    curve: FlashCurve | None,
+    *,
+    rest_per_gate: float,
+    bundle: bool,
+    prefetch: bool,
+    staging_most_bytes: int,
+) -> Reading:
+    """rest_per_gate: of the gate parts that are read, the share whose rest part is wanted too. bundle: False when
+    bundles are out of the question. staging_most_bytes: at least LEAST_DEPTH times the largest read of one cluster."""
+    reasons = []
+    depth = _knee_depth(curve, layout.rest_part_bytes) if curve else UNMEASURED_DEPTH
+    if bundle and curve:
+        whole = _read_us(curve, layout.cluster_stride_bytes, depth)
+        gate, rest = (_read_us(curve, size, depth) for size in (layout.gate_part_bytes, layout.rest_part_bytes))
+        bundle = whole <= gate + rest_per_gate * rest
+        reasons.append(
+            f"{'bundles are read whole' if bundle else 'the gate is read first, the rest if it fired'}: "
+            f"{whole:.1f} us for both parts, {gate:.1f} + {rest_per_gate:.2f} x {rest:.1f} us one after the other"
+        )
+    least = largest_read_bytes(layout, bundle=bundle)
+    depth = max(1, min(depth, staging_most_bytes // least))
+    wanted = _knee_size(curve, depth) if curve else least
+    most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MOST_READ_BYTES))
+    gap = min(_gap_bytes(curve, depth), most - least) if curve else 0
+    if curve:
+        reasons.append(
+            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {layout.rest_part_bytes >> 10} KiB; "
+            f"a gap of {gap >> 10} KiB costs less than another read"
+        )
+    else:
+        reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
+    return Reading(
+        depth=depth,
+        bundle=bundle,
+        merge_gap_bytes=gap,
+        most_read_bytes=most,
+        prefetch_depth=max(1, int(PREFETCH_SHARE * depth)) if prefetch else 0,
+        reasons=tuple(reasons),
+    )
+
+
+def _read_us(curve: FlashCurve, size_bytes: int, depth: int) -> float:
+    """What one of many reads costs."""
+    return 1e6 * size_bytes / curve.bytes_per_s(size_bytes, depth)
+
+
+def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
+    """The fewest reads at once that come close to the best."""
+    speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
+    best = max(speeds.values())
+    return max(LEAST_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
+
+
+def _knee_size(curve: FlashCurve, depth: int) -> int:
+    """The smallest measured size that comes close to the best, in whole pages."""
+    sizes = sorted({point.request_bytes for point in curve.points})
+    best = max(curve.bytes_per_s(size, depth) for size in sizes)
+    knee = next(size for size in sizes if curve.bytes_per_s(size, depth) >= KNEE * best)
+    return knee // PAGE_BYTES * PAGE_BYTES
+
+
+def _gap_bytes(curve: FlashCurve, depth: int) -> int:
+    """Bytes that take as long as a read costs by itself: time of a read = own + bytes / speed, through two sizes."""
+    sizes = sorted({point.request_bytes for point in curve.points})
+    small, large = sizes[0], min(sizes, key=lambda size: abs(size - (64 << 10)))
+    if small == large:
+        return 0
+    small_us, large_us = _read_us(curve, small, depth), _read_us(curve, large, depth)
+    if large_us <= small_us:
+        return MOST_READ_BYTES
+    bytes_per_us = (large - small) / (large_us - small_us)
+    return max(0, int(small_us * bytes_per_us) - small) // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,156 @@
+"""The neurons' memory: how many slots either part gets, which clusters stay for good, how many may be moving.
+
+Memory is filled by worth per byte. In exact mode every gate is read for every token, so that a resident gate saves its
+bytes with certainty, and an up/down part only as often as its neurons fire: gates first. In predicted mode a neuron is
+wanted whole or not at all: both parts get as many slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.account import slot_sizes
+from neuronpipe.plans.plan.activity import Rates
+from neuronpipe.plans.plan.plan import Mode
+
+# What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
+PINNED_FROM = 0.5
+STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
+LEAST_STOCK = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Regions:
+    """Slots of either part, and what becomes of them."""
+
+    gates: int
+    rests: int
+    pinned_gates: int  # of each layer
+    pinned_rests: int
+    window: int  # blocks open per decode worker
+    stock_gates: int
+    stock_rests: int
+    reasons: tuple[str, ...]
+
+
+def touched(share: float, neurons: int) -> float:
+    """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
+    return 1 - (1 - share) ** neurons
+
+
+def fill(
+    manifest: Manifest, rates: Rates, *, mode: Mode, workers: int, budget: int, cache: bool, window_tokens: int
+) -> Regions | None:
+    """Share `budget` bytes out between gate and rest slots; None when it is too small for one block per worker.
+
+    cache: False keeps only what a step needs. window_tokens: keep no more than so many tokens use (0: whatever fits).
+    """
+    return _Filling(manifest, rates, mode, workers).fill(budget, cache=cache, window_tokens=window_tokens)
+
+
+class _Filling:
+    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int) -> None:
+        self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
+        self._layers = manifest.shape.layers * manifest.shape.experts
+        self._all = manifest.words
+        self._gate_bytes, self._rest_bytes = slot_sizes(manifest)
+        self._both_bytes = self._gate_bytes + self._rest_bytes
+
+    def fill(self, budget: int, *, cache: bool, window_tokens: int) -> Regions | None:
+        if cache and not window_tokens and budget >= self._all * self._both_bytes:
+            return self._everything()
+        window, moving = self._window(budget if cache else 0)
+        if budget < moving * self._both_bytes:
+            return None
+        blocks = self._layout.blocks
+        reasons = [f"{window} of {blocks} blocks open per decode worker at once: {moving} clusters may be moving"]
+        if not cache:
+            gates = rests = moving
+            reasons.append("nothing stays but what a step needs, by request (cache)")
+        elif window_tokens:
+            used = touched(self._rates.used_by(window_tokens), self._layout.cluster_neurons)
+            gates = rests = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
+            reasons.append(f"slots for what {window_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
+        elif self._mode == "predicted":
+            gates = rests = min(budget // self._both_bytes, self._all)
+        elif budget >= self._all * self._gate_bytes + moving * self._rest_bytes:
+            gates = self._all
+            rests = min(self._all, (budget - gates * self._gate_bytes) // self._rest_bytes)
+        else:
+            gates, rests = min(self._all, (budget - moving * self._rest_bytes) // self._gate_bytes), moving
+        pinned_gates, pinned_rests = self._pinned(gates, rests, moving) if cache and not window_tokens else (0, 0)
+        if cache and not window_tokens:
+            reasons.append(self._said(gates, rests, pinned_gates, pinned_rests))
+        return Regions(
+            gates=gates,
+            rests=rests,
+            pinned_gates=pinned_gates,
+            pinned_rests=pinned_rests,
+            window=window,
+            stock_gates=self._stock(gates, self._rates.gates, moving),
+            stock_rests=self._stock(rests, self._rates.ups, moving),
+            reasons=tuple(reasons),
+        )
+
+    def _everything(self) -> Regions:
+        return Regions(
+            gates=self._all,
+            rests=self._all,
+            pinned_gates=self._layout.clusters,
+            pinned_rests=self._layout.clusters,
+            window=-(-self._layout.blocks // self._workers),
+            stock_gates=0,
+            stock_rests=0,
+            reasons=("everything is resident: nothing is read after start-up",),
+        )
+
+    def _window(self, budget: int) -> tuple[int, int]:
+        """Blocks that a worker has open, and clusters that may be moving: open in any worker, as many again free or
+        arriving."""
+        per_block, workers = self._layout.block_clusters, self._workers
+        window = -(-self._layout.blocks // workers)
+        while window > 1 and 2 * window * workers * per_block * self._both_bytes > budget // 3:
+            window = (window + 1) // 2
+        moving = 2 * window * workers * per_block
+        if moving >= self._all:
+            moving, window = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
+        return window, moving
+
+    def _pinned(self, gates: int, rests: int, moving: int) -> tuple[int, int]:
+        """Clusters of each layer that stay for good, of either part."""
+        hot = int(self._rates.neurons_firing_in(PINNED_FROM) * self._layout.clusters)
+
+        def hottest(slots: int) -> int:
+            return min(hot, max(0, slots - moving) // 2 // self._layers)
+
+        if self._mode == "predicted":
+            return hottest(gates), hottest(rests)
+        if gates == self._all:
+            return self._layout.clusters, hottest(rests)
+        return max(0, gates - moving) // self._layers, 0
+
+    def _stock(self, slots: int, share: float, moving: int) -> int:
+        """Twice what one token is expected to miss, at most half of what may move; none where nothing is evicted."""
+        if slots == self._all:
+            return 0
+        wanted = touched(share, self._layout.cluster_neurons) * self._all
+        missed = wanted * (1 - self._rates.activations_within(slots / self._all))
+        return min(moving // 2, max(LEAST_STOCK, int(STOCK_FACTOR * missed)))
+
+    def _said(self, gates: int, rests: int, pinned_gates: int, pinned_rests: int) -> str:
+        clusters = self._layout.clusters
+        if self._mode == "predicted":
+            return (
+                f"{gates} of {self._all} bundles fit; the {pinned_gates} hottest of the {clusters} of each layer stay "
+                f"(they fire in {PINNED_FROM:.0%} of all tokens), the others stay while they are used"
+            )
+        if gates == self._all:
+            return (
+                f"all gates are resident; {rests} of {self._all} up/down parts fit, "
+                f"the {pinned_rests} hottest of each layer stay"
+            )
+        return (
+            f"{pinned_gates} of {clusters} gates per layer stay, the others are read for every token: "
+            "memory does not hold all gates"
+        )

@@ -1,0 +1,91 @@
+"""What one decoded token should cost: bytes over measured speeds. An expectation to compare a measurement with.
+
+    token = sequential bytes / sequential speed + neuron bytes / speed of pieces + flash time that nothing hides
+
+Computing is taken to keep up with memory. Misses are those of a cache that always holds the hottest neurons and nothing
+else: a policy that follows the text misses less.
+"""
+
+from __future__ import annotations
+
+from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.activity import Rates
+from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
+from neuronpipe.plans.plan.regions import touched
+
+
+def expected(
+    manifest: Manifest,
+    rates: Rates,
+    compute: Compute,
+    memory: Memory,
+    flash: Flash,
+    curve: FlashCurve | None,
+    speed: MemorySpeed | None,
+) -> Expected:
+    """One token at half of the context."""
+    shape, layout = manifest.shape, manifest.layout
+    row_bytes = quant_bytes(manifest.quantization, shape.width) + scale_bytes(manifest.quantization, shape.width)
+    neurons = shape.layers * shape.experts * shape.neurons
+    sequential = memory.fixed_bytes + memory.predictor_bytes
+    if not manifest.tied_embeddings:
+        sequential -= shape.vocabulary * row_bytes  # of the embedding one row is read
+    seen_tokens = min(compute.context_tokens // 2, shape.window_tokens or compute.context_tokens)
+    sequential += shape.layers * shape.key_heads * 2 * seen_tokens * shape.head_width * 2
+    gate_bytes, rest_bytes = rates.gates * neurons * row_bytes, (rates.ups + rates.downs) * neurons * row_bytes
+    gates_wanted = touched(rates.gates, layout.cluster_neurons) * manifest.words
+    rests_wanted = touched(rates.ups, layout.cluster_neurons) * manifest.words
+    if rates.gates == 1.0:  # all of them, one after the other
+        sequential, in_pieces, pieces = sequential + int(gate_bytes), int(rest_bytes), rests_wanted
+    else:
+        in_pieces, pieces = int(gate_bytes + rest_bytes), gates_wanted + rests_wanted
+    piece_bytes = max(1, int(in_pieces / pieces)) if pieces else row_bytes
+
+    gate_misses = int(gates_wanted * _missed(rates, memory.gate_slots, manifest.words, compute.mode))
+    rest_misses = int(rests_wanted * _missed(rates, memory.rest_slots, manifest.words, "predicted"))
+    if flash.bundle:
+        reads, read_bytes = gate_misses, gate_misses * layout.cluster_stride_bytes
+        rest_misses = min(rest_misses, gate_misses)
+    else:
+        reads = gate_misses + rest_misses
+        read_bytes = gate_misses * layout.gate_part_bytes + rest_misses * layout.rest_part_bytes
+
+    sequential_ms = 1e3 * sequential / speed.sequential_bytes_per_s if speed else None
+    neuron_ms = 1e3 * in_pieces / speed.piece_bytes_per_s(piece_bytes) if speed else None
+    flash_ms = None
+    if reads == 0:
+        flash_ms = 0.0
+    elif curve is not None:
+        flash_ms = 1e3 * read_bytes / curve.bytes_per_s(read_bytes // reads, flash.depth)
+    exposed_ms, tokens_per_s = None, None
+    if sequential_ms is not None and neuron_ms is not None and flash_ms is not None:
+        # Without guesses a layer's reads hide behind its own resident neurons only; with them, behind everything.
+        hidden_ms = (sequential_ms * compute.prefetch + neuron_ms) * compute.pipeline
+        exposed_ms = max(0.0, flash_ms - hidden_ms)
+        tokens_per_s = 1e3 / (sequential_ms + neuron_ms + exposed_ms)
+    return Expected(
+        sequential_bytes_per_token=sequential,
+        neuron_bytes_per_token=in_pieces,
+        piece_bytes=piece_bytes,
+        dram_bytes_per_token=sequential + in_pieces,
+        flash_reads_per_token=reads,
+        flash_bytes_per_token=read_bytes,
+        sequential_ms_per_token=_rounded(sequential_ms),
+        neuron_ms_per_token=_rounded(neuron_ms),
+        flash_ms_per_token=_rounded(flash_ms),
+        exposed_flash_ms_per_token=_rounded(exposed_ms),
+        tokens_per_s=_rounded(tokens_per_s),
+        miss_rate=round((gate_misses + rest_misses) / max(1.0, gates_wanted + rests_wanted), 4),
+    )
+
+
+def _missed(rates: Rates, slots: int, words: int, mode: str) -> float:
+    """Of the parts that a token wants, the share without a slot. Exact mode wants every gate, hot or not."""
+    resident = slots / words
+    return 1 - (resident if mode == "exact" else rates.activations_within(resident))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
