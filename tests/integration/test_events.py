@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from neuronpipe.plans.package.reader import Package
@@ -24,7 +25,8 @@ def test_step_events_tell_of_tokens_misses_and_bytes_read(shell: Shell, converte
         def asked_and_heard() -> bool:
             said = run.ask([1, 2, 3, 4, 5], max_tokens=4)
             assert said["flash"]["bytes"] > 0
-            while (event := monitor.receive(200)) is not None:
+            until = time.monotonic() + 0.5  # beats of all the processes never leave a silence to wait for
+            while time.monotonic() < until and (event := monitor.receive(200)) is not None:
                 events.extend([event] if isinstance(event, StepEvent) else [])
             return bool(events)
 
