@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, 
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Shape, Source
 from neuronpipe.plans.plan.account import MIB, Seating, account, least_slots_bytes
+from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
@@ -295,6 +297,18 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
     assert read_plan(file) == made
     assert made.id in explain(made)
     assert "decode.1" in explain(made)
+
+
+def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
+    m = predicted(manifest())
+    one, other = plan(m, device(), Wanted()), plan(m, device(), Wanted(mode="predicted", sequences=2))
+    said = difference(one, other)
+    assert f"{one.id} -> {other.id}" in said
+    assert re.search(r"compute\.mode +exact +predicted\n", said)
+    assert re.search(r"compute\.sequences +1 +2 +\+100\.0 %", said)
+    assert re.search(r"memory\.predictor_bytes +0 +1,052,672\n", said)
+    assert "context_tokens" not in said
+    assert difference(one, one) == f"the plans are the same: {one.id}\n"
 
 
 @pytest.mark.parametrize(
