@@ -229,7 +229,7 @@ class CoordinatorService:
                 self._end_of_telling()
                 began_ns = trace.now()
                 self._sent, self._sent_flash, self._misses = message, self._flash_now(), 0.0
-                self._epoch.reset_barrier()
+                self._epoch.reset_meeting()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
                 self._sent_ns = self._trace.put(lib.NP_SPAN_SEND, began_ns, value=len(seats), step=message.step)
                 if not all(assigned):
@@ -298,8 +298,8 @@ class CoordinatorService:
             "bytes": float(bytes_now - bytes_before),
             "reads": float(reads_now - reads_before),
             "miss_rate": missed / looked_up if looked_up else 0.0,
-            "wait_ms": total.get("wait_ms", 0.0),
-            "active_share": total.get("neurons_fired", 0.0) / max(1.0, total.get("neurons_total", 0.0)),
+            "wait_ms": total.get("flash_ms", 0.0),
+            "active_share": total.get("active", 0.0) / max(1.0, total.get("neurons", 0.0)),
         }
         memory = {f"{name}": int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
         values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
