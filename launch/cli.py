@@ -25,6 +25,8 @@ VERBS = {
     "synth": "make a synthetic package with a real model's shape and activation statistics",
     "plan": "show or write the plan for a package on this device",
     "perplexity": "measure how well a package predicts a text",
+    "bench": "measure how fast a package runs here, and where the time goes",
+    "trace": "write down what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
 }
 

@@ -39,7 +39,7 @@ class Check:
 
 
 def checks(directory: Path) -> list[Check]:
-    """All checks, for a package in `directory`. Measures its flash anew (half a second)."""
+    """All checks, for a package in `directory`. Measures flash and memory anew (two seconds)."""
     made = [_guarded("python", _python), _guarded("compiler", _compiler), _guarded("kernels", _kernels)]
     if made[-1].state != "fail":
         made += _device_checks(directory)
@@ -118,7 +118,14 @@ def _device_checks(directory: Path) -> list[Check]:
         device = probe(directory, brief=False)
     except (UserError, OSError) as error:
         return [Check(name="device", state="fail", found=str(error), advice=_ADVICE_WHEN_BROKEN["device"])]
-    return [_cores(device), _memory(device), _locked_memory(device), _io_uring(device), _flash(device, directory)]
+    return [
+        _cores(device),
+        _memory(device),
+        _locked_memory(device),
+        _io_uring(device),
+        _flash(device, directory),
+        _memory_speed(device),
+    ]
 
 
 def _cores(device: Device) -> Check:
@@ -161,12 +168,25 @@ def _flash(device: Device, directory: Path) -> Check:
     if curve is None:
         found = f"not measured: {directory} holds no package, or a very small one"
         return Check(name="flash", state="warn", found=found, advice="name a package: `neuronpipe doctor PACKAGE`")
-    speeds = ", ".join(f"{size} KiB {curve.bytes_per_s(size << 10, 32) / 1e6:.0f}" for size in (4, 16, 64, 256))
+    speeds = ", ".join(f"{size} KiB {curve.bytes_per_s(size << 10, 32) / 1e6:.0f}" for size in (4, 8, 64, 256, 1024))
     found = f"random reads at depth 32, MB/s: {speeds}; one 4 KiB read {4096e6 / curve.bytes_per_s(4096, 1):.0f} us"
     if curve.direct:
         return Check(name="flash", state="ok", found=found)
     advice = "no direct I/O on this file system: copies also fill the page cache; put the package on internal storage"
     return Check(name="flash", state="warn", found=found, advice=advice)
+
+
+def _memory_speed(device: Device) -> Check:
+    speed = device.memory_speed
+    if speed is None:
+        advice = "name a package, and close other programs when memory is short"
+        return Check(name="memory speed", state="warn", found="not measured", advice=advice)
+    pieces = ", ".join(f"{point.piece_bytes:,} B {point.bytes_per_s / 1e9:.1f}" for point in speed.pieces)
+    found = (
+        f"reading, GB/s: one core {speed.one_thread_bytes_per_s / 1e9:.1f}, "
+        f"{speed.threads} decode core(s) {speed.sequential_bytes_per_s / 1e9:.1f}; in pieces of {pieces}"
+    )
+    return Check(name="memory speed", state="ok", found=found)
 
 
 def _shared_memory() -> Check:

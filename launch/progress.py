@@ -20,7 +20,12 @@ class Progress:
     """
 
     def __init__(
-        self, what: str, unit: Literal["bytes", "tokens"], *, plain: bool = False, stream: TextIO | None = None
+        self,
+        what: str,
+        unit: Literal["bytes", "tokens", "requests", "ms"],
+        *,
+        plain: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
         self._what, self._unit = what, unit
         self._stream = sys.stderr if stream is None else stream

@@ -1,4 +1,7 @@
-"""`neuronpipe inspect [PACKAGE] [--json]`: what a package holds and how it lies on flash."""
+"""`neuronpipe inspect [PACKAGE] [--json]`: what a package holds and how it lies on flash.
+
+With --activations a synthetic package is computed instead, and what was requested of it is shown beside what came out.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,29 @@ from neuronpipe.plans.package.reader import Package
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `inspect`."""
     add_package_argument(parser)
+    parser.add_argument(
+        "--activations", action="store_true", help="of a synthetic package: requested statistics beside measured ones"
+    )
+    parser.add_argument("--preset", default="default", help="workload that is computed (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=384, metavar="N", help="tokens computed (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Describe the package."""
-    description = describe(Package.open(arguments.package))
+    package = Package.open(arguments.package)
+    if arguments.activations:
+        return _activations(arguments, package)
+    description = describe(package)
     print(json.dumps(description, indent=2) if arguments.json else render(description))
+    return 0
+
+
+def _activations(arguments: argparse.Namespace, package: Package) -> int:
+    from neuronpipe.launch.progress import Progress
+    from neuronpipe.plans.synth import measure  # numpy and the kernels: only for this
+
+    with Progress("computing", "tokens", plain=arguments.json) as progress:
+        statistics = measure.measure(package, arguments.preset, arguments.tokens, progress)
+    print(json.dumps(statistics) if arguments.json else measure.render(statistics))
     return 0

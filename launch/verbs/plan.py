@@ -1,4 +1,4 @@
-"""`neuronpipe plan [PACKAGE] [-o FILE] [--json]`: show the plan with its reasons, or write it."""
+"""`neuronpipe plan [PACKAGE] [-o FILE] [--diff FILE] [--json]`: show, compare or write the plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
+from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.protocol.errors import UserError
 
 
@@ -15,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     add_plan_arguments(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan, for --plan FILE")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    show = parser.add_mutually_exclusive_group()
+    show.add_argument("--diff", type=Path, metavar="FILE", help="show where the plan differs from this one")
+    show.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -26,5 +30,8 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.output.write_text(made.to_json(), encoding="utf-8")
         except OSError as error:
             raise UserError(f"{arguments.output}: cannot be written: {error.strerror}") from None
-    print(made.to_json() if arguments.json else explain(made), end="")
+    if arguments.diff is not None:
+        print(difference(read_plan(arguments.diff), made), end="")
+    else:
+        print(made.to_json() if arguments.json else explain(made), end="")
     return 0

@@ -18,12 +18,15 @@ from neuronpipe.protocol.errors import UserError
 
 KIB = 1 << 10
 # (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
-BRIEF_POINTS = ((4 * KIB, 1), (4 * KIB, 32), (16 * KIB, 32), (64 * KIB, 32))
-BRIEF_BUDGET_S = 0.12
-FULL_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth in (1, 8, 32))
-FULL_BUDGET_S = 0.48
+BRIEF_POINTS = ((4 * KIB, 1), (4 * KIB, 32), (8 * KIB, 32), (8 * KIB, 128), (64 * KIB, 32), (256 * KIB, 32))
+BRIEF_BUDGET_S = 0.18
+FULL_POINTS = tuple(
+    (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
+)
+FULL_BUDGET_S = 1.0
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
 LEAST_FILE_BYTES = 1 << 20
+LEAST_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
 
 
 def io_uring_allowed(path: Path) -> bool:
@@ -45,6 +48,7 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
     file_bytes = path.stat().st_size
     if file_bytes < LEAST_FILE_BYTES:
         return None
+    points = tuple((size, depth) for size, depth in points if LEAST_PLACES * size <= file_bytes)
     error = ffi.new("int *")
     deepest = max(depth for _, depth in points)
     reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, deepest, error)

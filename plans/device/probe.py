@@ -9,23 +9,30 @@ import json
 import mmap
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.device.device import Device, FlashCurve, curve_from_json
+from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
+from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed, curve_from_json, memory_speed_from_json
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
+from neuronpipe.plans.device.memory import measure_memory
 from neuronpipe.protocol.errors import UserError
 
+Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
+
 BUNDLES = "bundles.bin"
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def probe(directory: Path, *, brief: bool = True) -> Device:
     """The device as seen by this process, with the flash that the package in `directory` lies on.
 
-    brief: the flash curve of an earlier probe of this device and file system, else a short measurement (0.15 s).
-    Otherwise it is measured anew and in more points (0.5 s). Either is kept for later starts.
+    brief: the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
+    flash, 0.3 s for memory). Otherwise they are measured anew and in more points (1 s each). Either is kept for later
+    starts. Without a package neither is measured.
     Raises UserError when flash cannot be read.
     """
     root = Path("/")
@@ -46,13 +53,23 @@ def probe(directory: Path, *, brief: bool = True) -> Device:
     )
     if not bundles.is_file():
         return device
-    kept = _kept_curve_path(device, directory)
-    curve = _read_curve(kept) if brief else None
+    kept = _kept_path("flash", device, _file_system(directory))
+    curve = _kept(kept, curve_from_json) if brief else None
     if curve is None:
         curve = measure(bundles, brief=brief)
-        if curve is not None:
-            _keep_curve(kept, curve)
-    return dataclasses.replace(device, flash=curve)
+        _keep(kept, curve)
+    kept = _kept_path("memory", device)
+    speed = _kept(kept, memory_speed_from_json) if brief else None
+    if speed is None:
+        speed = measure_memory(_decode_cores(device), device.memory_available_bytes, brief=brief)
+        _keep(kept, speed)
+    return dataclasses.replace(device, flash=curve, memory_speed=speed)
+
+
+def _decode_cores(device: Device) -> list[int | None]:
+    count = default_decode_workers(device.cores, device.cpu_quota)
+    seats = assign_cores(device.cores, count)
+    return [seats[f"decode.{number}"] for number in range(count)]
 
 
 def _instruction_set() -> str:
@@ -65,26 +82,32 @@ def _instruction_set() -> str:
     return str(ffi.string(name).decode())
 
 
-def _kept_curve_path(device: Device, directory: Path) -> Path:
-    """One file per device and file system, in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _file_system(directory: Path) -> str:
     system = os.statvfs(directory)
-    key = f"{CACHE_VERSION} {device.id} {os.stat(directory).st_dev} {system.f_fsid} {system.f_blocks * system.f_frsize}"
-    return Path(cache) / "neuronpipe" / f"flash-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return f"{os.stat(directory).st_dev} {system.f_fsid} {system.f_blocks * system.f_frsize}"
 
 
-def _read_curve(path: Path) -> FlashCurve | None:
+def _kept_path(what: str, device: Device, place: str = "") -> Path:
+    """One file per device and place, in the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = f"{CACHE_VERSION} {device.id} {place}"
+    return Path(cache) / "neuronpipe" / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _kept(path: Path, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
     """What an earlier probe kept; None when there is none, or none that can be understood."""
     try:
-        return curve_from_json(json.loads(path.read_text(encoding="utf-8")))
+        return parse(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep_curve(path: Path, curve: FlashCurve) -> None:
+def _keep(path: Path, measured: FlashCurve | MemorySpeed | None) -> None:
     """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
+    if measured is None:
+        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(dataclasses.asdict(curve)), encoding="utf-8")
+        fresh.write_text(json.dumps(dataclasses.asdict(measured)), encoding="utf-8")
         fresh.rename(path)

@@ -76,14 +76,22 @@ def leading_directions(values: Array, rank: int) -> Array:
     random = np.random.default_rng(0)
     basis = values.T @ random.standard_normal((len(values), count), dtype=np.float32)
     for _ in range(POWER_STEPS):
-        basis = np.linalg.qr(basis)[0]
-        basis = values.T @ (values @ basis)
-    basis = np.linalg.qr(basis)[0]
-    turn = np.linalg.svd(values @ basis, full_matrices=False)[2]
+        basis = values.T @ (values @ _orthonormal(basis))
+    basis = _orthonormal(basis)
+    small = values @ basis
+    turn = np.linalg.eigh((small.T @ small).astype(np.float64))[1][:, ::-1]  # the largest first
     directions = np.zeros((values.shape[1], rank), dtype=np.float32)
     found = min(rank, count)
-    directions[:, :found] = basis @ turn[:found].T
+    directions[:, :found] = basis @ turn[:, :found].astype(np.float32)
     return directions
+
+
+def _orthonormal(basis: Array) -> Array:
+    """Orthonormal columns of the same span, by products alone: an order faster than Householder's for tall matrices.
+    Directions below the precision of their inner products become zero."""
+    size, turn = np.linalg.eigh((basis.T @ basis).astype(np.float64))
+    inverse = np.where(size > LEAST_DEVIATION * size[-1], 1 / np.sqrt(np.maximum(size, 1e-300)), 0)
+    return np.asarray(basis @ (turn * inverse).astype(np.float32))
 
 
 def carried_over(rows: Array, reads: Array, target: Array) -> Array:

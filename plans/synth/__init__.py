@@ -1,1 +1,1 @@
-"""Models made here instead of downloaded: the shapes of real ones, for measurements and tests."""
+"""Models made here instead of downloaded: real shapes, published activation statistics; for measurements and tests."""

@@ -67,6 +67,7 @@ class CoordinatorService:
         self._epoch = Epoch(self._memory)
         manifest, compute = job.package.manifest, job.plan.compute
         self._vocabulary = manifest.shape.vocabulary
+        self._neurons = manifest.shape.layers * manifest.shape.experts * manifest.shape.neurons
         limits = Limits(
             mode=compute.mode,
             sequences=compute.sequences,
@@ -229,7 +230,7 @@ class CoordinatorService:
                 self._end_of_telling()
                 began_ns = trace.now()
                 self._sent, self._sent_flash, self._misses = message, self._flash_now(), 0.0
-                self._epoch.reset_meeting()
+                self._epoch.reset_barrier()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
                 self._sent_ns = self._trace.put(lib.NP_SPAN_SEND, began_ns, value=len(seats), step=message.step)
                 if not all(assigned):
@@ -298,8 +299,8 @@ class CoordinatorService:
             "bytes": float(bytes_now - bytes_before),
             "reads": float(reads_now - reads_before),
             "miss_rate": missed / looked_up if looked_up else 0.0,
-            "wait_ms": total.get("flash_ms", 0.0),
-            "active_share": total.get("active", 0.0) / max(1.0, total.get("neurons", 0.0)),
+            "wait_ms": total.get("flash_ms", 0.0) * total.get("steps", 0.0) / max(1.0, total.get("answers", 0.0)),
+            "active_share": total.get("active", 0.0) / max(1.0, total.get("tokens", 0.0) * self._neurons),
         }
         memory = {f"{name}": int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
         values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import operator
 import os
 import time
+from array import array
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.device import flash
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, device_from_json
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device import flash, memory
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint, device_from_json
 from neuronpipe.plans.device.flash import measure
 from neuronpipe.plans.device.probe import probe
 
@@ -31,10 +35,12 @@ def test_a_second_probe_reads_the_curve_of_the_first(package: Path) -> None:
     started = time.perf_counter()
     assert probe(package).flash == first.flash
     assert time.perf_counter() - started < flash.BRIEF_BUDGET_S
+    assert probe(package).memory_speed == first.memory_speed
 
 
 def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "FULL_BUDGET_S", 0.05)
+    monkeypatch.setattr(memory, "FULL_BUDGET_S", 0.05)
     brief, full = probe(package).flash, probe(package, brief=False).flash
     assert brief is not None
     assert full is not None
@@ -48,7 +54,7 @@ def test_the_id_is_the_same_on_every_start(package: Path) -> None:
 
 def test_a_damaged_cache_is_measured_over(package: Path) -> None:
     probe(package)
-    kept = next((package.parent / "cache" / "neuronpipe").iterdir())
+    kept = next((package.parent / "cache" / "neuronpipe").glob("flash-*"))
     kept.write_text('{"engine": "io_uring", "direct": true, "points": []}')
     assert probe(package).flash is not None
     assert json.loads(kept.read_text())["points"]
@@ -63,6 +69,39 @@ def test_a_small_file_says_nothing_about_flash(tmp_path: Path) -> None:
     small = tmp_path / "bundles.bin"
     small.write_bytes(bytes(flash.LEAST_FILE_BYTES - 1))
     assert measure(small, brief=True) is None
+
+
+def test_the_memory_probe_reads_what_it_says_and_refuses_the_rest() -> None:
+    words = array("Q", (pow(3, n, 1 << 64) for n in range(8 * 64)))  # 64 pieces of one line
+    memory = ffi.from_buffer("uint8_t[]", words)
+    seen = ffi.new("uint64_t *")
+    assert lib.np_probe_read(memory, 4096, 64, 1, seen) == 4096
+    assert seen[0] == functools.reduce(operator.xor, words)
+    assert lib.np_probe_read(memory, 4095, 128, 1, seen) == 31 * 128  # a piece that does not fit is left out
+    assert 64 <= lib.np_probe_read(memory, 4096, 64, 8, seen) < 4096
+    for piece_bytes, every in ((0, 1), (63, 1), (96, 1), (64, 0), (64, 1025)):
+        assert lib.np_probe_read(memory, 4096, piece_bytes, every, seen) == 0
+    assert lib.np_probe_read(ffi.NULL, 4096, 64, 1, seen) == lib.np_probe_read(memory, 4096, 64, 1, ffi.NULL) == 0
+
+
+def test_memory_is_not_measured_where_there_is_little() -> None:
+    assert memory.measure_memory([None], 16 * memory.LEAST_BYTES - 1, brief=True) is None
+
+
+def test_memory_is_measured_by_one_thread_and_by_all_and_leaves_this_thread_where_it_may_run() -> None:
+    allowed = os.sched_getaffinity(0)
+    speed = memory.measure_memory([min(allowed), None], 16 * memory.LEAST_BYTES, brief=True)
+    assert speed is not None
+    assert speed.threads == 2
+    assert min(speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s) > 0
+    assert [point.piece_bytes for point in speed.pieces] == list(memory.PIECE_BYTES)
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Path) -> None:
+    curve = measure(package / "bundles.bin", brief=False)
+    assert curve is not None
+    assert max(point.request_bytes for point in curve.points) == (2 << 20) // flash.LEAST_PLACES
 
 
 def device(**changes: object) -> Device:
@@ -88,7 +127,14 @@ def device(**changes: object) -> Device:
 
 
 def test_json_gives_the_device_back() -> None:
-    assert device_from_json(json.loads(json.dumps(device().to_json()))) == device()
+    speed = MemorySpeed(
+        threads=2,
+        one_thread_bytes_per_s=1.0,
+        sequential_bytes_per_s=2.0,
+        pieces=(PiecePoint(piece_bytes=64, bytes_per_s=1.0),),
+    )
+    for made in (device(), device(memory_speed=speed)):
+        assert device_from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
 @pytest.mark.parametrize(

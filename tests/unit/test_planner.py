@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Shape, Source
-from neuronpipe.plans.plan.account import MIB, PARTIAL_TOKENS, Seating, account, least_slots_bytes
+from neuronpipe.plans.plan.account import MIB, Seating, account, least_slots_bytes
+from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
@@ -175,10 +177,8 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     assert memory.staging_bytes == made.flash.depth * made.flash.most_read_bytes
     if memory.everything_resident:
         return
-    window = made.compute.decode_window_blocks
-    assert made.compute.prefill_window_blocks == window
-    assert window == layout.blocks or made.compute.prefill_chunk_tokens <= PARTIAL_TOKENS
-    open_clusters = layout.clusters if window == layout.blocks else workers * window * layout.block_clusters
+    open_clusters = workers * made.compute.decode_window_blocks * layout.block_clusters
+    assert made.compute.prefill_window_blocks * layout.block_clusters <= max(open_clusters, layout.block_clusters)
     for slots, pinned, stock in (
         (memory.gate_slots, memory.pinned_gates_per_layer, made.flash.stock_gates),
         (memory.rest_slots, memory.pinned_rests_per_layer, made.flash.stock_rests),
@@ -297,6 +297,18 @@ def test_a_plan_survives_its_file_and_explains_itself(tmp_path: Path) -> None:
     assert read_plan(file) == made
     assert made.id in explain(made)
     assert "decode.1" in explain(made)
+
+
+def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
+    m = predicted(manifest())
+    one, other = plan(m, device(), Wanted()), plan(m, device(), Wanted(mode="predicted", sequences=2))
+    said = difference(one, other)
+    assert f"{one.id} -> {other.id}" in said
+    assert re.search(r"compute\.mode +exact +predicted\n", said)
+    assert re.search(r"compute\.sequences +1 +2 +\+100\.0 %", said)
+    assert re.search(r"memory\.predictor_bytes +0 +1,052,672\n", said)
+    assert "context_tokens" not in said
+    assert difference(one, one) == f"the plans are the same: {one.id}\n"
 
 
 @pytest.mark.parametrize(

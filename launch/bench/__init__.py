@@ -1,0 +1,1 @@
+"""Measuring a run through the protocol that every client speaks."""

@@ -1,0 +1,168 @@
+"""One test on a live run: a warm-up, then repetitions, and from the answers' figures one row."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from neuronpipe.launch.bench.cases import Case
+from neuronpipe.launch.bench.energy import EnergyMeter
+from neuronpipe.launch.bench.prompts import Prompts
+from neuronpipe.launch.bench.traffic import traffic
+from neuronpipe.launch.client import Client
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.request import Generate
+
+FIRST_TOKENS = 8  # what "the first tokens" are: those of the warm-up, when the cache knows nothing of the text
+
+
+@dataclass
+class Repetition:
+    """One request. Times in ms; gaps: between tokens."""
+
+    first_ms: float
+    gaps_ms: list[float]
+    finished: Finished
+
+    def time_ms(self, case: Case) -> float:
+        """What the test counts of it."""
+        return (self.first_ms if case.prefill_tokens else 0.0) + sum(self.gaps_ms)
+
+    def tokens_per_s(self, case: Case) -> float:
+        """Tokens that the test counts over the time it counts."""
+        return 1000 * (case.prefill_tokens + len(self.gaps_ms)) / self.time_ms(case)
+
+
+@dataclass
+class Cost:
+    """Figures of all steps that a test counts, in sum."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def add(self, figures: dict[str, float]) -> None:
+        """Add those of one request."""
+        for name, value in figures.items():
+            self.figures[name] = self.figures.get(name, 0.0) + value
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures.get(name, 0.0)
+
+    def of_one_member_ms(self, name: str) -> float:
+        """A time that members counted, each for itself: the mean over the members of a step, in sum over steps."""
+        return self[name] * self["steps"] / self["answers"] if self["answers"] else 0.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all tests of one command share."""
+
+    package: Package
+    plan: Plan
+    device: Device
+    prompts: Prompts
+    client: Client
+
+    def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
+        """The row of one test. Raises UserError when a text ends before there is anything to measure."""
+        warm_up = self._ask(case, 0)
+        progress()
+        energy = EnergyMeter()
+        done = []
+        for number in range(1, repetitions + 1):
+            done.append(self._ask(case, number))
+            progress()
+        return self._row(case, warm_up, done, energy.joules())
+
+    def _ask(self, case: Case, number: int) -> Repetition:
+        prompt = self.prompts.take(number, case.prompt_tokens, case.context_tokens)
+        ask = Generate(request=f"{case.name}-{number}", tokens=prompt, max_tokens=case.max_tokens, temperature=0.0)
+        times: list[float] = []
+        for message in self.client.request(ask):
+            if isinstance(message, Token) and message.index == len(times):
+                times.append(message.ms)
+            elif isinstance(message, Finished):
+                if case.decode_tokens and len(times) < 2:
+                    raise UserError(f"{case.name}: the model ended its text after {len(times)} token(s)")
+                return Repetition(times[0], times[1:], message)
+        raise AssertionError
+
+    def _row(self, case: Case, warm_up: Repetition, done: list[Repetition], joules: float | None) -> dict[str, Any]:
+        plan = self.plan
+        cost = Cost()
+        for one in done:
+            if case.decode_tokens:
+                cost.add(one.finished.decode)
+            if case.prefill_tokens:
+                cost.add(one.finished.prefill)
+        moved = traffic(self.package, plan, cost.figures, sum(_positions(case, len(one.gaps_ms)) for one in done))
+        time_ms = sum(one.time_ms(case) for one in done)
+        tokens = sum(case.prefill_tokens + len(one.gaps_ms) for one in done)
+        rates = [one.tokens_per_s(case) for one in done]
+        gaps = sorted(gap for one in done for gap in one.gaps_ms)
+        first = warm_up.gaps_ms[:FIRST_TOKENS]
+        dram_s, flash_s = moved.dram_limit_s(self.device), moved.flash_limit_s(self.device, plan.flash.depth)
+        exposed_ms, native_ms = cost.of_one_member_ms("flash_ms"), cost.of_one_member_ms("step_ms")
+        meet_ms = cost.of_one_member_ms("meet_ms")
+        return {
+            "test": case.name,
+            "mode": plan.compute.mode,
+            "ffn_resident": plan.memory.slots_bytes / plan.memory.ffn_bytes,
+            "tokens_per_s": statistics.median(rates),
+            "tokens_per_s_least": min(rates),
+            "tokens_per_s_most": max(rates),
+            "tbt_ms": {f"p{share}": _quantile(gaps, share) for share in (50, 90, 99)},
+            "dram_bytes_per_token": moved.dram_bytes / tokens,
+            "dram_limit_fraction": None if dram_s is None else 1000 * dram_s / time_ms,
+            "flash_bytes_per_token": moved.flash_bytes / tokens,
+            "flash_reads_per_token": moved.flash_reads / tokens,
+            "flash_limit_fraction": None if flash_s is None else 1000 * flash_s / time_ms,
+            "miss_rate": _share(
+                cost["gate_missed"] + cost["rest_missed"], cost["gate_clusters"] + cost["rest_clusters"]
+            ),
+            "miss_rate_of_activated": _share(cost["rest_missed"], cost["rest_clusters"]),
+            "active_share": _share(cost["active"], cost["tokens"] * _neurons(self.package)),
+            "exposed_io_share": min(1.0, exposed_ms / time_ms),
+            "coordination_share": min(1.0, max(0.0, 1 - (native_ms - meet_ms) / time_ms)),
+            "meeting_share": min(1.0, meet_ms / time_ms),
+            "message_share": min(1.0, max(0.0, 1 - native_ms / time_ms)),
+            "peak_memory_bytes": max(one.finished.memory["peak_bytes"] for one in done),
+            "limit_memory_bytes": plan.memory.limit_bytes,
+            "first_token_ms": warm_up.first_ms,
+            "first_tokens_per_s": 1000 * len(first) / sum(first) if first else None,
+            "joules_per_token": None if joules is None else joules / tokens,
+            "repetitions": len(done),
+            "tokens": tokens,
+            "model": "demo" if self.package.path == DEMO else self.package.path.name,
+            "model_bytes": sum(file.bytes for file in self.package.manifest.files.values()),
+            "quantization": self.package.manifest.quantization,
+            "workers": len(plan.compute.decode_workers()),
+            "workload": self.prompts.preset,
+            "plan": plan.id,
+        }
+
+
+def _positions(case: Case, decoded: int) -> float:
+    """Positions whose keys and values are read: for each decoded token all before it; for a prompt, which is computed a
+    chunk at a time, about its length once."""
+    decode = sum(case.prompt_tokens + n + 1 for n in range(decoded)) if case.decode_tokens else 0
+    return float(decode + case.prefill_tokens)
+
+
+def _quantile(ordered: list[float], share: int) -> float | None:
+    return ordered[min(len(ordered) - 1, share * len(ordered) // 100)] if ordered else None
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _neurons(package: Package) -> int:
+    shape = package.manifest.shape
+    return shape.layers * shape.experts * shape.neurons

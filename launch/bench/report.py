@@ -1,0 +1,140 @@
+"""Rows as a person reads them: what came out, where the time went, how that compares with an earlier measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.protocol.errors import UserError
+
+Row = dict[str, Any]
+COMPARED = ("test", "mode", "workload")
+"""What makes rows of two measurements comparable. Residency, workers and package are what may be compared."""
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Both tables."""
+    first = rows[0]
+    head = f"{first['model']}, {show_bytes(first['model_bytes'])} on flash, {first['quantization']}"
+    if first["workload"] is not None:
+        head += f", workload {first['workload']}"
+    speeds = _table(
+        ("test", "mode", "workers", "feed-forward", "memory: limit", "peak", "tokens/s", "least .. most"),
+        (
+            (
+                row["test"],
+                row["mode"],
+                str(row["workers"]),
+                f"{row['ffn_resident']:.0%}",
+                show_bytes(row["limit_memory_bytes"]),
+                show_bytes(row["peak_memory_bytes"]),
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['tokens_per_s_least']:.1f} .. {row['tokens_per_s_most']:.1f}",
+            )
+            for row in rows
+        ),
+    )
+    names = [row["test"] for row in rows]
+    lines = [(what, *(show(row) for row in rows)) for what, show in _WHERE]
+    lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
+    repetitions = f"Medians of {first['repetitions']}, after a warm-up."
+    return f"{head}\n\n{speeds}\n{_table(('where the time went', *names), lines)}\n{repetitions}\n"
+
+
+def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
+    """Ratios of these rows to those of an earlier measurement, for the tests that both have."""
+    lines = []
+    for row in rows:
+        for old in earlier:
+            if all(row.get(name) == old.get(name) for name in COMPARED):
+                lines.append((row["test"], row["mode"], *(_ratio(show(row), show(old)) for _, show in _RATIOS)))
+    if not lines:
+        return f"{file} has none of these tests in this mode and workload.\n"
+    return f"Against {file}, new / old:\n\n{_table(('test', 'mode', *(name for name, _ in _RATIOS)), lines)}"
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a file that `bench --json` wrote. Raises UserError naming the file, and the field that is missing."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{file}: not JSON; write it with `neuronpipe bench --json`") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file}: expected a list of rows; write it with `neuronpipe bench --json`")
+    for number, row in enumerate(rows):
+        for name in ("test", "mode"):
+            if not isinstance(row.get(name), str):
+                raise UserError(f"{file}: row {number}: field '{name}' is missing or no text")
+        for name in ("tokens_per_s", "flash_bytes_per_token", "peak_memory_bytes"):
+            if type(row.get(name)) not in (int, float):
+                raise UserError(f"{file}: row {number}: field '{name}' is missing or no number")
+        if not isinstance(row.get("tbt_ms"), dict):
+            raise UserError(f"{file}: row {number}: field 'tbt_ms' is missing or no object")
+    return rows
+
+
+def _share_of(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[name] is None else f"{row[name]:.1%}"
+
+
+def _bytes_of(name: str) -> Callable[[Row], str]:
+    return lambda row: show_bytes(row[name])
+
+
+def _times(row: Row) -> str:
+    times = row["tbt_ms"]
+    return "-" if times["p50"] is None else " / ".join(f"{times[name]:.2f}" for name in ("p50", "p90", "p99"))
+
+
+def _number_of(name: str, shown: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row[name] is None else shown.format(row[name])
+
+
+_WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("memory read per token", _bytes_of("dram_bytes_per_token")),
+    ("  of what memory can do", _share_of("dram_limit_fraction")),
+    ("flash read per token", _bytes_of("flash_bytes_per_token")),
+    ("  reads", _number_of("flash_reads_per_token", "{:.1f}")),
+    ("  of what flash can do", _share_of("flash_limit_fraction")),
+    ("neurons active", _share_of("active_share")),
+    ("missed, of the parts wanted", _share_of("miss_rate")),
+    ("  of those of activated neurons", _share_of("miss_rate_of_activated")),
+    ("exposed I/O", _share_of("exposed_io_share")),
+    ("coordination", _share_of("coordination_share")),
+    ("  waiting for other members", _share_of("meeting_share")),
+    ("  messages and Python", _share_of("message_share")),
+    ("time between tokens, ms, p50 / p90 / p99", _times),
+    ("first token of the first request, ms", _number_of("first_token_ms", "{:.1f}")),
+    ("first tokens of it, tokens/s", _number_of("first_tokens_per_s", "{:.1f}")),
+    ("energy per token, J", _number_of("joules_per_token", "{:.3f}")),
+)
+
+_RATIOS: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
+    ("tokens/s", lambda row: row["tokens_per_s"]),
+    ("TBT p50", lambda row: row["tbt_ms"].get("p50")),
+    ("TBT p99", lambda row: row["tbt_ms"].get("p99")),
+    ("flash bytes", lambda row: row["flash_bytes_per_token"]),
+    ("peak memory", lambda row: row["peak_memory_bytes"]),
+)
+
+
+def _ratio(new: float | None, old: float | None) -> str:
+    return "-" if not new or not old else f"{new / old:.2f}"
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first one to the left, figures to the right."""
+    cells = [tuple(heads), *map(tuple, lines)]
+    widths = [max(len(line[n]) for line in cells) for n in range(len(heads))]
+    cells.insert(1, tuple("-" * width for width in widths))
+    return "".join(_line(line, widths) for line in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    shown = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join((cells[0].ljust(widths[0]), *shown[1:])).rstrip() + "\n"

@@ -1,0 +1,76 @@
+"""The bytes that tokens had to move, from the members' counters and the package, and how fast this machine could move
+them at best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
+
+ROWS = ("gate_rows", "up_rows", "down_rows")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of all steps together. sequential: matrices from end to end, keys and values; pieces: rows of neurons that
+    lie apart; flash: what the loader read meanwhile, ahead of need or not."""
+
+    sequential_bytes: float
+    pieces_bytes: float
+    piece_bytes: float  # size of one
+    flash_bytes: float
+    flash_reads: float
+
+    @property
+    def dram_bytes(self) -> float:
+        """Bytes read from memory."""
+        return self.sequential_bytes + self.pieces_bytes
+
+    def dram_limit_s(self, device: Device) -> float | None:
+        """Time these bytes need at the memory's measured speeds; None where these were not measured."""
+        speed = device.memory_speed
+        if speed is None:
+            return None
+        pieces_s = self.pieces_bytes / speed.piece_bytes_per_s(max(1, int(self.piece_bytes)))
+        return self.sequential_bytes / speed.sequential_bytes_per_s + pieces_s
+
+    def flash_limit_s(self, device: Device, depth: int) -> float | None:
+        """The same for flash, with reads of the size they had on average, `depth` under way."""
+        if not self.flash_reads:
+            return 0.0
+        if device.flash is None:
+            return None
+        return self.flash_bytes / device.flash.bytes_per_s(int(self.flash_bytes / self.flash_reads), depth)
+
+
+def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: float) -> Traffic:
+    """Of the steps that `cost` sums up. positions: whose keys and values were read, of one layer and head.
+
+    A step reads every matrix once. A neuron's row is taken to be read once in a step, however many tokens want it.
+    """
+    manifest = package.manifest
+    shape, layout = manifest.shape, manifest.layout
+    row_bytes = quant_bytes(manifest.quantization, shape.width) + scale_bytes(manifest.quantization, shape.width)
+    sizes = {name: entry.stop - entry.start for name, entry in package.fixed.items()}
+    fixed_bytes = sum(sizes.values())
+    if not manifest.tied_embeddings:  # of the embedding a step reads one row for each token
+        fixed_bytes -= sum(size for name, size in sizes.items() if name.startswith("embedding."))
+    if plan.compute.mode == "predicted" and package.predictor is not None:
+        fixed_bytes += sum(entry.stop - entry.start for entry in package.predictor.values())
+    kv_bytes = positions * shape.layers * shape.key_heads * 2 * shape.head_width * 2
+    steps = cost.get("steps", 0.0)
+    most_rows = steps * shape.layers * shape.experts * shape.neurons
+    gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)
+    in_order = gates if plan.compute.mode == "exact" else 0.0  # every gate, one after the other
+    part_bytes = layout.cluster_neurons * row_bytes
+    return Traffic(
+        sequential_bytes=steps * fixed_bytes + kv_bytes + in_order,
+        pieces_bytes=gates - in_order + ups + downs,
+        piece_bytes=part_bytes if plan.compute.mode == "predicted" else 2 * part_bytes,
+        flash_bytes=cost.get("read_bytes", 0.0),
+        flash_reads=cost.get("reads", 0.0),
+    )

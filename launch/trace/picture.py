@@ -1,0 +1,270 @@
+"""The pipeline drawn as SVG: time runs to the right, a row for each process, reading from flash under computing.
+
+Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart; waiting is
+pale, so that what is dark is work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from neuronpipe.launch.trace.rings import Row, Span
+from neuronpipe.launch.trace.window import NUMBER, Window, last_steps, middle_layers
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.spans import KINDS
+
+WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
+EDGE = 0.8
+ROW, GAP, HEAD, FOOT = 34, 8, 46, 34  # heights: a row, between rows, above and under the rows of a panel
+MOST_LANES = 4  # of spans of one process that overlap: reads in flight
+INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
+FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kinds that are drawn alike."""
+
+    label: str
+    kinds: tuple[str, ...]
+    colour: str
+    works: bool = True
+
+
+GROUPS = (
+    Group("attention", ("qkv", "attend", "project"), "#0072b2"),
+    Group("predictor", ("predict",), "#cc79a7"),
+    Group("neurons", ("neurons",), "#009e73"),
+    Group("sums and logits", ("combine", "logits"), "#56b4e9"),
+    Group("waiting for flash", ("flash",), "#d55e00", works=False),
+    Group("waiting for members", ("meet",), "#cfcfcf", works=False),
+    Group("reading flash", ("read",), "#e69f00"),
+    Group("evicting", ("evict",), "#5c4a00"),
+    Group("messages, sampling, text", ("send", "sample", "tell"), "#444444"),
+    Group("step under way", ("step", "await"), "#eef1f5", works=False),
+)
+_GROUP = {NUMBER[kind]: group for group in GROUPS for kind in group.kinds}
+_NAME = {kind.number: kind.name for kind in KINDS}
+_ORDER = ("coordinator", "decode", "prefill", "loader", "cache")
+
+
+def write_picture(file: Path, rows: Sequence[Row], title: str) -> None:
+    """Draw the last tokens. Raises UserError when the file's name does not end in .svg, or it cannot be written."""
+    if file.suffix != ".svg":
+        raise UserError(f"{file}: pictures are SVG; give a name that ends in .svg")
+    try:
+        file.write_text(draw(rows, title), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def draw(rows: Sequence[Row], title: str) -> str:
+    """The SVG's text."""
+    window = last_steps(rows)
+    shown = sorted(
+        (row for row in rows if any(window.shows(span) for span in row.spans)),
+        key=lambda row: (_ORDER.index(row.role) if row.role in _ORDER else len(_ORDER), row.index),
+    )
+    svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": FONT})
+    paper = ElementTree.SubElement(svg, "rect", {"fill": "#ffffff"})
+    _text(svg, MARGIN, 34, title, size=19, weight="600")
+    y = 52
+    y = _panel(svg, shown, window, y, _steps_title(shown, window))
+    close = middle_layers(shown, window)
+    if close is not None:
+        layers = "the middle layers of the last step as decode.0 came through them"
+        y = _panel(svg, shown, close, y, f"a closer look: {layers}, {close.ns / 1e6:.2f} ms")
+    y = _legend(svg, shown, window, y + 4)
+    for element in (svg, paper):
+        element.set("width", str(WIDTH))
+        element.set("height", str(y))
+    svg.set("viewBox", f"0 0 {WIDTH} {y}")
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def _steps_title(rows: Sequence[Row], window: Window) -> str:
+    sent = [s for row in rows for s in row.spans if s.kind == NUMBER["send"] and window.shows(s)]
+    what = "the last step" if len(sent) == 1 else f"the last {len(sent)} steps"
+    return f"{what}, {window.ns / 1e6:.1f} ms"
+
+
+def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int, title: str) -> int:
+    """One stretch of time; returns where the next thing may start."""
+    scale = (WIDTH - LEFT - RIGHT) / window.ns
+    top, bottom = y + HEAD, y + HEAD + len(rows) * (ROW + GAP)
+    _text(svg, LEFT, y + 18, title, size=14, fill=FAINT)
+    for ns, label in _ticks(window.ns):
+        x = LEFT + ns * scale
+        _line(svg, x, top - 4, x, bottom, GRID)
+        _text(svg, x, bottom + 15, label, size=11, fill=FAINT, anchor="middle")
+    for n, row in enumerate(rows):
+        row_y = top + n * (ROW + GAP)
+        _text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
+        for span, lane, lanes in _lanes([span for span in row.spans if window.shows(span)]):
+            _span(svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes)
+        _shares(svg, row, window, row_y)
+    _step_marks(svg, rows, window, scale, top, bottom)
+    return bottom + FOOT
+
+
+def _lanes(spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
+    """(span, its lane, number of lanes): whole steps across all lanes, first; of the others, those that overlap side by
+    side. A lane that waits inside a piece of work is drawn over it."""
+    wholes = [span for span in spans if _is_whole(span)]
+    rest = sorted((span for span in spans if not _is_whole(span)), key=lambda span: (span.start_ns, -span.end_ns))
+    free_at: list[int] = []
+    placed = []
+    for span in rest:
+        if span.kind != NUMBER["read"]:
+            placed.append((span, 0))
+            continue
+        lane = next((n for n, end_ns in enumerate(free_at) if end_ns <= span.start_ns), len(free_at))
+        if lane == len(free_at) and lane < MOST_LANES:
+            free_at.append(span.end_ns)
+        lane = min(lane, MOST_LANES - 1)
+        free_at[lane] = max(free_at[lane], span.end_ns)
+        placed.append((span, lane))
+    yield from ((span, 0, 1) for span in wholes)
+    yield from ((span, lane, len(free_at) if span.kind == NUMBER["read"] else 1) for span, lane in placed)
+
+
+def _is_whole(span: Span) -> bool:
+    return span.kind in (NUMBER["step"], NUMBER["await"])
+
+
+def _span(svg: ElementTree.Element, span: Span, window: Window, scale: float, y: float, height: float) -> None:
+    group = _GROUP.get(span.kind)
+    from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
+    x, width = LEFT + (from_ns - window.from_ns) * scale, (to_ns - from_ns) * scale
+    edge = EDGE if width > 8 * EDGE else 0.0  # a gap between neighbours, where they are wide enough to have one
+    rect = ElementTree.SubElement(
+        svg,
+        "rect",
+        {
+            "x": f"{x:.2f}",
+            "y": f"{y:.1f}",
+            "width": f"{max(0.5, width - edge):.2f}",
+            "height": f"{height - (EDGE if height < ROW else 0):.1f}",
+            "fill": group.colour if group else INK,
+        },
+    )
+    name = _NAME.get(span.kind, str(span.kind))
+    if height == ROW and not _is_whole(span) and width > 16 + 6.6 * len(name):
+        ink = "#ffffff" if group is None or group.works else INK
+        _text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
+    tip = ElementTree.SubElement(rect, "title")
+    tip.text = (
+        f"{name}, layer {span.layer}, step {span.step}: "
+        f"{(span.end_ns - span.start_ns) / 1000:.1f} us, value {span.value}"
+    )
+
+
+def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> None:
+    """To the right of a row: how much of the time it worked, and what it waited for."""
+    took: dict[str, int] = {}
+    for span in row.spans:
+        group = _GROUP.get(span.kind)
+        if group is not None and window.shows(span) and not _is_whole(span):
+            name = "working" if group.works else group.label.removeprefix("waiting for ")
+            if span.kind == NUMBER["read"]:
+                name = "reading"
+            took[name] = took.get(name, 0) + min(span.end_ns, window.to_ns) - max(span.start_ns, window.from_ns)
+    if "reading" in took:
+        took["reading"] = _covered_ns([s for s in row.spans if s.kind == NUMBER["read"]], window)
+    words = {name: f"{name} {_percent(ns / window.ns)}" for name, ns in took.items() if ns / window.ns >= 0.0005}
+    works = [text for name, text in words.items() if name in ("working", "reading")]
+    waits = [text for name, text in words.items() if name not in ("working", "reading")]
+    lines = [", ".join(works)] * bool(works) + ["waits: " + ", ".join(waits)] * bool(waits)
+    for n, text in enumerate(lines):
+        _text(svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT)
+
+
+def _covered_ns(spans: Sequence[Span], window: Window) -> int:
+    """Time in which at least one of the spans is under way."""
+    total = 0
+    reached = window.from_ns
+    for span in sorted(spans):
+        start, end = max(span.start_ns, reached), min(span.end_ns, window.to_ns)
+        if end > start:
+            total += end - start
+            reached = end
+    return total
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
+
+
+def _step_marks(
+    svg: ElementTree.Element, rows: Sequence[Row], window: Window, scale: float, top: int, bottom: int
+) -> None:
+    """Where a step is sent: a line through all rows, and its number."""
+    for row in rows:
+        for span in row.spans:
+            if span.kind == NUMBER["send"] and window.from_ns <= span.start_ns < window.to_ns:
+                x = LEFT + (span.start_ns - window.from_ns) * scale
+                _line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
+                _text(svg, x + 4, top - 6, f"step {span.step}", size=11, fill=FAINT)
+
+
+def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int) -> int:
+    """What the colours mean, of those that occur."""
+    there = {_GROUP[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in _GROUP}
+    x = float(LEFT)
+    for group in GROUPS:
+        if group.label not in there:
+            continue
+        width = 22 + 7.4 * len(group.label) + 18
+        if x + width > WIDTH - MARGIN:
+            x, y = float(LEFT), y + 24
+        frame = {"stroke": "#b8c0ca"} if group.label == "step under way" else {}
+        ElementTree.SubElement(
+            svg,
+            "rect",
+            {"x": f"{x:.1f}", "y": str(y), "width": "14", "height": "14", "fill": group.colour, **frame},
+        )
+        _text(svg, x + 21, y + 12, group.label, size=13)
+        x += width
+    return y + 14 + MARGIN
+
+
+def _ticks(length_ns: int) -> Iterator[tuple[int, str]]:
+    """Six to twelve round times within the window."""
+    rough = length_ns / 9
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(int(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough)
+    unit, ns_per_unit = ("ms", 1e6) if step >= 100_000 else ("us", 1e3)
+    for ns in range(0, length_ns + 1, max(1, step)):
+        yield ns, f"{ns / ns_per_unit:g} {unit}"
+
+
+def _text(
+    svg: ElementTree.Element,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int,
+    fill: str = INK,
+    anchor: str = "start",
+    weight: str = "400",
+) -> None:
+    attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
+    if anchor != "start":
+        attributes["text-anchor"] = anchor
+    if weight != "400":
+        attributes["font-weight"] = weight
+    ElementTree.SubElement(svg, "text", attributes).text = text
+
+
+def _line(
+    svg: ElementTree.Element, x0: float, y0: float, x1: float, y1: float, stroke: str, dashes: str | None = None
+) -> None:
+    attributes = {"x1": f"{x0:.1f}", "y1": f"{y0:.1f}", "x2": f"{x1:.1f}", "y2": f"{y1:.1f}", "stroke": stroke}
+    if dashes:
+        attributes["stroke-dasharray"] = dashes
+    ElementTree.SubElement(svg, "line", attributes)

@@ -1,0 +1,96 @@
+"""`neuronpipe bench [PACKAGE] [--tests pp512,tg128]`: how fast a package runs here, and where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from neuronpipe.launch.bench.cases import default_cases, parse_cases
+from neuronpipe.launch.bench.measure import Bench
+from neuronpipe.launch.bench.prompts import Prompts
+from neuronpipe.launch.bench.report import compare, read_rows, render
+from neuronpipe.launch.client import Client
+from neuronpipe.launch.live import LiveRun, started_run
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.trace.picture import write_picture
+from neuronpipe.launch.trace.rings import RunTrace
+from neuronpipe.plans.device.probe import probe
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.links import CONTROL
+
+POLL_S = 0.02
+MOST_REPETITIONS = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `bench`."""
+    add_package_argument(parser)
+    parser.add_argument(
+        "--tests",
+        type=parse_cases,
+        metavar="LIST",
+        help="ppN: a prompt of N tokens, tgN: N generated tokens, ppN+tgM: both (default: pp512,tg128)",
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=5, metavar="N", help="of each test, after a warm-up (default: %(default)s)"
+    )
+    parser.add_argument("--workload", metavar="PRESET", help="of a synthetic package: the preset to run")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to rows kept from --json")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens of the last test")
+    add_plan_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the rows as a JSON list")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure."""
+    if not 1 <= arguments.repetitions <= MOST_REPETITIONS:
+        raise UserError(f"--repetitions {arguments.repetitions}: between 1 and {MOST_REPETITIONS}")
+    earlier = read_rows(arguments.compare) if arguments.compare else None
+    package, plan = package_and_plan(arguments)
+    cases = arguments.tests or default_cases(plan.compute.context_tokens)
+    for case in cases:
+        if case.context_tokens > plan.compute.context_tokens:
+            raise UserError(
+                f"--tests {case.name}: takes {case.context_tokens} positions, "
+                f"the context is {plan.compute.context_tokens}; see --context"
+            )
+    prompts, device = Prompts(package, arguments.workload), probe(package.path)
+    rows = []
+    with (
+        started_run(package, plan, None, stays=False) as live,
+        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+        Progress("measuring", "requests", plain=arguments.json) as progress,
+    ):
+        _wait_until_ready(client)
+        bench = Bench(package, plan, device, prompts, client)
+        requests = len(cases) * (1 + arguments.repetitions)
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            progress(done, requests)
+
+        rows = [bench.measure(case, arguments.repetitions, step) for case in cases]
+        if arguments.picture:
+            _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print(render(rows), end="")
+        if earlier is not None:
+            print("\n" + compare(rows, earlier, arguments.compare), end="")
+    return 0
+
+
+def _wait_until_ready(client: Client) -> None:
+    while not client.status().ready:
+        time.sleep(POLL_S)
+
+
+def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:
+    with RunTrace.open(live.directory.read(), client.status()) as trace:
+        write_picture(file, trace.take(), title)

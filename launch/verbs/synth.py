@@ -1,0 +1,71 @@
+"""`neuronpipe synth NAME TARGET`: a package with a real model's shape and published activation statistics.
+
+With --gguf a shape twin for other engines is written as well: same dense work, architecture llama, Q4_0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.plans.package.manifest import QUANTIZATIONS
+from neuronpipe.plans.synth.shapes import SHAPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `synth`."""
+    parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also write a shape twin for other engines")
+    parser.add_argument("--seed", type=int, default=0, help="of all random weights (default: %(default)s)")
+    parser.add_argument(
+        "--predictor-quantization", choices=QUANTIZATIONS, default="q4", help="of the factors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--reads", choices=("attention", "feed_forward"), default="attention", help="what the predictor reads"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make the package, with progress."""
+    from neuronpipe.plans.synth.make import synthesize
+
+    with Progress("making", "bytes", plain=arguments.json) as progress:
+        package = synthesize(
+            arguments.name,
+            SHAPES[arguments.name],
+            arguments.target,
+            seed=arguments.seed,
+            reads=arguments.reads,
+            predictor_quantization=arguments.predictor_quantization,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
+    if arguments.gguf is not None:
+        from neuronpipe.plans.synth.twin import write_twin
+
+        write_twin(arguments.gguf, package.manifest.shape, arguments.seed)
+    manifest = package.manifest
+    size_bytes = sum(entry.bytes for entry in manifest.files.values())
+    assert manifest.activity_by_layer is not None
+    assert manifest.workload is not None
+    activity = sum(manifest.activity_by_layer) / len(manifest.activity_by_layer)
+    if arguments.json:
+        result = {
+            "package": str(package.path),
+            "id": manifest.id,
+            "bytes": size_bytes,
+            "activity": activity,
+            "presets": {name: place[0] for name, place in manifest.workload.presets.items()},
+        }
+        print(json.dumps(result))
+    else:
+        print(f"{package.path}: {manifest.name}, {show_bytes(size_bytes)}, {activity:.1%} of neurons active")
+        print(f"look at it: neuronpipe inspect {package.path} --activations")
+        print(f"run it: neuronpipe run {package.path} -p default0")
+    return 0

@@ -1,0 +1,76 @@
+"""`neuronpipe trace [RUN] [--seconds N] [--output FILE.json] [--picture FILE.svg]`: what a run's processes do when."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.trace.chrome import write_chrome
+from neuronpipe.launch.trace.picture import write_picture
+from neuronpipe.launch.trace.rings import Row, RunTrace
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.run_directory import RunDirectory
+
+POLL_S = 0.005  # a ring of 4096 spans holds tens of milliseconds of a small model
+MOST_SECONDS = 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `trace`."""
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run directory (default: the only live run)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, metavar="N", help="watch for N seconds (default: what the rings hold now)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="write trace events, for ui.perfetto.dev (default: to stdout)"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Read the rings and write what was asked for."""
+    if not 0 <= arguments.seconds <= MOST_SECONDS:
+        raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MOST_SECONDS:g}")
+    directory, run_file = RunDirectory.find(arguments.run)
+    with attach(directory.path) as client, RunTrace.open(run_file, client.status()) as trace:
+        rows = _watch(trace, arguments.seconds)
+    if not any(span.step for row in rows for span in row.spans):  # the cache evicts without a step as well
+        when = f"in these {arguments.seconds:g} s" if arguments.seconds else "yet"
+        raise UserError(f"{directory.path}: no step was computed {when}; ask it something with `neuronpipe ask`")
+    if arguments.picture:
+        write_picture(arguments.picture, rows, f"run {run_file.run}")
+    if arguments.output:
+        try:
+            with arguments.output.open("w", encoding="utf-8") as file:
+                write_chrome(file, rows)
+        except OSError as error:
+            raise UserError(f"{arguments.output}: cannot be written: {error.strerror}") from None
+    elif not arguments.picture:
+        write_chrome(sys.stdout, rows)
+        print()
+    lost = sum(row.lost for row in rows)
+    if lost:
+        print(f"neuronpipe: {lost:,} spans were overwritten before they could be read", file=sys.stderr)
+    return 0
+
+
+def _watch(trace: RunTrace, seconds: float) -> list[Row]:
+    """What the rings hold, or what is put into them from now on."""
+    rows = trace.take()
+    if seconds == 0:
+        return rows
+    rows = [Row(row.role, row.index, row.pid, [], 0) for row in rows]
+    began = time.monotonic()
+    with Progress("watching", "ms", plain=not sys.stderr.isatty()) as progress:
+        while (took := time.monotonic() - began) < seconds:
+            time.sleep(min(POLL_S, seconds - took))
+            rows = [
+                Row(old.role, old.index, new.pid, old.spans + new.spans, old.lost + new.lost)
+                for old, new in zip(rows, trace.take(), strict=True)
+            ]
+            progress(int(1000 * took), int(1000 * seconds))
+    return rows

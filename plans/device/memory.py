@@ -1,0 +1,84 @@
+"""Measuring memory: how fast it is read, end to end and in pieces, by one thread and by all decode cores.
+
+The reading itself is native and gives the Python lock away, so that threads of this process stand in for the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
+
+PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
+EVERY = 8  # a piece of so many is read: about the share of a layer's neurons that fire
+SEQUENTIAL_PIECE_BYTES = 1 << 20
+WINDOWS = 3
+LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
+BRIEF_BUDGET_S, FULL_BUDGET_S = 0.25, 1.0
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: bool) -> MemorySpeed | None:
+    """The speeds, with a thread on each of `cores` (None: anywhere), in BRIEF_BUDGET_S or FULL_BUDGET_S, besides
+    touching the memory once; None when a sixteenth of what is available is too little to measure on.
+
+    Each figure is the best of a few windows: what else runs here can only make it smaller.
+    """
+    size = min(MOST_BYTES // 2 if brief else MOST_BYTES, available_bytes // 16) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if size < LEAST_BYTES:
+        return None
+    memory = mmap.mmap(-1, size)
+    pointer = ffi.from_buffer("uint8_t[]", memory)
+    lib.np_memory_advise_huge(pointer, size)
+    memory[::4096] = b"\1" * (size // 4096)  # pages that nobody has written are all the same page of zeros
+    budget_s = (BRIEF_BUDGET_S if brief else FULL_BUDGET_S) / (2 + len(PIECE_BYTES)) / WINDOWS
+
+    def speed(places: Sequence[int | None], piece_bytes: int, every: int) -> float:
+        return max(_speed(pointer, size, places, piece_bytes, every, budget_s) for _ in range(WINDOWS))
+
+    return MemorySpeed(
+        threads=len(cores),
+        one_thread_bytes_per_s=speed(cores[:1], SEQUENTIAL_PIECE_BYTES, 1),
+        sequential_bytes_per_s=speed(cores, SEQUENTIAL_PIECE_BYTES, 1),
+        pieces=tuple(
+            PiecePoint(piece_bytes=piece_bytes, bytes_per_s=speed(cores, piece_bytes, EVERY))
+            for piece_bytes in PIECE_BYTES
+        ),
+    )
+
+
+def _speed(memory: Any, size: int, cores: Sequence[int | None], piece_bytes: int, every: int, budget_s: float) -> float:
+    """Bytes per second of all threads together, each over its own part of the memory, again and again."""
+    share = size // len(cores) // 64 * 64
+    read = [0] * len(cores)
+    gate = threading.Barrier(len(cores) + 1)
+
+    def reader(number: int) -> Callable[[], None]:
+        def run() -> None:
+            core = cores[number]
+            if core is not None:
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(0, {core})  # of this thread alone
+            seen = ffi.new("uint64_t *")
+            gate.wait()
+            until = time.perf_counter() + budget_s
+            while time.perf_counter() < until:
+                read[number] += lib.np_probe_read(memory + number * share, share, piece_bytes, every, seen)
+
+        return run
+
+    threads = [threading.Thread(target=reader(number)) for number in range(len(cores))]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    started = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return sum(read) / (time.perf_counter() - started)

@@ -1,0 +1,49 @@
+"""A package's predictor as it lies in its file, one layer at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.judge import predicted_neurons
+from neuronpipe.plans.reference.engine import LayerRun
+from numpy.typing import NDArray
+
+
+class StoredPredictor:
+    """Reads predictor.safetensors of a package that has one; keeps nothing."""
+
+    def __init__(self, package: Package) -> None:
+        if package.predictor is None or package.manifest.predictor is None:
+            raise ValueError("this package has no predictor")
+        self._entries, self._predictor = package.predictor, package.manifest.predictor
+        self._file: NDArray[np.uint8] = np.memmap(package.predictor_path, mode="r", dtype=np.uint8)
+
+    def layer(self, number: int) -> LayerFactors:
+        """The factors of one layer."""
+        name = f"layers.{number}.predictor"
+        return LayerFactors(
+            self._rows(f"{name}.input"),
+            {
+                side: SideFactor(
+                    self._rows(f"{name}.{side}"), self._bytes(f"{name}.{side}.bias").view("<f4").reshape(-1)
+                )
+                for side in self._predictor.sides
+            },
+        )
+
+    def mask(self, run: LayerRun) -> NDArray[np.bool_]:
+        """Which neurons of a layer are predicted, for the reference engine: bool [tokens, neurons]."""
+        predictor = self._predictor
+        reads = run.attention_input if predictor.reads == "attention" else run.feed_forward_input
+        return predicted_neurons(predictor.quantization, self.layer(run.layer), predictor.hidden, reads)
+
+    def _bytes(self, name: str) -> NDArray[np.uint8]:
+        entry = self._entries[name]
+        return np.array(self._file[entry.start : entry.stop].reshape(entry.shape[0], -1))
+
+    def _rows(self, name: str) -> Rows:
+        quants = self._bytes(f"{name}.quants")
+        plain = self._predictor.quantization == "f16"
+        return Rows(quants, quants[:, :0] if plain else self._bytes(f"{name}.scales"))

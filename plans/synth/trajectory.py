@@ -1,0 +1,66 @@
+"""The generator of the workload: a state that moves from token to token, with a preset for each published statistic.
+
+A state is sqrt(a) c + sqrt(b) u + sqrt(1-a-b) e with a fixed context c and two processes u (topic) and e of memory rb
+and re (x = r x + sqrt(1-r^2) noise). With probability pj per token the topic changes: both memories count `keep` times
+as much for that token. Every coordinate is normal with unit variance, so whatever rows read moves the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One workload: shares a of context and b of topic, memories of topic and rest, probability of a topic change."""
+
+    a: float
+    b: float
+    rb: float
+    re: float
+    pj: float
+    keep: float
+
+
+PRESETS = {
+    "default": Preset(a=0.05, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0),
+    "mild": Preset(a=0.1, b=0.5, rb=0.97, re=0.4, pj=0.03, keep=0.3),
+    "optimistic": Preset(a=0.6, b=0.3, rb=0.98, re=0.7, pj=0.0, keep=0.0),
+    "pessimistic": Preset(a=0.15, b=0.15, rb=0.95, re=0.3, pj=0.0, keep=0.0),
+    "independent": Preset(a=0.0, b=0.0, rb=0.0, re=0.0, pj=0.0, keep=0.0),
+}
+
+
+def trajectory(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> NDArray[np.float32]:
+    """States float32 [tokens, width], each coordinate of unit variance."""
+
+    def noise() -> NDArray[np.float32]:
+        return random.standard_normal(width, dtype=np.float32)
+
+    context, topic, rest = noise(), noise(), noise()
+    states = np.empty((tokens, width), dtype=np.float32)
+    for token in range(tokens):
+        keep = preset.keep if random.random() < preset.pj else 1.0
+        rb, re = preset.rb * keep, preset.re * keep
+        topic = rb * topic + np.sqrt(1 - rb * rb) * noise()
+        rest = re * rest + np.sqrt(1 - re * re) * noise()
+        states[token] = (
+            np.sqrt(preset.a) * context + np.sqrt(preset.b) * topic + np.sqrt(1 - preset.a - preset.b) * rest
+        )
+    return states
+
+
+def correlations(preset: Preset, distance: int) -> list[tuple[float, float]]:
+    """(probability, correlation of a state's coordinate with the one `distance` tokens before) for each number of topic
+    changes between them."""
+    result = []
+    for changes in range(distance + 1):
+        likely = math.comb(distance, changes) * preset.pj**changes * (1 - preset.pj) ** (distance - changes)
+        kept = preset.keep**changes
+        rest = 1 - preset.a - preset.b
+        result.append((likely, preset.a + kept * (preset.b * preset.rb**distance + rest * preset.re**distance)))
+    return result

@@ -1,0 +1,119 @@
+"""llama.cpp on a shape twin, and what this machine's memory and disk can do, measured side by side.
+
+    python tests/bench/peers.py --llama DIR --twin FILE [--parts memory,prefill,limited,disk] [--json]
+
+DIR holds a built llama.cpp (README.md says how), FILE is a GGUF file such as `neuronpipe synth --gguf` writes. Nothing
+else may run meanwhile. Not a test: it asserts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import disk
+import dram
+import llama
+from neuronpipe.native import ffi, lib
+
+PARTS = ("memory", "prefill", "limited", "disk")
+GB = 1e9
+LIMIT_BYTES = 2_600_000_000  # about half of the feed-forward weights of a 7B twin do not fit
+
+
+def machine() -> dict[str, Any]:
+    """What kind of machine this is, without its name."""
+    return {
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction_sets": ffi.string(lib.np_isa_names()).decode(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release().split("-")[0],
+    }
+
+
+def measure(parts: list[str], program: Path, twin: Path, limit_bytes: int) -> dict[str, Any]:
+    """All parts asked for, in the order that keeps figures to be compared next to each other."""
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    if "memory" in parts:
+        found["dram"] = dram.measure(rounds=5)
+        found["decode"] = llama.in_memory(program, twin, prompt_tokens=[], tokens=64, repeats=5)
+    if "prefill" in parts:
+        found["prefill"] = [
+            *llama.in_memory(program, twin, prompt_tokens=[128], tokens=0, repeats=3),
+            *llama.in_memory(program, twin, prompt_tokens=[512], tokens=0, repeats=3),
+        ]
+    if "limited" in parts:
+        found["limited"] = [llama.under_limit(program, twin, limit_bytes=limit_bytes, tokens=12, repeats=3)]
+    if "disk" in parts:
+        found["disk"] = disk.measure(twin, rounds=3, point_s=1)
+    return found
+
+
+def tables(found: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    kind = found["machine"]
+    lines = [
+        f"{found['date']}: {kind['cores']} {kind['processor']} cores ({kind['instruction_sets']}), "
+        f"{kind['memory_bytes'] / 2**30:.0f} GiB, Linux {kind['kernel']}"
+    ]
+    if rows := [row for part in ("decode", "prefill", "limited") for row in found.get(part, [])]:
+        lines += [
+            "",
+            "| llama.cpp | tokens/s, median (range) | repack | limit | disk bytes per token |",
+            "|---|---|---|---|---|",
+        ]
+    for row in rows:
+        limit = f"{row['limit_bytes'] / GB:.1f} GB, peak {row['peak_bytes'] / GB:.2f}" if "limit_bytes" in row else "-"
+        flash = f"{row['disk_bytes_per_token'] / GB:.2f} GB" if "limit_bytes" in row else "-"
+        spread = f"{row['tokens_per_s_least']:.3g}-{row['tokens_per_s_most']:.3g}"
+        repack = "on" if row["repack"] else "off"
+        lines.append(f"| {row['test']} | {row['tokens_per_s']:.3g} ({spread}) | {repack} | {limit} | {flash} |")
+    if "dram" in found:
+        lines += ["", *dram_table(found["dram"])]
+    if "disk" in found:
+        lines += ["", "| KiB | depth | fio MB/s | reader MB/s | ratio |", "|---|---|---|---|---|"]
+    for row in found.get("disk", []):
+        rates = f"{row['fio_bytes_per_s'] / 1e6:.0f} | {row['reader_bytes_per_s'] / 1e6:.0f}"
+        lines.append(f"| {row['request_bytes'] // 1024} | {row['depth']} | {rates} | {row['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def dram_table(rows: list[dict[str, Any]]) -> list[str]:
+    """One line per kind of piece, one column per mapping and number of threads: GB/s without and with prefetch."""
+    cells: dict[int, dict[tuple[str, int], list[str]]] = {}
+    for row in rows:
+        line = cells.setdefault(row["piece_bytes"], {})
+        line.setdefault((row["mapping"], row["threads"]), []).append(f"{row['bytes_per_s'] / GB:.1f}")
+    columns = [(mapping, threads) for mapping in dram.MAPPINGS for threads in (1, 2)]
+    heads = " | ".join(f"{mapping}, {threads} threads" for mapping, threads in columns)
+    lines = [f"| DRAM, GB/s with prefetch of 0 / 1 / 2 / 4 pieces | {heads} |", "|---" * (len(columns) + 1) + "|"]
+    for piece, line in cells.items():
+        name = f"{piece} bytes, one piece in ten" if piece else "sequential"
+        lines.append(f"| {name} | " + " | ".join(" / ".join(line[column]) for column in columns) + " |")
+    return lines
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--llama", type=Path, required=True, help="build directory of llama.cpp")
+    parser.add_argument("--twin", type=Path, required=True, help="GGUF file; also the file that disk reads fall on")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--limit-bytes", type=int, default=LIMIT_BYTES, help="memory limit of the part `limited`")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    found = measure(parts, options.llama / "bin" / "llama-bench", options.twin, options.limit_bytes)
+    print(json.dumps(found, indent=1) if options.json else tables(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`bench` and `trace` on the demo model: all figures are there and are those of this run. Counters, not speeds."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.trace.rings import RunTrace
+from neuronpipe.launch.trace.window import NUMBER
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.run_directory import RunDirectory
+
+from tests.pipeline import Shell
+
+FIELDS = {
+    "test",
+    "mode",
+    "ffn_resident",
+    "tokens_per_s",
+    "tbt_ms",
+    "dram_bytes_per_token",
+    "dram_limit_fraction",
+    "flash_bytes_per_token",
+    "miss_rate",
+    "exposed_io_share",
+    "coordination_share",
+    "peak_memory_bytes",
+}
+
+
+def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_path: Path) -> None:
+    picture = tmp_path / "p.svg"
+    asked = ("--tests", "pp32,tg16", "--ffn-resident", "50%", "--repetitions", "2", "--picture", picture)
+    done = shell.call("bench", DEMO, *asked, "--json")
+    assert done.code == 0, done.errors
+    prefill, decode = json.loads(done.out)
+    for row in (prefill, decode):
+        assert row.keys() >= FIELDS
+        assert row["tokens_per_s_least"] <= row["tokens_per_s"] <= row["tokens_per_s_most"]
+        assert 0.3 < row["ffn_resident"] <= 0.5
+        assert row["flash_bytes_per_token"] > 0
+        assert 0 < row["miss_rate"] <= 1
+        assert 0 <= row["coordination_share"] <= 1
+        assert 0 <= row["exposed_io_share"] <= 1
+        assert row["coordination_share"] + row["exposed_io_share"] <= 1.01
+    assert (prefill["test"], prefill["tokens"], prefill["tbt_ms"]["p50"]) == ("pp32", 64, None)
+    assert (decode["test"], decode["tokens"]) == ("tg16", 32)
+    assert 0 < decode["tbt_ms"]["p50"] <= decode["tbt_ms"]["p99"]
+    shape = Package.open(DEMO).manifest.shape
+    gates_bytes = shape.layers * shape.neurons * shape.width  # at q8, without scales: exact mode reads them all
+    assert decode["dram_bytes_per_token"] > gates_bytes
+    assert prefill["dram_bytes_per_token"] < decode["dram_bytes_per_token"]  # a step's weights serve many tokens
+    ElementTree.parse(picture)
+
+    old = tmp_path / "old.json"
+    old.write_text(done.out)
+    compared = shell.call("bench", DEMO, "--tests", "tg16", "--repetitions", "1", "--compare", old)
+    assert compared.code == 0, compared.errors
+    assert f"Against {old}, new / old:" in compared.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--tests", "tg100000"), "--tests tg100000: takes 100004 positions, the context is"),
+        (("--repetitions", "0"), "--repetitions 0: between"),
+        (("--workload", "default"), "--workload default: "),
+        (("--compare", "nothing.json"), "nothing.json: cannot be read"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(shell: Shell, words: tuple[str, ...], told: str) -> None:
+    assert told in shell.refused("bench", DEMO, *words)
+
+
+def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
+    with shell.up(DEMO, "--ffn-resident", "50%") as run:
+        nothing = shell.refused("trace", run.path, beside=True)
+        assert "no step was computed yet; ask it" in nothing
+        run.ask("def f(", max_tokens=8)
+        events_file, picture = tmp_path / "t.json", tmp_path / "t.svg"
+        done = shell.call("trace", run.path, "--output", events_file, "--picture", picture)
+        assert done.code == 0, done.errors
+        with attach(run.path) as client, RunTrace.open(RunDirectory(run.path).read(), client.status()) as trace:
+            rows = trace.take()
+            assert not any(row.spans for row in trace.take() if row.role == "coordinator")  # each is given once
+    ElementTree.parse(picture)
+    events = json.loads(events_file.read_text())["traceEvents"]
+    assert {"send", "await", "sample", "tell"} <= {event["name"] for event in events}
+    for row in rows:
+        assert all(earlier.end_ns <= later.end_ns for earlier, later in pairwise(row.spans)), row.name
+        assert all(span.start_ns <= span.end_ns for span in row.spans)
+    (coordinator,) = (row for row in rows if row.role == "coordinator")
+    answered = [span for span in coordinator.spans if span.kind == NUMBER["await"]]
+    assert [span.step for span in answered] == sorted({span.step for span in answered})
+    assert len(answered) == 8  # one prefill, whose token is the first, and seven decode steps

@@ -1,0 +1,170 @@
+"""Synthetic packages do what was asked of them, in the real computation: activity, reuse, predictors, the walk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.predictor.stored import StoredPredictor
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.synth import codes, firing
+from neuronpipe.plans.synth.make import synthesize
+from neuronpipe.plans.synth.measure import measure
+from neuronpipe.plans.synth.shapes import SHAPES, coordinates, rank_of
+from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
+from neuronpipe.protocol.errors import UserError
+from tokenizers import Tokenizer
+
+SMALL = Shape(512, 1024, 4, 1, 4, 2, 64, 2000, 512, norm_epsilon=1e-5, window_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """A package of a shape that is made in about a second."""
+    return synthesize("small", SMALL, tmp_path_factory.mktemp("synth") / "package")
+
+
+@pytest.fixture(scope="module")
+def statistics(package: Package) -> dict[str, dict[str, Any]]:
+    """Requested and measured, by preset."""
+    return {preset: measure(package, preset, 300) for preset in PRESETS}
+
+
+def test_greedy_decoding_walks_the_trajectory_of_every_preset(package: Package) -> None:
+    work = package.manifest.workload
+    assert work is not None
+    engine = ReferenceEngine(package)
+    for first, count in work.presets.values():
+        stretch = range(first + count - 40, first + count)
+        chosen = engine.run(stretch).logits.argmax(axis=1).tolist()
+        assert chosen == [*stretch[1:], first]
+
+
+def test_the_walk_goes_on_where_the_predictor_leaves_neurons_out(package: Package) -> None:
+    exact, predicted = (
+        ReferenceEngine(package, mask=mask).run(range(50)).logits for mask in (None, StoredPredictor(package).mask)
+    )
+    assert predicted.argmax(axis=1).tolist() == exact.argmax(axis=1).tolist() == list(range(1, 51))
+    assert not np.array_equal(predicted, exact)
+
+
+def test_measured_activity_is_what_was_requested(statistics: dict[str, dict[str, Any]]) -> None:
+    for preset, found in statistics.items():
+        assert found["mean"]["activity"]["requested"] == pytest.approx(firing.MEAN_ACTIVITY, abs=1e-3)
+        assert found["mean"]["activity"]["measured"] == pytest.approx(firing.MEAN_ACTIVITY, abs=0.02), preset
+    together = [found["mean"]["up_given_gate"] for found in statistics.values()]
+    assert np.mean(together) == pytest.approx(firing.UP_GIVEN_GATE, abs=0.05)
+
+
+def test_neurons_stay_active_as_long_as_the_preset_asks(statistics: dict[str, dict[str, Any]]) -> None:
+    for preset, found in statistics.items():
+        for distance in ("overlap_1", "overlap_10"):
+            pair = found["mean"][distance]
+            assert pair["measured"] == pytest.approx(pair["requested"], abs=0.08), (preset, distance)
+    overlaps = [statistics[name]["mean"]["overlap_1"]["measured"] for name in ("independent", "pessimistic", "default")]
+    assert overlaps == sorted(overlaps)
+    assert statistics["optimistic"]["mean"]["overlap_1"]["measured"] > overlaps[-1]
+
+
+def test_the_inputs_of_layers_change_slowly(statistics: dict[str, dict[str, Any]]) -> None:
+    for layer in statistics["default"]["layers"][1:]:
+        assert layer["input_cosine"] > 0.95
+        assert layer["earlier_input_precision"][0] > 0.8
+
+
+def test_a_low_rank_predictor_finds_what_fires(statistics: dict[str, dict[str, Any]]) -> None:
+    assert statistics["default"]["mean"]["recall"] > 0.94
+    assert statistics["default"]["mean"]["predicted_per_active"] < 2.0
+
+
+def test_neurons_lie_hottest_first(package: Package) -> None:
+    fired = np.zeros(SMALL.neurons)
+
+    def observe(run: LayerRun) -> None:
+        fired[:] += (run.inner != 0).sum(axis=0)
+
+    assert package.manifest.workload is not None
+    first, _ = package.manifest.workload.presets["independent"]
+    ReferenceEngine(package, observe=observe).hidden([range(first, first + 200)])
+    quarters = fired.reshape(4, -1).sum(axis=1)
+    assert package.manifest.layout.neuron_order == "frequency"
+    assert quarters.tolist() == sorted(quarters, reverse=True)
+
+
+def test_the_same_seed_makes_the_same_package_and_another_one_another(tmp_path: Path) -> None:
+    shape = replace(SMALL, layers=1, vocabulary=500)
+    package = synthesize("small", shape, tmp_path / "package")
+    again = synthesize("small", shape, tmp_path / "again")
+    other = synthesize("small", shape, tmp_path / "other", seed=1)
+    assert again.bundles_path.read_bytes() == package.bundles_path.read_bytes()
+    assert again.manifest.id == package.manifest.id
+    assert other.bundles_path.read_bytes() != package.bundles_path.read_bytes()
+    package.verify_fixed()
+
+
+def test_prompts_can_be_typed(package: Package) -> None:
+    tokenizer = Tokenizer.from_file(str(package.tokenizer_path))
+    assert package.manifest.workload is not None
+    first, count = package.manifest.workload.presets["pessimistic"]
+    assert tokenizer.encode("pessimistic0 pessimistic1").ids == [first, first + 1]
+    assert tokenizer.encode("whatever").ids == [0]
+    assert tokenizer.decode([first + count - 1]) == f"pessimistic{count - 1}"
+    assert tokenizer.get_vocab_size() == SMALL.vocabulary
+
+
+def test_the_published_curve_comes_out_of_the_recipe() -> None:
+    p = np.stack([firing.active_shares(layer, 32, 14336, firing.CURVES_MEAN_ACTIVITY) for layer in range(32)])
+    assert p.mean() == pytest.approx(firing.CURVES_MEAN_ACTIVITY, abs=1e-3)
+    for least, share in ((0.9, 0.033), (0.5, 0.067), (0.2, 0.159), (0.1, 0.376), (0.05, 0.727)):
+        assert (p > least).mean() == pytest.approx(share, abs=0.03)
+    layers = firing.activity_by_layer(32, np.random.default_rng(0))
+    assert layers.mean() == pytest.approx(0.10, abs=1e-3)
+    assert (layers.min(), layers.max()) == pytest.approx((0.06, 0.22))
+
+
+def test_thresholds_make_gate_and_up_fire_together() -> None:
+    p = np.array([0.9, 0.3, 0.02])
+    gate, up = firing.thresholds(p)
+    z, other = np.random.default_rng(0).standard_normal((2, 400_000))
+    both = firing.SHARED * z + np.sqrt(1 - firing.SHARED**2) * other
+    for index, share in enumerate(p):
+        active = (z > gate[index]) & (both > up[index])
+        assert active.mean() == pytest.approx(share, rel=0.05)
+        assert active.sum() / (z > gate[index]).sum() == pytest.approx(max(0.8, share**0.5), abs=0.02)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_trajectories_remember_as_long_as_their_preset(preset: str) -> None:
+    states = trajectory(PRESETS[preset], 1500, 400, np.random.default_rng(3))
+    assert np.square(states).mean() == pytest.approx(1.0, abs=0.15)
+    for distance in (1, 10):
+        wanted = sum(likely * kept for likely, kept in firing.correlations(PRESETS[preset], distance))
+        assert (states[distance:] * states[:-distance]).mean() == pytest.approx(wanted, abs=0.12)
+
+
+def test_every_shape_divides_into_whole_groups() -> None:
+    for shape in SHAPES.values():
+        places = coordinates(shape.width)
+        bounds = [places.steady, places.identity, places.attention, places.feed_forward, places.state]
+        assert [place.start for place in bounds[1:]] == [place.stop for place in bounds[:-1]]
+        assert bounds[-1].stop == shape.width
+        assert all(place.start % 32 == 0 for place in bounds)
+        assert rank_of(shape.width) % 32 == 0
+    assert rank_of(4096) == 352
+
+
+def test_mixed_rows_share_as_many_columns_as_asked() -> None:
+    own, other = np.zeros((2, 1000), np.uint8), np.ones((2, 1000), np.uint8)
+    assert codes.mixed(own, other, 0.3).mean() == pytest.approx(0.3, abs=0.01)
+
+
+def test_what_cannot_be_measured_is_refused_by_name(package: Package, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--preset busy: this package has default, mild"):
+        measure(package, "busy", 100)
+    with pytest.raises(UserError, match=r"--tokens 9: takes 32 to"):
+        measure(package, "default", 9)
