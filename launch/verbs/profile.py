@@ -49,11 +49,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help="tokens to calibrate on (default: %(default)s)"
     )
+    parser.add_argument(
+        "--import",
+        dest="imported",
+        type=Path,
+        metavar="FILE",
+        help="take fc1 and fc2 of a trained PowerInfer predictor from this safetensors file, and calibrate them",
+    )
+    parser.add_argument(
+        "--import-reads-normed",
+        action="store_true",
+        help="the imported predictor was trained on normed vectors, not on the residual stream",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Profile, with progress."""
+    from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 
     package = Package.open(arguments.package)
@@ -72,6 +85,8 @@ def main(arguments: argparse.Namespace) -> int:
             recall=arguments.recall,
             reads=arguments.reads,
             sides=arguments.sides,
+            imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
+            imported_reads_normed=arguments.import_reads_normed,
             progress=progress,
         )
     manifest = profiled.package.manifest

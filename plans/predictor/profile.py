@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
-from neuronpipe.plans.package.manifest import Predictor, PredictorInput, PredictorQuality, Side
+from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
 from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, write_predictor
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.fit import Calibration, fit_layer
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.fit import Calibration, fit_layer, thresholds
+from neuronpipe.plans.predictor.imported import ImportedPredictor
 from neuronpipe.plans.predictor.judge import judge, predicted_neurons
 from neuronpipe.plans.predictor.texts import Texts, Window
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
@@ -26,10 +30,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Candidate:
-    """One choice of sides with its rank, and what came out of it layer by layer."""
+    """One choice of sides with its rank, fitted here or imported, and what came out of it layer by layer."""
 
     sides: tuple[Side, ...]
     rank: int
+    hidden: Hidden = "none"
     factors: list[LayerFactors] = field(default_factory=list)
     quality: list[PredictorQuality] = field(default_factory=list)
 
@@ -59,16 +64,24 @@ def profile(
     recall: float = DEFAULT_RECALL,
     reads: PredictorInput = "feed_forward",
     sides: str = "auto",
+    imported: ImportedPredictor | None = None,
+    imported_reads_normed: bool = False,
     progress: Progress | None = None,
 ) -> Profiled:
     """Fit, judge and write a predictor. sides: `gate`, `both` or `auto`: with drelu both sides are tried, and the gate
-    alone with the bytes of both; what predicts fewer neurons at this recall is kept. Raises UserError."""
+    alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor is taken
+    instead, with its own rank, and only its thresholds are fitted; imported_reads_normed: it was trained on normed
+    vectors, not on the residual stream. Raises UserError."""
     manifest, shape = package.manifest, package.manifest.shape
     if manifest.activation == "silu":
         raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
     if rank % GROUP_WEIGHTS or not 0 < rank <= shape.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {shape.width}")
-    candidates = _candidates(sides, rank, shape.width, shape.neurons, manifest.activation == "drelu")
+    if imported is not None:
+        candidates = [Candidate(SIDES["gate"], imported.rank, "relu")]
+    else:
+        candidates = _candidates(sides, rank, shape.width, shape.neurons, manifest.activation == "drelu")
+    weights = PackageWeights(package)
     cut = texts.calibration_tokens
     mean: list[float] = []
     gate_fired: list[float] = []
@@ -79,10 +92,15 @@ def profile(
         mean.append(round(float(active.mean()), 6))
         gate_fired.append(round(float((run.gate_values > 0).mean()), 6))
         for candidate in candidates:
-            factors = fit_layer(
-                _calibration(run, inputs, active, cut, candidate.sides), candidate.rank, quantization, recall
-            )
-            predicted = predicted_neurons(quantization, factors, "none", inputs[cut:])
+            calibration = _calibration(run, inputs, active, cut, candidate.sides)
+            if imported is None:
+                factors = fit_layer(calibration, candidate.rank, quantization, recall)
+            else:
+                norm = f"layers.{run.layer}.{'ffn_norm' if reads == 'feed_forward' else 'attention_norm'}"
+                first, second = imported.layer(run.layer, None if imported_reads_normed else weights.vector(norm))
+                sides_rows: dict[Side, Rows] = {"gate": encode(quantization, second)}
+                factors = thresholds(encode(quantization, first), sides_rows, calibration, quantization, recall, "relu")
+            predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[cut:])
             candidate.factors.append(factors)
             candidate.quality.append(judge(predicted, active[cut:]))
         if progress is not None:
@@ -92,11 +110,11 @@ def profile(
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
     candidates.sort(key=lambda candidate: candidate.predicted)
     best = candidates[0]
-    predictor = Predictor(best.rank, quantization, reads, best.sides, "none", cut, tuple(best.quality))
+    predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality))
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
-        return predicted_neurons(quantization, best.factors[run.layer], "none", inputs)
+        return predicted_neurons(quantization, best.factors[run.layer], best.hidden, inputs)
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)

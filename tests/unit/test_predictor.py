@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,14 @@ from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.package.manifest import Activation, Side
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.fit import NEVER, Calibration, carried_over, fit_layer, leading_directions
+from neuronpipe.plans.predictor.imported import open_imported
 from neuronpipe.plans.predictor.judge import judge, predicted_neurons
 from neuronpipe.plans.predictor.profile import profile
 from neuronpipe.plans.predictor.texts import Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
+from safetensors.numpy import save_file
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 
@@ -165,3 +169,45 @@ def test_the_table_of_a_profile_names_every_candidate() -> None:
     assert "1.94" in page
     assert "gate and up, rank 32: 20.0% of neurons predicted" in page
     assert "+0.50%" in page
+
+
+def imported_file(package: Package, path: Path, **changes: np.ndarray) -> Path:
+    """A predictor file that knows the gates exactly: relu(Ax) and relu(-Ax) together are Ax. Only for q8."""
+    weights, shape = PackageWeights(package), package.manifest.shape
+    unit = np.eye(shape.width, dtype=np.float32)
+    tensors = {}
+    for layer in range(shape.layers):
+        gate = weights.neurons(layer)[0] * weights.vector(f"layers.{layer}.ffn_norm")
+        tensors[f"model.layers.{layer}.mlp.predictor.fc1.weight"] = np.concatenate((unit, -unit)).astype(np.float16)
+        tensors[f"model.layers.{layer}.mlp.predictor.fc2.weight"] = np.concatenate((gate, -gate), axis=1)
+    save_file(tensors | changes, path)
+    return path
+
+
+def test_an_imported_predictor_is_read_from_the_residual_stream_and_calibrated(
+    tiny: Callable[[Activation], Package], tmp_path: Path
+) -> None:
+    package = Package.open(Path(shutil.copytree(tiny("relu").path, tmp_path / "p")))
+    random, shape = np.random.default_rng(4), package.manifest.shape
+    windows = random.integers(0, shape.vocabulary, (8, min(64, shape.context_tokens))).tolist()
+    imported = open_imported(imported_file(package, tmp_path / "fc.safetensors"), package.manifest)
+    profiled = profile(package, Texts(windows[:6], windows[6:]), rank=32, recall=0.97, imported=imported)
+    predictor = profiled.package.manifest.predictor
+    assert predictor is not None
+    assert (predictor.hidden, predictor.rank, predictor.sides) == ("relu", 2 * shape.width, ("gate",))
+    assert all(layer.recall > 0.95 and layer.precision > 0.95 for layer in predictor.by_layer)
+
+
+def test_what_cannot_be_imported_is_refused_by_name(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
+    manifest = tiny("relu").manifest
+    with pytest.raises(UserError, match=r"model_0\.pt: predictors are read from one safetensors file; pickled"):
+        open_imported(tmp_path / "model_0.pt", manifest)
+    ordered = replace(manifest, layout=replace(manifest.layout, neuron_order="frequency"))
+    with pytest.raises(UserError, match=r"stored by frequency"):
+        open_imported(tmp_path / "fc.safetensors", ordered)
+    wrong = {"model.layers.1.mlp.predictor.fc2.weight": np.zeros((5, 128), np.float32)}
+    with pytest.raises(UserError, match=r"layer 1: fc1 \[128, 64\] and fc2 \[5, 128\] do not fit"):
+        open_imported(imported_file(tiny("relu"), tmp_path / "wrong.safetensors", **wrong), manifest)
+    save_file({"0.fc1.weight": np.zeros((32, 64), np.float32)}, tmp_path / "half.safetensors")
+    with pytest.raises(UserError, match=r"fc2 of layer 0 is missing"):
+        open_imported(tmp_path / "half.safetensors", manifest)

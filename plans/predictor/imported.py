@@ -1,0 +1,86 @@
+"""Predictors trained elsewhere: PowerInfer's two matrices per layer, score = fc2 · relu(fc1 · x), from safetensors.
+
+PowerInfer gives them the residual stream before the norm; a package's predictor reads normed vectors. relu(c z) is
+c relu(z) for c > 0, so dividing fc1's columns by the norm's weights gives the same signs. Thresholds are not imported:
+they are calibrated here, on the quantized factors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+NAME = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
+LEAST_NORM_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True)
+class ImportedPredictor:
+    """Both matrices of every layer in one file; opened by `open_imported`."""
+
+    path: Path
+    entries: dict[tuple[int, int], TensorEntry]
+    rank: int
+
+    def layer(self, number: int, norm: Array | None) -> tuple[Array, Array]:
+        """fc1 [rank, width] and fc2 [neurons, rank] of a layer, filled up with zeros to the common rank. norm: weights
+        [width] of the norm whose output is read, None when fc1 was trained on normed vectors."""
+        first, second = self._read(number, 1), self._read(number, 2)
+        if norm is not None:
+            known = np.abs(norm) > LEAST_NORM_WEIGHT
+            first = np.where(known, first / np.where(known, norm, 1), 0).astype(np.float32)
+        missing = self.rank - len(first)
+        return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
+
+    def _read(self, layer: int, matrix: int) -> Array:
+        entry = self.entries[layer, matrix]
+        with self.path.open("rb") as file:
+            file.seek(entry.start)
+            stored = np.frombuffer(file.read(entry.stop - entry.start), dtype=np.uint8)
+        values = decode_stored(entry.dtype, stored.reshape(entry.shape[0], -1)).reshape(entry.shape)
+        if not np.isfinite(values).all():
+            raise UserError(f"{self.path}: fc{matrix} of layer {layer}: holds values that are not finite: damaged")
+        return values
+
+
+def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
+    """The predictor in a safetensors file, its shapes checked against the package. Raises UserError."""
+    if path.is_dir() or path.suffix in (".pt", ".pth", ".bin"):
+        raise UserError(
+            f"{path}: predictors are read from one safetensors file; pickled ones can run code, so convert them first: "
+            "safetensors.torch.save_file({'N.fc1.weight': ..., 'N.fc2.weight': ...}, FILE)"
+        )
+    if manifest.layout.neuron_order != "source":
+        raise UserError(
+            f"{path}: the package's neurons are stored by frequency, a predictor's rows are in the source's order; "
+            "convert the model again without --frequencies"
+        )
+    shape = manifest.shape
+    entries: dict[tuple[int, int], TensorEntry] = {}
+    for name, entry in read_header(path).items():
+        if match := NAME.fullmatch(name):
+            if entry.dtype not in PLAIN_BYTES or len(entry.shape) != 2:
+                raise UserError(f"{path}: {name}: expected a matrix of {', '.join(PLAIN_BYTES)}")
+            entries[int(match[1]), int(match[2])] = entry
+    for layer in range(shape.layers):
+        for matrix in (1, 2):
+            if (layer, matrix) not in entries:
+                raise UserError(f"{path}: fc{matrix} of layer {layer} is missing; names end in N.fc{matrix}.weight")
+        first, second = entries[layer, 1].shape, entries[layer, 2].shape
+        if first[1] != shape.width or second != (shape.neurons, first[0]):
+            raise UserError(
+                f"{path}: layer {layer}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {shape.width} "
+                f"and {shape.neurons} neurons"
+            )
+    most = max(entries[layer, 1].shape[0] for layer in range(shape.layers))
+    return ImportedPredictor(path, entries, -(-most // GROUP_WEIGHTS) * GROUP_WEIGHTS)
