@@ -415,10 +415,10 @@ int np_process_name(const char *name); /* as `ps` and `top` show it; 15 characte
 /* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
 
-/* Read memory and do nothing else, for measuring: pieces of piece_bytes (a multiple of 64), one of `every` on average (1 to 1024; 1: all),
- * in ascending order at the same pseudo-random places on every call. sum: every 8 bytes read, exclusive-ored. Returns the bytes read; 0 for a
- * bad argument. */
-uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint64_t *sum);
+/* Read memory and do nothing else, for measuring: pieces of piece_bytes (a multiple of 64), one of every `every` (1 to 1024), in ascending
+ * order at places that look random. `every` turns (0, 1, ...) read each piece once. sum: every 8 bytes read, exclusive-ored.
+ * Returns the bytes read; 0 for a bad argument. */
+uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint32_t turn, uint64_t *sum);
 
 /* cdef end */
 

@@ -6,13 +6,15 @@
 enum { AHEAD_BYTES = 1024, LINE_BYTES = 64 };
 typedef uint64_t lanes __attribute__((vector_size(16))); /* the width that every target has */
 
-/* Numbers that need no table, so that the measured memory is all that is read. */
-static size_t step_of(uint32_t *state, uint32_t every) {
-    *state = *state * 1664525u + 1013904223u;
-    return every < 2 ? 1 : 1 + (*state >> 16) % (2 * every - 1);
+/* Of each group of `every` pieces one is read: which one looks random, and is another in each of `every` turns, so that what one turn
+ * leaves in the caches is of no use to the next. */
+static size_t chosen(size_t group, uint32_t every, uint32_t turn) {
+    const uint32_t mixed = (uint32_t)group * 2654435761u;
+    return group * every + ((mixed >> 16) + turn) % every;
 }
 
-uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint64_t *sum) {
+uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uint32_t every, uint32_t turn,
+                       uint64_t *sum) {
     if (memory == NULL || piece_bytes < LINE_BYTES || piece_bytes % LINE_BYTES || every == 0 || every > 1024 ||
         sum == NULL)
         return 0;
@@ -20,11 +22,11 @@ uint64_t np_probe_read(const void *memory, size_t bytes, size_t piece_bytes, uin
     const size_t pieces = bytes / piece_bytes;
     lanes a = {0}, b = {0}, c = {0}, d = {0};
     uint64_t read_bytes = 0;
-    uint32_t state = 77;
-    for (size_t piece = 0, next; piece < pieces; piece = next) {
-        next = piece + step_of(&state, every);
-        const uint8_t *here = from + piece * piece_bytes;
-        const uint8_t *after = next < pieces ? from + next * piece_bytes : here;
+    const size_t groups = pieces / every;
+    turn %= every;
+    for (size_t group = 0; group < groups; group++) {
+        const uint8_t *here = from + chosen(group, every, turn) * piece_bytes;
+        const uint8_t *after = group + 1 < groups ? from + chosen(group + 1, every, turn) * piece_bytes : here;
         for (size_t at = 0; at < piece_bytes; at += LINE_BYTES) {
             const size_t ahead = at + AHEAD_BYTES;
             if (ahead < piece_bytes)

@@ -67,10 +67,12 @@ def _speed(memory: Any, size: int, cores: Sequence[int | None], piece_bytes: int
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(0, {core})  # of this thread alone
             seen = ffi.new("uint64_t *")
+            turn = 0
             gate.wait()
             until = time.perf_counter() + budget_s
             while time.perf_counter() < until:
-                read[number] += lib.np_probe_read(memory + number * share, share, piece_bytes, every, seen)
+                read[number] += lib.np_probe_read(memory + number * share, share, piece_bytes, every, turn, seen)
+                turn += 1
 
         return run
 

@@ -75,13 +75,23 @@ def test_the_memory_probe_reads_what_it_says_and_refuses_the_rest() -> None:
     words = array("Q", (pow(3, n, 1 << 64) for n in range(8 * 64)))  # 64 pieces of one line
     memory = ffi.from_buffer("uint8_t[]", words)
     seen = ffi.new("uint64_t *")
-    assert lib.np_probe_read(memory, 4096, 64, 1, seen) == 4096
+    assert lib.np_probe_read(memory, 4096, 64, 1, 0, seen) == 4096
     assert seen[0] == functools.reduce(operator.xor, words)
-    assert lib.np_probe_read(memory, 4095, 128, 1, seen) == 31 * 128  # a piece that does not fit is left out
-    assert 64 <= lib.np_probe_read(memory, 4096, 64, 8, seen) < 4096
+    assert lib.np_probe_read(memory, 4095, 128, 1, 0, seen) == 31 * 128  # a piece that does not fit is left out
     for piece_bytes, every in ((0, 1), (63, 1), (96, 1), (64, 0), (64, 1025)):
-        assert lib.np_probe_read(memory, 4096, piece_bytes, every, seen) == 0
-    assert lib.np_probe_read(ffi.NULL, 4096, 64, 1, seen) == lib.np_probe_read(memory, 4096, 64, 1, ffi.NULL) == 0
+        assert lib.np_probe_read(memory, 4096, piece_bytes, every, 0, seen) == 0
+    assert lib.np_probe_read(ffi.NULL, 4096, 64, 1, 0, seen) == lib.np_probe_read(memory, 4096, 64, 1, 0, ffi.NULL) == 0
+
+
+def test_turns_of_the_memory_probe_share_no_piece_so_that_caches_do_not_answer() -> None:
+    # Piece n is bit n: the sum of a turn says which pieces it read.
+    words = array("Q", (1 << n // 8 if n % 8 == 0 else 0 for n in range(8 * 64)))
+    memory, seen, turns = ffi.from_buffer("uint8_t[]", words), ffi.new("uint64_t *"), []
+    for turn in range(8):
+        assert lib.np_probe_read(memory, 4096, 64, 8, turn, seen) == 8 * 64
+        turns.append(int(seen[0]))
+    assert all(turn.bit_count() == 8 for turn in turns)
+    assert functools.reduce(operator.or_, turns) == (1 << 64) - 1
 
 
 def test_memory_is_not_measured_where_there_is_little() -> None:
