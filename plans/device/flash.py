@@ -18,8 +18,9 @@ from neuronpipe.protocol.errors import UserError
 
 KIB = 1 << 10
 # (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
-BRIEF_POINTS = ((4 * KIB, 1), (4 * KIB, 32), (8 * KIB, 32), (8 * KIB, 128), (64 * KIB, 32), (256 * KIB, 32))
-BRIEF_BUDGET_S = 0.18
+# Each depth above one needs several sizes: what a read costs by itself is told from the difference between them.
+BRIEF_POINTS = ((4 * KIB, 1), *((size * KIB, depth) for depth in (32, 128) for size in (4, 8, 64)), (256 * KIB, 32))
+BRIEF_BUDGET_S = 0.24
 FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
 )

@@ -24,7 +24,7 @@ from neuronpipe.protocol.errors import UserError
 Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
 
 BUNDLES = "bundles.bin"
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 def probe(directory: Path, *, brief: bool = True) -> Device:

@@ -108,6 +108,11 @@ def test_memory_is_measured_by_one_thread_and_by_all_and_leaves_this_thread_wher
     assert os.sched_getaffinity(0) == allowed
 
 
+def test_a_brief_curve_tells_large_reads_from_small_ones_at_every_depth_a_plan_may_choose() -> None:
+    for depth in {depth for _, depth in flash.BRIEF_POINTS} - {1}:
+        assert {4096, 8192, 65536} <= {size for size, of in flash.BRIEF_POINTS if of == depth}
+
+
 def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Path) -> None:
     curve = measure(package / "bundles.bin", brief=False)
     assert curve is not None
