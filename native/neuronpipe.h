@@ -310,10 +310,12 @@ void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
 /* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
-/* One member of a step: it owns a share of every matrix's rows, of the attention heads and of the neuron blocks. `members` engines
- * over the same exchange compute one step together; a prefill worker is a step of its own with one member and many tokens.
- * Nothing a member computes depends on how the work was shared out: a row, a head, a block is always computed whole. */
+/* One member of a step. `members` engines over the same shared memory compute a step together: each takes the next head, stretch of
+ * rows or block of neurons that nobody has taken (claims). What is computed never depends on who took it: a row, a head, a block is
+ * always computed whole, by the same kernel, in index order. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
+/* What a layer's predictor reads: the normed input of attention, of its own layer or of the one before, or of the feed-forward. */
+enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER_BEFORE = 2 };
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
@@ -322,21 +324,34 @@ typedef struct {
     int32_t type;       /* NP_F16, NP_Q8, NP_Q4: of every matrix */
     int32_t activation; /* NP_RELU ... */
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer */
-    uint32_t gate_part_bytes, rest_part_bytes;
+    uint32_t gate_slot_bytes, rest_slot_bytes;
     uint32_t gate_quants, gate_scales;                           /* offsets in the gate part */
     uint32_t up_quants, down_quants;                             /* offsets in the rest part */
     uint32_t up_scales, down_scales;                             /* offsets in the part that holds them */
     uint32_t scales_in_gate;                                     /* 1: up and down scales lie in the gate part */
+    uint32_t predictor_rank;                                     /* 0: no predictor, every gate is computed */
+    int32_t predictor_type;
+    int32_t predictor_relu;                                      /* 1: a rank vector's negative elements count as zero */
 } np_shape;
 
 typedef struct {
     const void *quants, *scales;
 } np_matrix;
 
+/* Predicted: gate score + gate_bias > 0 and, when there is an up side, up score + up_bias > 0. */
+typedef struct {
+    np_matrix input;           /* [rank, width] */
+    np_matrix gate, up;        /* [neurons, rank]; up.quants NULL: the gate side alone */
+    const float *gate_bias, *up_bias; /* [neurons] */
+    int32_t reads;             /* NP_READS_* */
+    int32_t unused;
+} np_predictor;
+
 typedef struct {
     np_matrix qkv, attention_output;
     const float *qkv_bias; /* NULL: none */
     const float *attention_norm, *ffn_norm;
+    np_predictor predictor; /* looked at when shape.predictor_rank > 0 */
 } np_layer;
 
 typedef struct {
@@ -345,12 +360,16 @@ typedef struct {
     const np_layer *layers;
 } np_fixed;
 
-/* Shared memory as this member maps it. T: most tokens of a step. */
+/* Memory that the members share. T: most tokens of a step. */
 typedef struct {
     float *residual;   /* [T][width] */
     float *queries;    /* [T][query_heads*head_width] */
     float *attention;  /* [T][query_heads*head_width] */
-    float *partials;   /* [T][blocks][width] */
+    float *hidden;     /* [T][blocks*block_neurons]: gates, then values */
+    float *partials;   /* [partial_tokens][blocks][width] */
+    float *ranks;      /* [2][T][predictor_rank], by layer modulo 2; NULL without a predictor */
+    uint8_t *predicted;/* [2][blocks*block_neurons][(T+7)/8], bit t: predicted for token t; NULL without a predictor */
+    uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
     const uint8_t *gate_slots, *rest_slots;
@@ -359,50 +378,41 @@ typedef struct {
     uint32_t *arrivals;
     const uint32_t *epoch;
     np_barrier *barrier;
+    np_requests requests;                  /* this member's own */
+    np_trace trace;                        /* this member's own */
 } np_shared;
+
+typedef struct {
+    uint32_t sequences, max_tokens, logit_rows;
+    uint32_t members, member;  /* how many, and which this is */
+    uint32_t window_blocks;    /* blocks that are open at once */
+    uint32_t partial_tokens;   /* tokens whose block sums are held at once; fewer than max_tokens only when a window is a whole layer */
+    uint32_t spin_us;
+    int32_t bundle;            /* 1: a predicted neuron is read whole, its gate part and its rest part by one read */
+    int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
+    int32_t pipeline;          /* 0: compute neurons only when all that the window needs is there */
+} np_place;
 
 typedef struct np_engine np_engine;
 
-/* share_from, share_to: this member's part of the work, 0..1; the members' parts are disjoint and cover it. max_tokens: T.
- * All pointers are kept. Allocates; NULL when out of memory or when the shape is inconsistent. */
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, uint32_t sequences,
-                            uint32_t max_tokens, uint32_t logit_rows, uint32_t members, double share_from, double share_to,
-                            uint32_t spin_us);
+uint32_t np_engine_claims(uint32_t layers);
+/* All pointers are kept. Allocates; NULL when out of memory or when the shape or the place is inconsistent. */
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_place *place);
 void np_engine_destroy(np_engine *engine);
-
-/* Start a step of `count` tokens; every argument is checked. Returns NP_OK or NP_E_ARGUMENT. */
-int np_engine_begin(np_engine *engine, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
-                    const int32_t *tokens, uint32_t count);
-/* The tokens' embeddings into the residual stream, then meet. */
-int np_engine_embed(np_engine *engine);
-/* Attention of one layer, residual included; meets three times. */
-int np_engine_attention(np_engine *engine, uint32_t layer);
-
-/* Feed-forward of one layer. Order of calls: ffn; then for each window of own blocks: open, gates, rest_missing, blocks, close;
- * then combine. Lists of missing clusters are word indices for the loader; `ids` has room for the window's clusters. */
-int np_engine_ffn(np_engine *engine, uint32_t layer);
-void np_engine_own_blocks(const np_engine *engine, uint32_t *first, uint32_t *end);
-/* Publish the window [first, end) of blocks; returns how many gate parts are absent (written to ids). */
-int np_engine_open(np_engine *engine, uint32_t first_block, uint32_t end_block, uint32_t *ids);
-/* Compute the gates that are there; with wait != 0 all of them, as they arrive. Returns how many clusters are still to come. */
-int np_engine_gates(np_engine *engine, int wait);
-/* The rest parts that fired neurons need and that were not asked for yet. */
-int np_engine_rest_missing(np_engine *engine, uint32_t *ids);
-/* Compute the blocks whose clusters are there; with wait != 0 all of them, as they arrive. Returns how many are still to come. */
-int np_engine_blocks(np_engine *engine, int wait);
-void np_engine_close(np_engine *engine);
-/* Meet, add the sum of all blocks to the residual stream, meet. */
-int np_engine_combine(np_engine *engine);
-/* Of the blocks [first, end) of any layer: the part's absent clusters (0 gate, 1 rest), for prefetching. Opens no window. */
-int np_engine_absent(np_engine *engine, int part, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t *ids);
-/* Logits of the `count` tokens from `first` on into logit rows from `row` on, then meet. Returns 1 to the member that met last. */
-int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count, uint32_t row);
+/* One pass of `count` tokens over all layers, together with the other members; then the logits of `logits_count` tokens from
+ * `logits_first` on into logit rows 0... Every argument is checked. Returns NP_OK, NP_E_ARGUMENT, NP_E_EPOCH or NP_E_DAMAGED. */
+int np_engine_step(np_engine *engine, uint64_t step, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
+                   const int32_t *tokens, uint32_t count, uint32_t logits_first, uint32_t logits_count);
 
 typedef struct {
-    uint64_t neurons_fired, neurons_total;       /* (neuron, token) pairs of own blocks */
-    uint64_t gate_clusters, gate_missed;         /* cluster parts looked up and found absent or loading */
+    uint64_t neurons;                            /* (neuron, token) pairs of the blocks this member took */
+    uint64_t predicted;                          /* of them, whose gate was computed */
+    uint64_t fired, active;                      /* pairs whose gate let them through; whose value is not zero */
+    uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots: a row once for each token that reads it */
+    uint64_t gate_clusters, gate_missed;         /* cluster parts needed, and not there when computing came to them */
     uint64_t rest_clusters, rest_missed;
-    uint64_t wait_us, meet_us;                   /* time spent waiting for flash and for other members */
+    uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
+    uint64_t step_ns, flash_ns, meet_ns;         /* the whole step; of it waiting for flash, for other members */
     int64_t damaged_word;                        /* word index of the failed part, or -1 */
     int32_t damaged_part, unused;
 } np_engine_counters;

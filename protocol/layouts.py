@@ -123,10 +123,13 @@ class Fields:
         return Layout(name=self.name, kind=self.kind, fields=tuple(self._fields), total_bytes=total_bytes)
 
 
-def fixed(*, file_bytes: int) -> Layout:
-    """The fixed tensors: the package's fixed.safetensors, byte for byte, sealed once it is loaded."""
-    fields = Fields("fixed", 1, {"file_bytes": file_bytes})
-    fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering="written and sealed before `loaded` is set")
+def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
+    """The fixed tensors: the package's fixed.safetensors, byte for byte, and its predictor.safetensors in predicted
+    mode (else of no bytes); sealed once they are loaded."""
+    fields = Fields("fixed", 1, {"file_bytes": file_bytes, "predictor_bytes": predictor_bytes})
+    ordering = "written and sealed before `loaded` is set"
+    fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering=ordering)
+    fields.add("predictor", "u8", "predictor_bytes", by="loader", to="decode, prefill", ordering=ordering)
     return fields.layout()
 
 
@@ -270,9 +273,22 @@ def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head
     return fields.layout()
 
 
-def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_rows: int, vocabulary: int) -> Layout:
+def exchange(
+    *,
+    tokens: int,
+    width: int,
+    query_width: int,
+    neurons: int,
+    blocks: int,
+    rank: int,
+    claims: int,
+    logit_rows: int,
+    vocabulary: int,
+) -> Layout:
     """What the decode workers compute together. tokens: most in one decode step; query_width: query_heads *
-    head_width; logit_rows: most tokens of one step, of either kind, whose logits are wanted."""
+    head_width; neurons: of a layer's blocks, padding included; rank: of the predictor, 0 in exact mode; claims:
+    counters of the work that members take piece by piece; logit_rows: most tokens of one step, of either kind, whose
+    logits are wanted."""
     fields = Fields(
         "exchange",
         5,
@@ -280,7 +296,11 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
             "tokens": tokens,
             "width": width,
             "query_width": query_width,
+            "neurons": neurons,
             "blocks": blocks,
+            "rank": rank,
+            "claims": claims,
+            "mask_bytes": -(-tokens // 8) if rank else 0,
             "logit_rows": logit_rows,
             "vocabulary": vocabulary,
         },
@@ -306,7 +326,9 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
         ("residual", ("tokens", "width")),
         ("queries", ("tokens", "query_width")),
         ("attention", ("tokens", "query_width")),
+        ("hidden", ("tokens", "neurons")),
         ("partials", ("tokens", "blocks", "width")),
+        ("ranks", (2, "tokens", "rank")),
     ):
         fields.add(
             name,
@@ -316,6 +338,24 @@ def exchange(*, tokens: int, width: int, query_width: int, blocks: int, logit_ro
             to="decode",
             ordering="the barrier between the stages of a layer",
         )
+    fields.add(
+        "predicted",
+        "u8",
+        2,
+        "neurons",
+        "mask_bytes",
+        by="decode: own blocks",
+        to="decode",
+        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
+    )
+    fields.add(
+        "claims",
+        "u32",
+        "claims",
+        by="coordinator zeroes them before a step; decode",
+        to="decode",
+        ordering="relaxed fetch-and-add: barriers lie between a piece of work, what it reads and who reads it",
+    )
     fields.add(
         "logits",
         "f32",
@@ -394,11 +434,21 @@ def trace_rings(total_bytes: int, spans: int = TRACE_SPANS) -> int:
 def examples() -> tuple[Layout, ...]:
     """Every layout with small lengths, for the specification and for tests."""
     return (
-        fixed(file_bytes=100),
+        fixed(file_bytes=100, predictor_bytes=50),
         slots(gate_slots=3, gate_part_bytes=4096, rest_slots=2, rest_part_bytes=8192),
         residency(words=10, members=3),
         kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
-        exchange(tokens=2, width=32, query_width=32, blocks=2, logit_rows=3, vocabulary=50),
+        exchange(
+            tokens=2,
+            width=32,
+            query_width=32,
+            neurons=64,
+            blocks=2,
+            rank=32,
+            claims=17,
+            logit_rows=3,
+            vocabulary=50,
+        ),
         board(processes=6),
         trace(rings=6, spans=8),
     )

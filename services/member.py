@@ -1,7 +1,7 @@
-"""One member of a step: the native engine over this process's view of shared memory, and the loop over layers.
+"""One member of a step: the native engine over this process's view of shared memory.
 
-Decode workers are the members of one step together; the prefill worker is the only member of its own. Both run
-`compute`.
+Decode workers are the members of one step together; the threads of the prefill worker are the members of its own. All
+run `compute`, which is one native call.
 """
 
 from __future__ import annotations
@@ -12,33 +12,60 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.services.parts import DEMAND, GATE, PREFETCH, REST
+from neuronpipe.plans.plan.account import slot_sizes
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
+READS = {
+    "feed_forward": lib.NP_READS_FEED_FORWARD,
+    "attention": lib.NP_READS_ATTENTION,
+    "layer_before": lib.NP_READS_LAYER_BEFORE,
+}
+
+
+COUNTS = (
+    "neurons",
+    "predicted",
+    "fired",
+    "active",
+    "gate_rows",
+    "up_rows",
+    "down_rows",
+    "gate_clusters",
+    "gate_missed",
+    "rest_clusters",
+    "rest_missed",
+    "foreseen",
+    "foreseen_missed",
+)
+"""Counters of a step, by the names of native/neuronpipe.h."""
+
+TIMES = ("step_ms", "flash_ms", "meet_ms")
+"""Times of a step: all of it, and what of it went into waiting for flash and for the other members."""
 
 
 class Abandoned(Exception):
-    """The epoch changed, or the loader cannot be asked: leave the step, its inputs are still there."""
+    """The epoch changed: leave the step, its inputs are still there."""
 
 
 class Damaged(Exception):
     """A cluster that the step needs cannot be read; the text names it."""
 
 
-Fetch = Callable[[int, bytes, int], None]
-"""(part, packed little-endian word indices, priority): ask the loader for clusters."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-    """Buffers of shared memory, as the mapped segments give them; each at least as long as the layouts say."""
+    """Buffers of memory that members share, each at least as long as native/neuronpipe.h says of the field of np_shared
+    by the same name. ranks, predicted: None in exact mode."""
 
-    fixed: Mapping[str, Any]  # tensor name -> buffer
+    fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
     queries: Any
     attention: Any
+    hidden: Any
     partials: Any
+    ranks: Any
+    predicted: Any
+    claims: Any
     logits: Any
     kv: Any
     gate_slots: Any
@@ -50,27 +77,34 @@ class View:
     arrivals: Any
     epoch: Any
     barrier: Any
+    requests: Any  # np_requests
+    trace: Any  # np_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """This member's place in the step, from the plan."""
+    """This member's place in the step: the fields of np_place in native/neuronpipe.h."""
 
     sequences: int
     context_tokens: int
-    most_tokens: int
+    max_tokens: int
     logit_rows: int
     members: int
-    share_from: float
-    share_to: float
+    member: int
     window_blocks: int
+    partial_tokens: int
     spin_us: int
-    prefetch: bool  # ask for the next window while this one is computed
+    predicts: bool  # predicted mode
+    bundle: bool
+    prefetch: bool
+    pipeline: bool
 
 
-def native_shape(manifest: Manifest, context_tokens: int) -> Any:
+def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> Any:
     """The package's shape and layout as the native library wants them."""
     s, layout = manifest.shape, manifest.layout
+    predictor = manifest.predictor if predicts else None
+    gate_slot_bytes, rest_slot_bytes = slot_sizes(manifest)
     return ffi.new(
         "np_shape *",
         {
@@ -90,8 +124,8 @@ def native_shape(manifest: Manifest, context_tokens: int) -> Any:
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
-            "gate_part_bytes": layout.gate_part_bytes,
-            "rest_part_bytes": layout.rest_part_bytes,
+            "gate_slot_bytes": gate_slot_bytes,
+            "rest_slot_bytes": rest_slot_bytes,
             "gate_quants": layout.gate_quants,
             "gate_scales": layout.gate_scales,
             "up_quants": layout.up_quants,
@@ -99,42 +133,34 @@ def native_shape(manifest: Manifest, context_tokens: int) -> Any:
             "up_scales": layout.up_scales,
             "down_scales": layout.down_scales,
             "scales_in_gate": layout.scales_part == "gate",
+            "predictor_rank": predictor.rank if predictor else 0,
+            "predictor_type": TYPES[predictor.quantization] if predictor else 0,
+            "predictor_relu": predictor is not None and predictor.hidden == "relu",
         },
     )
 
 
 class Member:
-    """The engine of one process. Not thread-safe; `close` before the segments are unmapped."""
+    """The engine of one member. One thread uses it; `close` before the segments are unmapped."""
 
-    def __init__(self, manifest: Manifest, view: View, place: Place, fetch: Fetch) -> None:
+    def __init__(self, manifest: Manifest, view: View, place: Place) -> None:
         self._manifest = manifest
         self._place = place
-        self._fetch = fetch
         self._keep: list[Any] = []  # cffi frees what nobody holds
-        shape = native_shape(manifest, place.context_tokens)
+        shape = native_shape(manifest, place.context_tokens, predicts=place.predicts)
         fixed = self._native_fixed(view.fixed)
         shared = self._native_shared(view)
-        self._step_ms = 0.0
-        self._engine = lib.np_engine_create(
-            shape,
-            fixed,
-            shared,
-            place.sequences,
-            place.most_tokens,
-            place.logit_rows,
-            place.members,
-            place.share_from,
-            place.share_to,
-            place.spin_us,
+        native_place = ffi.new(
+            "np_place *",
+            {
+                field.name: getattr(place, field.name)
+                for field in dataclasses.fields(Place)
+                if field.name not in ("context_tokens", "predicts")
+            },
         )
+        self._engine = lib.np_engine_create(shape, fixed, shared, native_place)
         if self._engine == ffi.NULL:
             raise MemoryError("the engine's private memory could not be allocated")
-        own = ffi.new("uint32_t[2]")
-        lib.np_engine_own_blocks(self._engine, own, own + 1)
-        self._windows = [
-            (first, min(first + place.window_blocks, own[1])) for first in range(own[0], own[1], place.window_blocks)
-        ]
-        self._ids = ffi.new("uint32_t[]", manifest.layout.clusters)
 
     def close(self) -> None:
         """Free the engine."""
@@ -144,6 +170,7 @@ class Member:
 
     def compute(
         self,
+        step: int,
         epoch: int,
         sequences: Sequence[int],
         positions: Sequence[int],
@@ -154,72 +181,22 @@ class Member:
 
         Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
         """
-        began_ns = lib.np_trace_now()
         self._read_counters()  # a step that was abandoned left its own
-        self._check(
-            lib.np_engine_begin(self._engine, epoch, list(sequences), list(positions), list(tokens), len(tokens))
+        first, count = logits or (0, 0)
+        done = lib.np_engine_step(
+            self._engine, step, epoch, list(sequences), list(positions), list(tokens), len(tokens), first, count
         )
-        self._check(lib.np_engine_embed(self._engine))
-        for layer in range(self._manifest.shape.layers):
-            self._check(lib.np_engine_attention(self._engine, layer))
-            self._feed_forward(layer)
-        if logits is not None:
-            self._check(lib.np_engine_logits(self._engine, logits[0], logits[1], 0))
-        self._step_ms = (lib.np_trace_now() - began_ns) / 1e6
+        self._check(done)
 
     def counters(self) -> dict[str, float]:
-        """What happened in the last `compute`: rows read, clusters looked up and missed, time taken and waited."""
+        """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
         counters = self._read_counters()
-        return {
-            "active": counters.neurons_fired,
-            "gate_rows": counters.neurons_total,
-            "up_rows": counters.neurons_fired,
-            "down_rows": counters.neurons_fired,
-            "gate_clusters": counters.gate_clusters,
-            "gate_missed": counters.gate_missed,
-            "rest_clusters": counters.rest_clusters,
-            "rest_missed": counters.rest_missed,
-            "step_ms": self._step_ms,
-            "flash_ms": counters.wait_us / 1000,
-            "meet_ms": counters.meet_us / 1000,
-        }
+        counts = {name: getattr(counters, name) for name in COUNTS}
+        return counts | {name: getattr(counters, f"{name[:-3]}_ns") / 1e6 for name in TIMES}
 
-    def _feed_forward(self, layer: int) -> None:
-        engine, ids = self._engine, self._ids
-        self._check(lib.np_engine_ffn(engine, layer))
-        for number, (first, end) in enumerate(self._windows):
-            self._request(GATE, self._check(lib.np_engine_open(engine, first, end, ids)), DEMAND)
-            try:
-                pending = self._check(lib.np_engine_gates(engine, 0))
-                self._request(REST, lib.np_engine_rest_missing(engine, ids), DEMAND)
-                if self._place.prefetch:
-                    self._prefetch_after(layer, number)
-                if pending:
-                    self._check(lib.np_engine_gates(engine, 1))
-                    self._request(REST, lib.np_engine_rest_missing(engine, ids), DEMAND)
-                if self._check(lib.np_engine_blocks(engine, 0)):
-                    self._check(lib.np_engine_blocks(engine, 1))
-            finally:
-                lib.np_engine_close(engine)
-        self._check(lib.np_engine_combine(engine))
-
-    def _prefetch_after(self, layer: int, window: int) -> None:
-        """Ask for the next window's clusters, in this layer or the next."""
-        if window + 1 == len(self._windows):
-            layer, window = layer + 1, -1
-        if layer == self._manifest.shape.layers:
-            return
-        first, end = self._windows[window + 1]
-        for part in (GATE, REST):
-            self._request(part, lib.np_engine_absent(self._engine, part, layer, first, end, self._ids), PREFETCH)
-
-    def _request(self, part: int, count: int, priority: int) -> None:
-        if count:
-            self._fetch(part, bytes(ffi.buffer(self._ids, 4 * count)), priority)
-
-    def _check(self, result: int) -> int:
+    def _check(self, result: int) -> None:
         if result >= 0:
-            return result
+            return
         if result == lib.NP_E_EPOCH:
             raise Abandoned
         if result == lib.NP_E_DAMAGED:
@@ -250,6 +227,8 @@ class Member:
 
     def _native_shared(self, view: View) -> Any:
         kinds = {
+            "predicted": "uint8_t *",
+            "claims": "uint32_t *",
             "kv": "uint16_t *",
             "gate_slots": "uint8_t *",
             "rest_slots": "uint8_t *",
@@ -261,12 +240,22 @@ class Member:
             "epoch": "uint32_t *",
             "barrier": "np_barrier *",
         }
-        names = [field.name for field in dataclasses.fields(View) if field.name != "fixed"]
-        shared = ffi.new(
-            "np_shared *", {name: self._pointer(kinds.get(name, "float *"), getattr(view, name)) for name in names}
-        )
-        self._keep.append(shared)
+        structures = {"requests": view.requests[0], "trace": view.trace[0]}
+        names = [field.name for field in dataclasses.fields(View) if field.name not in ("fixed", *structures)]
+        pointers = {name: self._pointer(kinds.get(name, "float *"), getattr(view, name)) for name in names}
+        shared = ffi.new("np_shared *", pointers | structures)
+        self._keep += [shared, view.requests, view.trace]
         return shared
+
+    def _predictor(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
+        predictor = self._manifest.predictor
+        if not self._place.predicts or predictor is None:
+            return {}
+        name = f"layers.{layer}.predictor"
+        sides = {side: matrix(f"{name}.{side}") for side in predictor.sides}
+        biases = {f"{side}_bias": vector(f"{name}.{side}.bias") for side in predictor.sides}
+        reads = "attention" if predictor.reads == "layer_before" and layer == 0 else predictor.reads
+        return {"predictor": {"input": matrix(f"{name}.input"), "reads": READS[reads], **sides, **biases}}
 
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
         def matrix(name: str) -> dict[str, Any]:
@@ -287,6 +276,7 @@ class Member:
                     "qkv_bias": vector(f"layers.{n}.qkv.bias"),
                     "attention_norm": vector(f"layers.{n}.attention_norm"),
                     "ffn_norm": vector(f"layers.{n}.ffn_norm"),
+                    **self._predictor(n, matrix, vector),
                 }
                 for n in range(self._manifest.shape.layers)
             ],

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping as MappingOf
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.manifest import FIXED, Manifest
+from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.layouts import Layout
@@ -33,14 +33,17 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """The layout of every segment of a run."""
     shape, layout, compute = manifest.shape, manifest.layout, plan.compute
     made = (
-        layouts.fixed(file_bytes=manifest.files[FIXED].bytes),
+        layouts.fixed(
+            file_bytes=manifest.files[FIXED].bytes,
+            predictor_bytes=manifest.files[PREDICTOR].bytes if compute.mode == "predicted" else 0,
+        ),
         layouts.slots(
             gate_slots=plan.memory.gate_slots,
             gate_part_bytes=layout.gate_part_bytes,
             rest_slots=plan.memory.rest_slots,
             rest_part_bytes=layout.rest_part_bytes,
         ),
-        layouts.residency(words=manifest.words, members=len(compute.decode_workers()) + 1),
+        layouts.residency(words=manifest.words, members=len(compute.decode_workers()) + compute.prefill_threads),
         layouts.kv(
             layers=shape.layers,
             sequences=compute.sequences,
@@ -52,7 +55,10 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
             tokens=compute.sequences,
             width=shape.width,
             query_width=shape.query_width,
+            neurons=layout.blocks * layout.block_neurons,
             blocks=layout.blocks,
+            rank=manifest.predictor.rank if compute.mode == "predicted" and manifest.predictor else 0,
+            claims=lib.np_engine_claims(shape.layers),
             logit_rows=compute.logit_rows,
             vocabulary=shape.vocabulary,
         ),
@@ -110,6 +116,7 @@ class Epoch:
     def __init__(self, memory: RunMemory) -> None:
         self._word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
         self._barrier = ffi.from_buffer("np_barrier[]", memory.view("exchange", "barriers"))
+        self._claims = ffi.from_buffer("uint32_t[]", memory.view("exchange", "claims"))
         self._arrivals = ffi.from_buffer("uint32_t[]", memory.view("residency", "arrivals"))
 
     def load(self) -> int:
@@ -122,6 +129,7 @@ class Epoch:
         words = ffi.new("uint32_t *[]", [barrier_word, self._arrivals])
         return int(lib.np_epoch_advance(self._word, words, 2))
 
-    def reset_barrier(self) -> None:
-        """Before a step is sent again: nobody waits on the barrier now."""
+    def reset_meeting(self) -> None:
+        """Before a step is sent: nobody waits on the barrier or takes work now."""
         lib.np_barrier_reset(self._barrier)
+        ffi.memmove(self._claims, bytes(len(self._claims) * 4), len(self._claims) * 4)

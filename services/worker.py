@@ -1,40 +1,87 @@
-"""What decode and prefill workers share: their view of shared memory, and the way to ask the loader for clusters."""
+"""What decode and prefill workers share: the members of a step that live in this process, and its answer."""
 
 from __future__ import annotations
 
-from array import array
+import os
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from statistics import fmean
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.plan.account import PARTIAL_TOKENS
+from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Abandoned, Damaged, Member, Place, View
+from neuronpipe.services.member import Abandoned, Damaged, Member, Place
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import GATE, PREFETCH
 from neuronpipe.services.rings import Rings
+from neuronpipe.services.trace import Trace
+from neuronpipe.services.view import Stage, exchange_stage, member_view, private_stage
 
-ROOM_MS = 1000  # of waiting for room in the ring, before looking again
+
+def place_of(plan: Plan, *, members: int, member: int, max_tokens: int, window_blocks: int, blocks: int) -> Place:
+    """A member's place in steps of at most `max_tokens`, by the plan."""
+    compute = plan.compute
+    return Place(
+        sequences=compute.sequences,
+        context_tokens=compute.context_tokens,
+        max_tokens=max_tokens,
+        logit_rows=compute.logit_rows,
+        members=members,
+        member=member,
+        window_blocks=window_blocks,
+        partial_tokens=min(max_tokens, PARTIAL_TOKENS) if window_blocks >= blocks else max_tokens,
+        spin_us=compute.spin_us,
+        predicts=compute.mode == "predicted",
+        bundle=plan.flash.bundle,
+        prefetch=compute.prefetch,
+        pipeline=compute.pipeline,
+    )
 
 
 class Worker:
-    """A member of steps with its ring of requests. private: the residual stream and partial sums are this
-    process's own; otherwise they lie in the exchange segment, where the other members see them."""
+    """The members of steps that live in this process: one among the decode workers, or all the members of its own
+    steps, a thread each.
 
-    def __init__(self, job: Job, memory: RunMemory, place: Place, window: int, *, private: bool) -> None:
+    first_window: the first member's window and ring; the others' follow.
+    """
+
+    def __init__(self, job: Job, memory: RunMemory, places: Sequence[Place], first_window: int) -> None:
         self._rings = Rings(memory, job.doorbell)
-        self._ring = self._rings.of(window)
-        self._epoch = 0
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
-        self._job, self._memory, self._place, self._window, self._private = job, memory, place, window, private
-        self._member: Member | None = None
+        self._job, self._memory, self._places, self._first_window = job, memory, places, first_window
+        self._stage: Stage = exchange_stage(memory)
+        self._own_steps = len(places) == places[0].members and job.seat.role != "decode"
+        if self._own_steps:
+            self._stage = private_stage(job.package, places[0])
+        self._trace = Trace.of(job, memory)
+        self._members: list[Member] = []
+        self._threads = ThreadPoolExecutor(len(places), "member")
+        self._working: set[Future[None]] = set()
 
     def wait_until_loaded(self) -> None:
-        """Sleep until the loader has verified and sealed the fixed tensors; the engine is built then."""
+        """Sleep until the loader has verified and sealed the fixed tensors; the engines are built then."""
         while lib.np_word_load(self._loaded) == 0:
             lib.np_word_wait(self._loaded, 0, self._epoch_word, lib.np_word_load(self._epoch_word), 0, 1000)
-        self._member = Member(self._job.package.manifest, self._view(), self._place, self._fetch)
+        package = self._job.package
+        self._members = [
+            Member(
+                package.manifest,
+                member_view(
+                    package,
+                    self._memory,
+                    self._rings,
+                    self._stage,
+                    self._first_window + number,
+                    self._trace if number == 0 else None,  # a ring has one writer; the others do the same work
+                ),
+                place,
+            )
+            for number, place in enumerate(self._places)
+        ]
 
     def answer(
         self,
@@ -46,56 +93,47 @@ class Worker:
     ) -> StepDone | Prefilled | StepAbandoned | StepFailed:
         """Compute the step and say how it went. logits: see Member.compute."""
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
-        assert self._member is not None
-        self._epoch = epoch
+        work = (step, epoch, sequences, positions, ask.tokens, logits)
         try:
-            self._member.compute(epoch, sequences, positions, ask.tokens, logits)
+            if len(self._members) == 1 and not self._own_steps:
+                self._members[0].compute(*work)
+            else:
+                self._compute_together(work)
         except Abandoned:
             return StepAbandoned(step=step, epoch=epoch, index=index)
         except Damaged as error:
             return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
-        return done(step=step, epoch=epoch, index=index, counters=self._member.counters())
+        return done(step=step, epoch=epoch, index=index, counters=self._counters())
 
-    def _fetch(self, part: int, clusters: bytes, priority: int) -> None:
-        """Ask the loader. A prefetch that finds the ring full is let go; a demand waits for room, until the epoch
-        changes (Abandoned)."""
-        bits = lib.NP_REQUEST_GATE if part == GATE else lib.NP_REQUEST_REST
-        bits |= lib.NP_REQUEST_PREFETCH if priority == PREFETCH else 0
-        entries = array("I", [cluster | bits for cluster in array("I", clusters)])
-        while entries:
-            head = self._ring.head[0]
-            del entries[: lib.np_requests_put(self._ring, ffi.from_buffer("uint32_t[]", entries), len(entries))]
-            if not entries or priority == PREFETCH:
-                return
-            waited = lib.np_word_wait(self._ring.head, head, self._epoch_word, self._epoch, 0, ROOM_MS)
-            if waited == lib.NP_E_EPOCH:
-                raise Abandoned
+    def _compute_together(self, work: tuple[Any, ...]) -> None:
+        """All members, a thread each. One that cannot go on is answered for at once: the new epoch that follows calls
+        away the others, who wait for it."""
+        wait(self._working)
+        claims = self._stage("claims")
+        claims[:] = bytes(len(claims))
+        lib.np_barrier_reset(ffi.cast("np_barrier *", ffi.from_buffer(self._stage("barriers"))))
+        self._working = {
+            self._threads.submit(_compute_pinned, member, self._core(number), work)
+            for number, member in enumerate(self._members)
+        }
+        ended, _ = wait(self._working, return_when=FIRST_EXCEPTION)
+        failures = [error for future in ended if (error := future.exception()) is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, Abandoned)):
+            raise error
 
-    def _view(self) -> View:
-        memory, manifest = self._memory, self._job.package.manifest
-        fixed = memory.view("fixed", "file")
-        shape, blocks, most = manifest.shape, manifest.layout.blocks, self._place.most_tokens
+    def _core(self, number: int) -> int | None:
+        """The core of a thread, where the process may use several: that of the decode worker of the same number, which
+        is idle meanwhile."""
+        seats = self._job.plan.compute.decode_workers()
+        return seats[number].core if len(self._members) > 1 and number < len(seats) else None
 
-        def stage(field: str, floats_per_token: int) -> Any:
-            return array("f", bytes(4 * most * floats_per_token)) if self._private else memory.view("exchange", field)
+    def _counters(self) -> dict[str, float]:
+        """Sums over the members; times are their means, so that waiting for flash, for others and working add up."""
+        counters = [member.counters() for member in self._members]
+        return {name: (fmean if name.endswith("_ms") else sum)(one[name] for one in counters) for name in counters[0]}
 
-        windows = memory.view("residency", "windows")
-        members = len(windows) // 2
-        return View(
-            fixed={name: fixed[entry.start : entry.stop] for name, entry in self._job.package.fixed.items()},
-            residual=stage("residual", shape.width),
-            queries=stage("queries", shape.query_width),
-            attention=stage("attention", shape.query_width),
-            partials=stage("partials", blocks * shape.width),
-            logits=memory.view("exchange", "logits"),
-            kv=memory.view("kv", "kv"),
-            gate_slots=memory.view("slots", "gate_slots"),
-            rest_slots=memory.view("slots", "rest_slots"),
-            gate_words=memory.view("residency", "gate_words"),
-            rest_words=memory.view("residency", "rest_words"),
-            gate_window=windows[self._window : self._window + 1],
-            rest_window=windows[members + self._window : members + self._window + 1],
-            arrivals=memory.view("residency", "arrivals"),
-            epoch=memory.view("exchange", "epoch"),
-            barrier=memory.view("exchange", "barriers"),
-        )
+
+def _compute_pinned(member: Member, core: int | None, work: tuple[Any, ...]) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})  # of this thread alone
+    member.compute(*work)

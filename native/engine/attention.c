@@ -1,9 +1,10 @@
-/* Attention of one layer: three phases with a meeting after each.
+/* Attention of one layer: three stages with a meeting after each. Prediction that reads attention's input runs beside the first two, so
+ * that flash has the rest of attention's time to bring what it asks for.
  *
- *   phase    unit of sharing              writes
- *   qkv      one head of q, k or v        queries; this position's keys and values
- *   attend   one (query head, token)      attention
- *   project  one row of the output matrix residual
+ *   stage    piece of work                          writes
+ *   qkv      rows of predictors; a head of q, k, v  rank vectors; queries; this position's keys and values
+ *   attend   a block's scores; a (head, token)      predictions; attention
+ *   project  rows of the output matrix              residual
  */
 #include "engine.h"
 
@@ -11,7 +12,7 @@
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
     const np_shape *s = &engine->shape;
-    const size_t head = (((size_t)layer * engine->sequences + sequence) * s->key_heads + key_head) * 2 + which;
+    const size_t head = (((size_t)layer * engine->place.sequences + sequence) * s->key_heads + key_head) * 2 + which;
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
@@ -38,17 +39,16 @@ static void compute_heads(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const size_t width = s->head_width;
-    const np_range own = np_engine_share(engine, s->query_heads + 2 * s->key_heads);
-    np_engine_prepare(engine, engine->shared.residual, s->width, s->width, l->attention_norm);
-    for (uint32_t head = own.from; head < own.to; head++) {
-        const size_t row = head * width;
-        np_dot_rows(s->type, (const uint8_t *)l->qkv.quants + row * engine->row_quant_bytes,
-                    (const uint8_t *)l->qkv.scales + row * engine->row_scale_bytes, width, s->width, engine->activations,
-                    engine->activation_stride, engine->count, l->qkv_bias ? l->qkv_bias + row : NULL, engine->rows, engine->max_rows);
+    const uint32_t width = s->head_width;
+    const uint64_t started = np_clock_ns();
+    np_engine_prepare(engine, s->type, engine->shared.residual, s->width, s->width, l->attention_norm, engine->activations);
+    np_predict_ranks(engine, (np_reading){layer, 0});
+    for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, s->query_heads + 2 * s->key_heads)) != NP_NO_PIECE;) {
+        np_engine_rows(engine, s->type, &l->qkv, head * width, width, s->width, l->qkv_bias);
         for (uint32_t t = 0; t < engine->count; t++)
             place_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
     }
+    np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
 static void attend(np_engine *engine, uint32_t layer)
@@ -57,8 +57,8 @@ static void attend(np_engine *engine, uint32_t layer)
     const size_t width = s->head_width;
     const uint32_t group = s->query_heads / s->key_heads;
     const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
-    const np_range own = np_engine_share(engine, s->query_heads * engine->count);
-    for (uint32_t unit = own.from; unit < own.to; unit++) {
+    const uint64_t started = np_clock_ns();
+    for (uint32_t unit; (unit = np_engine_claim(engine, layer, NP_WORK_ATTEND, s->query_heads * engine->count)) != NP_NO_PIECE;) {
         const uint32_t head = unit / engine->count, t = unit % engine->count;
         const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
         const uint32_t first = s->window_tokens && positions > s->window_tokens ? positions - s->window_tokens : 0;
@@ -67,6 +67,7 @@ static void attend(np_engine *engine, uint32_t layer)
                   kv_of(engine, layer, sequence, head / group, 1) + first * width, positions - first, width, scale,
                   engine->scores, engine->shared.attention + at);
     }
+    np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 
 static void project(np_engine *engine, uint32_t layer)
@@ -74,27 +75,32 @@ static void project(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.layers[layer].attention_output;
     const size_t columns = (size_t)s->query_heads * s->head_width;
-    const np_range own = np_engine_share(engine, s->width);
-    np_engine_prepare(engine, engine->shared.attention, columns, columns, NULL);
-    np_dot_rows(s->type, (const uint8_t *)m->quants + own.from * np_quant_bytes(s->type, columns),
-                (const uint8_t *)m->scales + own.from * np_scale_bytes(s->type, columns), own.to - own.from, columns,
-                engine->activations, engine->activation_stride, engine->count, NULL, engine->rows, engine->max_rows);
-    for (uint32_t t = 0; t < engine->count; t++)
-        np_add(engine->rows + t * engine->max_rows, own.to - own.from, engine->shared.residual + (size_t)t * s->width + own.from);
+    const uint64_t started = np_clock_ns();
+    np_engine_prepare(engine, s->type, engine->shared.attention, columns, columns, NULL, engine->activations);
+    const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
+    for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
+        const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
+        np_engine_rows(engine, s->type, m, row, rows, columns, NULL);
+        for (uint32_t t = 0; t < engine->count; t++)
+            np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
+    }
+    np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
 }
 
 int np_engine_attention(np_engine *engine, uint32_t layer)
 {
-    if (layer >= engine->shape.layers)
-        return NP_E_ARGUMENT;
+    engine->layer = layer;
     compute_heads(engine, layer);
-    int met = np_engine_meet(engine);
-    if (met < 0)
-        return met;
+    int done = np_engine_meet(engine);
+    if (done < 0)
+        return done;
+    done = np_predict_scores(engine, (np_reading){layer, 0});
+    if (done < 0)
+        return done;
     attend(engine, layer);
-    met = np_engine_meet(engine);
-    if (met < 0)
-        return met;
+    done = np_engine_meet(engine);
+    if (done < 0)
+        return done;
     project(engine, layer);
     return np_engine_meet(engine);
 }

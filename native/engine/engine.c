@@ -1,7 +1,6 @@
-/* Life of an engine, the ends of a step (embedding, logits), and what the middle shares. */
+/* Life of an engine, a step from end to end, and what its stages share. */
 #include "engine.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,14 +20,6 @@ static void *aligned_zeros(size_t bytes)
     return memory;
 }
 
-np_range np_engine_share(const np_engine *engine, uint32_t n)
-{
-    np_range range = {(uint32_t)floor(n * engine->share_from + 0.5), (uint32_t)floor(n * engine->share_to + 0.5)};
-    if (range.to > n)
-        range.to = n;
-    return range;
-}
-
 static int shape_is_consistent(const np_shape *s)
 {
     return s->width && s->neurons && s->layers && s->query_heads && s->key_heads && s->head_width && s->vocabulary &&
@@ -36,16 +27,23 @@ static int shape_is_consistent(const np_shape *s)
            s->block_neurons && s->block_neurons % s->cluster_neurons == 0 &&
            s->block_neurons / s->cluster_neurons <= NP_MOST_BLOCK_CLUSTERS &&
            (uint64_t)s->clusters * s->cluster_neurons >= s->neurons &&
-           (uint64_t)s->blocks * s->block_neurons >= s->neurons && s->activation >= NP_RELU && s->activation <= NP_SILU &&
-           np_quant_bytes(s->type, s->width) > 0 && np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0;
+           (uint64_t)s->clusters * s->cluster_neurons <= (uint64_t)s->blocks * s->block_neurons &&
+           (uint64_t)s->layers * s->clusters <= NP_REQUEST_WORD_MASK + 1u && s->activation >= NP_RELU &&
+           s->activation <= NP_SILU && np_quant_bytes(s->type, s->width) > 0 &&
+           np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0 &&
+           (!s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0);
 }
 
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, uint32_t sequences,
-                            uint32_t max_tokens, uint32_t logit_rows, uint32_t members, double share_from, double share_to,
-                            uint32_t spin_us)
+static int place_is_consistent(const np_place *p, const np_shape *s)
 {
-    if (!shape_is_consistent(shape) || !sequences || !max_tokens || !logit_rows || !members ||
-        !(share_from >= 0 && share_to <= 1 && share_from <= share_to)) /* so that NaN is refused, too */
+    return p->sequences && p->max_tokens && p->logit_rows && p->members && p->member < p->members && p->window_blocks &&
+           p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks);
+}
+
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_place *place)
+{
+    if (!shape_is_consistent(shape) || !place_is_consistent(place, shape) ||
+        (shape->predictor_rank && (!shared->ranks || !shared->predicted)))
         return NULL;
     np_engine *engine = calloc(1, sizeof *engine);
     if (!engine)
@@ -53,41 +51,46 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shape = *shape;
     engine->fixed = *fixed;
     engine->shared = *shared;
-    engine->sequences = sequences;
-    engine->max_tokens = max_tokens;
-    engine->logit_rows = logit_rows;
-    engine->members = members;
-    engine->share_from = share_from;
-    engine->share_to = share_to;
-    engine->spin_us = spin_us;
+    engine->place = *place;
     engine->counters.damaged_word = -1;
 
-    const size_t heads_width = (size_t)shape->query_heads * shape->head_width;
+    const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = place->max_tokens;
     const size_t longest = larger(shape->width, heads_width);
-    engine->own_blocks = np_engine_share(engine, shape->blocks);
-    const size_t own = engine->own_blocks.to - engine->own_blocks.from;
-    const size_t clusters_per_block = shape->block_neurons / shape->cluster_neurons;
-    engine->hidden_stride = own * shape->block_neurons;
+    const size_t block_clusters = shape->block_neurons / shape->cluster_neurons;
+    engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
+    engine->mask_bytes = (tokens + 7) / 8;
     engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
     engine->row_scale_bytes = (uint32_t)np_scale_bytes(shape->type, shape->width);
-    engine->activation_stride = (np_activation_bytes(shape->type, longest) + 63) & ~(size_t)63;
-    const np_range rows = np_engine_share(engine, shape->width);
-    engine->max_rows = larger(rows.to - rows.from, shape->head_width);
+    /* Of any type: a predictor reads the same vector in its own. */
+    engine->activation_stride = larger(np_activation_bytes(shape->type, longest),
+                                       shape->predictor_rank ? np_activation_bytes(shape->predictor_type, shape->width) : 0);
+    engine->activation_stride = (engine->activation_stride + 63) & ~(size_t)63;
+    engine->rank_stride = (np_activation_bytes(shape->predictor_type, shape->predictor_rank) + 63) & ~(size_t)63;
+    engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
 
-    engine->sequence = aligned_zeros(max_tokens * sizeof(int32_t));
-    engine->position = aligned_zeros(max_tokens * sizeof(int32_t));
-    engine->token = aligned_zeros(max_tokens * sizeof(int32_t));
-    engine->activations = aligned_zeros(max_tokens * engine->activation_stride);
+    engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
+    engine->position = aligned_zeros(tokens * sizeof(int32_t));
+    engine->token = aligned_zeros(tokens * sizeof(int32_t));
+    engine->activations = aligned_zeros(tokens * engine->activation_stride);
+    engine->predictor_input = shape->predictor_rank && shape->predictor_type != shape->type
+                                  ? aligned_zeros(tokens * engine->activation_stride) : engine->activations;
+    engine->rank_activations = aligned_zeros(tokens * engine->rank_stride);
     engine->vector = aligned_zeros(longest * sizeof(float));
-    engine->rows = aligned_zeros(max_tokens * engine->max_rows * sizeof(float));
+    engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(shape->context_tokens * sizeof(float));
-    engine->hidden = aligned_zeros(max_tokens * engine->hidden_stride * sizeof(float));
-    engine->cluster_state = aligned_zeros(own * clusters_per_block);
-    engine->block_done = aligned_zeros(own);
-    engine->block_slots = aligned_zeros(clusters_per_block * sizeof *engine->block_slots);
-    if (!engine->sequence || !engine->position || !engine->token || !engine->activations || !engine->vector || !engine->rows ||
-        !engine->scores || !engine->hidden || !engine->cluster_state || !engine->block_done ||
-        !engine->block_slots) {
+    engine->cluster_state = aligned_zeros(shape->clusters);
+    engine->gate_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    engine->rest_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    engine->pending = aligned_zeros(shape->blocks * sizeof(uint32_t));
+    engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
+    engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
+    engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
+    engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
+    engine->asked = aligned_zeros(block_clusters * sizeof(uint32_t));
+    if (!engine->sequence || !engine->position || !engine->token || !engine->activations || !engine->predictor_input || !engine->rank_activations ||
+        !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->gate_slot ||
+        !engine->rest_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.values ||
+        !engine->list.neurons || !engine->asked) {
         np_engine_destroy(engine);
         return NULL;
     }
@@ -101,28 +104,36 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
+    if (engine->predictor_input != engine->activations)
+        free(engine->predictor_input);
     free(engine->activations);
+    free(engine->rank_activations);
     free(engine->vector);
     free(engine->rows);
     free(engine->scores);
-    free(engine->hidden);
     free(engine->cluster_state);
-    free(engine->block_done);
-    free(engine->block_slots);
+    free(engine->gate_slot);
+    free(engine->rest_slot);
+    free(engine->pending);
+    free(engine->list.quants);
+    free(engine->list.scales);
+    free(engine->list.values);
+    free(engine->list.neurons);
+    free(engine->asked);
     free(engine);
 }
 
-int np_engine_begin(np_engine *engine, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
-                    const int32_t *tokens, uint32_t count)
+static int begin(np_engine *engine, const int32_t *sequences, const int32_t *positions, const int32_t *tokens, uint32_t count,
+                 uint32_t logits_first, uint32_t logits_count)
 {
     const np_shape *s = &engine->shape;
-    if (!count || count > engine->max_tokens)
+    if (!count || count > engine->place.max_tokens || logits_first > count || logits_count > count - logits_first ||
+        logits_count > engine->place.logit_rows)
         return NP_E_ARGUMENT;
     for (uint32_t t = 0; t < count; t++)
-        if (sequences[t] < 0 || (uint32_t)sequences[t] >= engine->sequences || positions[t] < 0 ||
+        if (sequences[t] < 0 || (uint32_t)sequences[t] >= engine->place.sequences || positions[t] < 0 ||
             (uint32_t)positions[t] >= s->context_tokens || tokens[t] < 0 || (uint32_t)tokens[t] >= s->vocabulary)
             return NP_E_ARGUMENT;
-    engine->epoch = epoch;
     engine->count = count;
     memcpy(engine->sequence, sequences, count * sizeof *sequences);
     memcpy(engine->position, positions, count * sizeof *positions);
@@ -130,17 +141,62 @@ int np_engine_begin(np_engine *engine, uint32_t epoch, const int32_t *sequences,
     return NP_OK;
 }
 
+static int layers(np_engine *engine, uint32_t logits_first, uint32_t logits_count)
+{
+    int done = np_engine_embed(engine);
+    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++) {
+        done = np_engine_attention(engine, layer);
+        if (done >= 0)
+            done = np_engine_feed_forward(engine, layer);
+    }
+    return done >= 0 && logits_count ? np_engine_logits(engine, logits_first, logits_count) : done;
+}
+
+int np_engine_step(np_engine *engine, uint64_t step, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
+                   const int32_t *tokens, uint32_t count, uint32_t logits_first, uint32_t logits_count)
+{
+    const uint64_t started = np_clock_ns();
+    engine->step = step;
+    engine->epoch = epoch;
+    int done = begin(engine, sequences, positions, tokens, count, logits_first, logits_count);
+    if (done >= 0)
+        done = layers(engine, logits_first, logits_count);
+    np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, count, step, started);
+    engine->counters.step_ns += np_clock_ns() - started;
+    return done < 0 ? done : NP_OK;
+}
+
+uint32_t np_engine_claims(uint32_t layers)
+{
+    return layers * NP_WORKS + 1;
+}
+
+uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces)
+{
+    /* Relaxed: a meeting lies between this work and what it reads, and between it and who reads what it writes. */
+    const uint32_t piece = __atomic_fetch_add(&engine->shared.claims[layer * NP_WORKS + (uint32_t)work], 1, __ATOMIC_RELAXED);
+    return piece < pieces ? piece : NP_NO_PIECE;
+}
+
+np_range np_engine_share(const np_engine *engine, uint32_t n)
+{
+    const uint64_t members = engine->place.members, member = engine->place.member;
+    return (np_range){(uint32_t)(n * member / members), (uint32_t)(n * (member + 1) / members)};
+}
+
 int np_engine_meet(np_engine *engine)
 {
-    if (engine->members == 1)
+    if (engine->place.members == 1)
         return np_word_load(engine->shared.epoch) == engine->epoch ? 1 : NP_E_EPOCH;
     const uint64_t before = np_clock_ns();
-    const int last = np_barrier_wait(engine->shared.barrier, engine->members, engine->shared.epoch, engine->epoch, engine->spin_us, 0);
-    engine->counters.meet_us += (np_clock_ns() - before) / 1000;
+    const int last = np_barrier_wait(engine->shared.barrier, engine->place.members, engine->shared.epoch, engine->epoch,
+                                     engine->place.spin_us, 0);
+    engine->counters.meet_ns += np_clock_ns() - before;
+    np_trace_put(&engine->shared.trace, NP_SPAN_MEET, engine->layer, 0, engine->step, before);
     return last;
 }
 
-void np_engine_prepare(np_engine *engine, const float *source, size_t stride, size_t n, const float *norm)
+void np_engine_prepare(np_engine *engine, int type, const float *source, size_t stride, size_t n, const float *norm, uint8_t *to)
 {
     for (uint32_t t = 0; t < engine->count; t++) {
         const float *x = source + t * stride;
@@ -148,8 +204,15 @@ void np_engine_prepare(np_engine *engine, const float *source, size_t stride, si
             np_rms_norm(x, norm, n, engine->shape.norm_epsilon, engine->vector);
             x = engine->vector;
         }
-        np_activation_prepare(engine->shape.type, x, n, engine->activations + t * engine->activation_stride);
+        np_activation_prepare(type, x, n, to + t * engine->activation_stride);
     }
+}
+
+void np_engine_rows(np_engine *engine, int type, const np_matrix *m, uint32_t first_row, uint32_t rows, size_t n, const float *bias)
+{
+    np_dot_rows(type, (const uint8_t *)m->quants + first_row * np_quant_bytes(type, n),
+                (const uint8_t *)m->scales + first_row * np_scale_bytes(type, n), rows, n, engine->activations,
+                engine->activation_stride, engine->count, bias ? bias + first_row : NULL, engine->rows, engine->max_rows);
 }
 
 int np_engine_embed(np_engine *engine)
@@ -164,22 +227,25 @@ int np_engine_embed(np_engine *engine)
     return np_engine_meet(engine);
 }
 
-int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count, uint32_t row)
+int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
 {
     const np_shape *s = &engine->shape;
-    if (first > engine->count || count > engine->count - first || row > engine->logit_rows || count > engine->logit_rows - row)
-        return NP_E_ARGUMENT;
-    const np_range own = np_engine_share(engine, s->vocabulary);
     const np_matrix *m = &engine->fixed.output;
+    const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
+    const uint64_t started = np_clock_ns();
     for (uint32_t t = 0; t < count; t++) {
         np_rms_norm(engine->shared.residual + (size_t)(first + t) * s->width, engine->fixed.output_norm, s->width,
                     s->norm_epsilon, engine->vector);
         np_activation_prepare(s->type, engine->vector, s->width, engine->activations + t * engine->activation_stride);
     }
-    np_dot_rows(s->type, (const uint8_t *)m->quants + (size_t)own.from * engine->row_quant_bytes,
-                (const uint8_t *)m->scales + (size_t)own.from * engine->row_scale_bytes, own.to - own.from, s->width,
-                engine->activations, engine->activation_stride, count, NULL,
-                engine->shared.logits + (size_t)row * s->vocabulary + own.from, s->vocabulary);
+    for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {
+        const uint32_t row = piece * NP_PIECE_ROWS;
+        np_dot_rows(s->type, (const uint8_t *)m->quants + (size_t)row * engine->row_quant_bytes,
+                    (const uint8_t *)m->scales + (size_t)row * engine->row_scale_bytes,
+                    s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS, s->width, engine->activations,
+                    engine->activation_stride, count, NULL, engine->shared.logits + row, s->vocabulary);
+    }
+    np_trace_put(&engine->shared.trace, NP_SPAN_LOGITS, s->layers, count, engine->step, started);
     return np_engine_meet(engine);
 }
 

@@ -8,20 +8,31 @@ typedef struct {
     uint32_t from, to;
 } np_range;
 
+/* Rows of one type that lie anywhere: what the scattered kernels take. */
+typedef struct {
+    const void **quants, **scales; /* [block_neurons] */
+    float *values;                 /* [block_neurons] in or out */
+    uint32_t *neurons;             /* [block_neurons] whose rows they are */
+    uint32_t count;
+} np_row_list;
+
 struct np_engine {
     np_shape shape;
     np_fixed fixed;
     np_shared shared;
-    uint32_t sequences, max_tokens, logit_rows, members, spin_us;
-    double share_from, share_to;
+    np_place place;
 
     /* the step */
+    uint64_t step;
     uint32_t epoch, count;
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch, private to this member */
     uint8_t *activations;      /* [max_tokens] prepared vectors, the longest of width and query_heads*head_width */
     size_t activation_stride;  /* bytes between two tokens' vectors */
+    uint8_t *predictor_input;  /* [max_tokens] the same vectors for the predictor, where its type is another; else `activations` */
+    uint8_t *rank_activations; /* [max_tokens] prepared rank vectors */
+    size_t rank_stride;
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */
     size_t max_rows;
@@ -29,30 +40,86 @@ struct np_engine {
 
     /* the feed-forward layer in work */
     uint32_t layer;
-    np_range own_blocks;       /* of every layer */
     np_range window;           /* blocks */
     uint32_t row_quant_bytes, row_scale_bytes;
-    float *hidden;             /* [max_tokens][own clusters * cluster_neurons]: gates, then activations */
-    size_t hidden_stride;
-    uint8_t *cluster_state;    /* [own clusters]: NP_CLUSTER_* bits */
-    uint8_t *block_done;       /* [own blocks] */
-    uint32_t *block_slots;     /* [clusters of a block] where the rest parts of the block in work lie */
+    size_t mask_bytes;         /* of one neuron's predictions */
+    size_t layer_neurons;      /* blocks * block_neurons */
+    uint8_t *cluster_state;    /* [clusters] NP_CLUSTER_* bits */
+    uint32_t *gate_slot, *rest_slot; /* [clusters] NP_NO_PIECE until found; good while the window is open */
+    uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
+    uint32_t pending_count;
+    np_row_list list;
+    uint32_t *asked;           /* [clusters of a block] entries for the loader */
     np_engine_counters counters;
 };
 
 enum {
-    NP_CLUSTER_GATED = 1,     /* its gates are computed */
-    NP_CLUSTER_FIRED = 2,     /* at least one of its neurons fired for some token */
-    NP_CLUSTER_ASKED = 4,     /* its rest part was asked for */
-    NP_CLUSTER_GATE_LATE = 8, /* its gate part was not there at first look */
-    NP_CLUSTER_REST_LATE = 16
+    NP_CLUSTER_LOOKED = 1,  /* was looked for once */
+    NP_CLUSTER_GATED = 2,   /* its gates are computed, or not needed */
+    NP_CLUSTER_FIRED = 4,   /* at least one of its neurons fired for some token */
+    NP_CLUSTER_UPPED = 8,   /* its values are computed */
+    NP_CLUSTER_GATE_ASKED = 16,
+    NP_CLUSTER_REST_ASKED = 32
 };
 
-/* This member's range of `n` things. */
+enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that members end together */
+
+/* Work that members take piece by piece. One counter each per layer; the logits have one of their own. */
+enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_LATE_RANK, NP_WORK_LATE_SCORE,
+       NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
+
+/* The next piece of `pieces`, or NP_NO_PIECE. */
+#define NP_NO_PIECE UINT32_MAX
+uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces);
+
+/* This member's even share of `n` things, where the work is uniform and small. */
 np_range np_engine_share(const np_engine *engine, uint32_t n);
 /* Barrier with the engine's epoch; counts the time. */
 int np_engine_meet(np_engine *engine);
-/* Prepare `n`-long activation vectors of all tokens from `source` ([tokens][stride]); norm weight or NULL. */
-void np_engine_prepare(np_engine *engine, const float *source, size_t stride, size_t n, const float *norm);
+/* Prepare `n`-long activation vectors of all tokens from `source` ([tokens][stride]) for rows of `type`; norm weight or NULL. */
+void np_engine_prepare(np_engine *engine, int type, const float *source, size_t stride, size_t n, const float *norm, uint8_t *to);
+
+/* Rows of a matrix times the prepared activations of all tokens into engine->rows. */
+void np_engine_rows(np_engine *engine, int type, const np_matrix *m, uint32_t first_row, uint32_t rows, size_t n, const float *bias);
+
+int np_engine_embed(np_engine *engine);
+int np_engine_attention(np_engine *engine, uint32_t layer);
+int np_engine_feed_forward(np_engine *engine, uint32_t layer);
+int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
+
+/* Prediction (predict.c). A place where predictors read: the attention or the feed-forward input of a layer. */
+typedef struct {
+    uint32_t layer;
+    int feed_forward;
+} np_reading;
+/* Rank vectors of the predictors that read here, from the residual stream; and, after a meeting, their neurons' scores: who is
+ * predicted, and what of it flash must bring. Both are nothing where no predictor reads. */
+int np_predicts(const np_engine *engine, np_reading here);
+void np_predict_ranks(np_engine *engine, np_reading here);
+int np_predict_scores(np_engine *engine, np_reading here);
+/* The layer's predictions of one neuron: bit t%8 of byte t/8. */
+const uint8_t *np_predictions(const np_engine *engine, uint32_t layer, uint32_t neuron);
+
+/* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
+ * error; the two that compute do what is there. */
+int np_find_gates(np_engine *engine, np_range clusters);
+void np_compute_gates(np_engine *engine, np_range clusters);
+int np_find_rests(np_engine *engine, np_range clusters);
+void np_compute_ups(np_engine *engine, np_range clusters);
+/* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
+int np_add_downs(np_engine *engine, uint32_t block, np_range tokens);
+/* From so many tokens on, some token wants nearly every neuron's rest part: it is asked for with the gate. */
+enum { NP_DENSE_TOKENS = 16 };
+
+/* Residency (ask.c) */
+np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block);
+/* 1 when the part is present (its slot in *slot, good while the window is open), 0 when it is not, NP_E_DAMAGED when it failed. */
+int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot);
+/* The request for what a cluster lacks of these parts (NP_REQUEST_GATE, NP_REQUEST_REST), or 0. */
+uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts);
+/* Ask the loader for clusters that the step waits for. Returns NP_OK or NP_E_EPOCH. */
+int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count);
+/* A guess of what later work wants; what the ring has no room for is let go. */
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t parts);
 
 #endif

@@ -21,6 +21,7 @@ CLUSTER_BOOKKEEPING_BYTES = 96
 TRACE_RING_BYTES = MIB // 8  # 4096 spans of 32 bytes, in each process
 REQUEST_RING_BYTES = MIB // 16 + 128  # 16384 entries of 4 bytes and two cache lines, of each member
 # The smallest limit is reckoned with these; a larger one buys more.
+PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
 LEAST_CHUNK_TOKENS = 8
 LEAST_DEPTH = 8
 
@@ -72,15 +73,17 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
     """What this seating takes for this package, with prompts cut into such chunks and such staging buffers."""
     shape, layout = manifest.shape, manifest.layout
     sequences, workers = seating.sequences, seating.workers
-    row_floats = 2 * shape.width + 2 * shape.query_width + layout.blocks * shape.width
     hidden_floats = layout.blocks * layout.block_neurons
+    row_floats = 2 * shape.width + 2 * shape.query_width + hidden_floats
+    sum_floats = layout.blocks * shape.width
     # Prefill is also asked for the logits of `logit_rows` tokens at once: its buffers hold whichever is more.
     prefill_tokens = max(prefill_chunk_tokens, seating.logit_rows)
-    private = 4 * prefill_tokens * (row_floats + hidden_floats + 4 * shape.width)
-    private += 4 * sequences * (hidden_floats + 8 * shape.width) * 2
+    private = 4 * (prefill_tokens * row_floats + min(prefill_tokens, PARTIAL_TOKENS) * sum_floats)
+    private += seating.prefill_threads * prefill_tokens * _member_bytes(manifest)
+    private += workers * sequences * _member_bytes(manifest)
     private += 4 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each member
     private += 8 * shape.vocabulary  # the coordinator's scratch for sampling
-    exchange = 4 * (sequences * row_floats + seating.logit_rows * shape.vocabulary) + MIB // 4
+    exchange = 4 * (sequences * (row_floats + sum_floats) + seating.logit_rows * shape.vocabulary) + MIB // 4
     predictor = 0
     if seating.mode == "predicted" and manifest.predictor is not None:
         predictor = manifest.files[PREDICTOR].bytes + PAGE_BYTES
@@ -99,6 +102,13 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
         requests_bytes=REQUEST_RING_BYTES * (workers + seating.prefill_threads),
         staging_bytes=staging_bytes,
     )
+
+
+def _member_bytes(manifest: Manifest) -> int:
+    """Of one member and token: prepared vectors (in two types, with predictors of another one) and results of rows."""
+    shape, layout = manifest.shape, manifest.layout
+    longest = max(shape.width, shape.query_width)
+    return 2 * 4 * longest + 4 * max(shape.head_width, 2 * layout.block_neurons, 64)
 
 
 def _prediction_bytes(tokens: int, rank: int, neurons: int) -> int:

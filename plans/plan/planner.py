@@ -10,6 +10,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.account import (
     LEAST_CHUNK_TOKENS,
     MIB,
+    PARTIAL_TOKENS,
     Account,
     Seating,
     account,
@@ -121,6 +122,11 @@ class _Planning:
         chunk = self._chunk(read.staging_bytes, least_slots)
         others = account(manifest, seating, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
         regions = self._regions(others, least_slots)
+        if regions.window < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
+            # Sums by turns need a whole layer's neurons in place.
+            chunk = PARTIAL_TOKENS
+            others = account(manifest, seating, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
+            regions = self._regions(others, least_slots)
         memory = self._memory(others, regions)
         compute = Compute(
             mode=seating.mode,
@@ -131,7 +137,7 @@ class _Planning:
             prefill_threads=seating.prefill_threads,
             logit_rows=seating.logit_rows,
             decode_window_blocks=regions.window,
-            prefill_window_blocks=min(manifest.layout.blocks, regions.window * seating.workers),
+            prefill_window_blocks=regions.window,
             spin_us=50,
             pipeline="pipeline" not in wanted.without,
             prefetch="prefetch" not in wanted.without,

@@ -28,7 +28,7 @@ class Regions:
     rests: int
     pinned_gates: int  # of each layer
     pinned_rests: int
-    window: int  # blocks open per decode worker
+    window: int  # blocks open at once, of a layer
     stock_gates: int
     stock_rests: int
     reasons: tuple[str, ...]
@@ -64,7 +64,7 @@ class _Filling:
         if budget < moving * self._both_bytes:
             return None
         blocks = self._layout.blocks
-        reasons = [f"{window} of {blocks} blocks open per decode worker at once: {moving} clusters may be moving"]
+        reasons = [f"{window} of {blocks} blocks of a layer open at once: {moving} clusters may be moving"]
         if not cache:
             gates = rests = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
@@ -99,17 +99,21 @@ class _Filling:
             rests=self._all,
             pinned_gates=self._layout.clusters,
             pinned_rests=self._layout.clusters,
-            window=-(-self._layout.blocks // self._workers),
+            window=self._layout.blocks,
             stock_gates=0,
             stock_rests=0,
             reasons=("everything is resident: nothing is read after start-up",),
         )
 
     def _window(self, budget: int) -> tuple[int, int]:
-        """Blocks that a worker has open, and clusters that may be moving: open in any worker, as many again free or
-        arriving."""
-        per_block, workers = self._layout.block_clusters, self._workers
-        window = -(-self._layout.blocks // workers)
+        """Blocks of a layer that are open at once, and clusters that may be moving: open for any worker, as many again
+        free or arriving. A whole layer, where memory holds two; less only where it must be, since a window's reads wait
+        for the window before it. Workers may have neighbouring windows open, but not of two layers."""
+        per_block, workers, blocks = self._layout.block_clusters, self._workers, self._layout.blocks
+        moving = 2 * self._layout.clusters
+        if 2 * moving * self._both_bytes <= budget:
+            return blocks, moving
+        window = max(1, blocks // (2 * workers))
         while window > 1 and 2 * window * workers * per_block * self._both_bytes > budget // 3:
             window = (window + 1) // 2
         moving = 2 * window * workers * per_block

@@ -12,7 +12,14 @@ from typing import NoReturn
 
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import Seating, account, largest_read_bytes, least_limit_bytes, slot_sizes
+from neuronpipe.plans.plan.account import (
+    PARTIAL_TOKENS,
+    Seating,
+    account,
+    largest_read_bytes,
+    least_limit_bytes,
+    slot_sizes,
+)
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 
@@ -94,6 +101,11 @@ class _Check:
             ("prefill_window_blocks", blocks),
         ):
             self._within(f"compute.{name}", getattr(compute, name), 1, most)
+        if compute.prefill_window_blocks < blocks and compute.prefill_chunk_tokens > PARTIAL_TOKENS:
+            self._fail(
+                "compute.prefill_chunk_tokens",
+                f"{compute.prefill_chunk_tokens}, but where a window is less than a layer, {PARTIAL_TOKENS} at most",
+            )
         self._within("compute.spin_us", compute.spin_us, 0, MOST_SPIN_US)
         if compute.mode == "predicted" and self._manifest.predictor is None:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
@@ -116,11 +128,14 @@ class _Check:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
         words, layers = self._manifest.words, self._manifest.shape.layers * self._manifest.shape.experts
-        open_blocks = max(
-            len(compute.decode_workers()) * compute.decode_window_blocks,
-            compute.prefill_window_blocks,
+        open_clusters = max(
+            # Members meet between layers: windows of a whole layer are one window.
+            layout.clusters if window == layout.blocks else min(words, members * window * layout.block_clusters)
+            for members, window in (
+                (len(compute.decode_workers()), compute.decode_window_blocks),
+                (compute.prefill_threads, compute.prefill_window_blocks),
+            )
         )
-        open_clusters = min(words, open_blocks * layout.block_clusters)
         for part, slots, pinned, stock in (
             ("gate", memory.gate_slots, memory.pinned_gates_per_layer, flash.stock_gates),
             ("rest", memory.rest_slots, memory.pinned_rests_per_layer, flash.stock_rests),

@@ -230,7 +230,7 @@ class CoordinatorService:
                 self._end_of_telling()
                 began_ns = trace.now()
                 self._sent, self._sent_flash, self._misses = message, self._flash_now(), 0.0
-                self._epoch.reset_barrier()
+                self._epoch.reset_meeting()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
                 self._sent_ns = self._trace.put(lib.NP_SPAN_SEND, began_ns, value=len(seats), step=message.step)
                 if not all(assigned):

@@ -7,30 +7,25 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Place
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Worker
+from neuronpipe.services.worker import Worker, place_of
 
 
 def main(job: Job) -> None:
     """Serve until drained."""
     memory = RunMemory.open("decode", job.segments)
     compute, seat = job.plan.compute, job.seat
-    place = Place(
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        most_tokens=compute.sequences,
-        logit_rows=compute.logit_rows,
+    place = place_of(
+        job.plan,
         members=len(compute.decode_workers()),
-        share_from=seat.share_from,
-        share_to=seat.share_to,
+        member=seat.index,
+        max_tokens=compute.sequences,
         window_blocks=compute.decode_window_blocks,
-        spin_us=compute.spin_us,
-        prefetch=False,
+        blocks=job.package.manifest.layout.blocks,
     )
+    worker = Worker(job, memory, [place], seat.index)
     context = open_context()
-    worker = Worker(job, memory, place, seat.index, private=False)
     service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 

@@ -12,30 +12,28 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import Prefilled
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Place
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Worker
+from neuronpipe.services.worker import Worker, place_of
 
 
 def main(job: Job) -> None:
     """Serve until drained."""
     memory = RunMemory.open("prefill", job.segments)
-    compute, seat = job.plan.compute, job.seat
-    place = Place(
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        most_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
-        logit_rows=compute.logit_rows,
-        members=1,
-        share_from=0.0,
-        share_to=1.0,
-        window_blocks=compute.prefill_window_blocks,
-        spin_us=compute.spin_us,
-        prefetch=not job.plan.memory.everything_resident,
-    )
+    compute, threads = job.plan.compute, job.plan.compute.prefill_threads
+    places = [
+        place_of(
+            job.plan,
+            members=threads,
+            member=number,
+            max_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
+            window_blocks=compute.prefill_window_blocks,
+            blocks=job.package.manifest.layout.blocks,
+        )
+        for number in range(threads)
+    ]
+    worker = Worker(job, memory, places, len(compute.decode_workers()) + threads * job.seat.index)
     context = open_context()
-    worker = Worker(job, memory, place, len(compute.decode_workers()) + seat.index, private=True)
     service = Service(context, job, slots=1)
     worker.wait_until_loaded()
 

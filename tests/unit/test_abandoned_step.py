@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,9 +13,8 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layouts import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.member import Place
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.worker import Worker
+from neuronpipe.services.worker import Worker, place_of
 
 from tests.service_job import make_job
 
@@ -32,21 +32,17 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     tails, epoch = memory.view("residency", "request_tails"), Epoch(memory)
     loaded[0] = 1
     tails[0] = full = REQUEST_ENTRIES  # of which a loader that does not listen has taken none
-    compute = job.plan.compute
-    place = Place(
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        most_tokens=compute.sequences,
-        logit_rows=compute.logit_rows,
+    compute, layout = job.plan.compute, package.manifest.layout
+    place = place_of(
+        job.plan,
         members=1,
-        share_from=0.0,
-        share_to=1.0,
+        member=0,
+        max_tokens=compute.sequences,
         window_blocks=compute.decode_window_blocks,
-        spin_us=0,
-        prefetch=False,
+        blocks=layout.blocks,
     )
     step = Step(step=7, epoch=0, sequences=(0,), positions=(0,), tokens=(1,))
-    worker = Worker(job, RunMemory.open("decode", job.segments), place, 0, private=False)
+    worker = Worker(job, RunMemory.open("decode", job.segments), [place], 0)
     worker.wait_until_loaded()
     fill(0, package.manifest.layout.clusters)  # the first layer, so that there is something to count
     with ThreadPoolExecutor(1) as pool:
@@ -57,6 +53,7 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     assert tails[0] == full
 
     fill(0, package.manifest.words)
+    memory.view("exchange", "claims")[:] = array("I", bytes(4 * len(memory.view("exchange", "claims"))))  # coordinator
     step = dataclasses.replace(step, epoch=1)
     done = worker.answer(step, StepDone, step.sequences, step.positions, None)
     assert isinstance(done, StepDone)

@@ -129,10 +129,34 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
         parse_plan(text.replace(f'"miss_rate": {expected}', f'"miss_rate": {number}'), "plan.json")
 
 
-def test_the_engine_refuses_a_share_that_is_no_number() -> None:
-    nan, m = float("nan"), manifest()
-    for share in ((nan, 1.0), (0.0, nan), (nan, nan)):
-        made_anyway = lib.np_engine_create(
-            native_shape(m, 8), ffi.new("np_fixed *"), ffi.new("np_shared *"), 1, 1, 1, 1, *share, 0
-        )
-        assert made_anyway == ffi.NULL
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"members": 0},
+        {"member": 1},
+        {"window_blocks": 0},
+        {"partial_tokens": 0},
+        {"partial_tokens": 1, "window_blocks": 1},
+        {"logit_rows": 0},
+    ],
+)
+def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int]) -> None:
+    m = manifest()
+    right = {
+        "sequences": 1,
+        "max_tokens": 2,
+        "logit_rows": 1,
+        "members": 1,
+        "member": 0,
+        "window_blocks": m.layout.blocks,
+        "partial_tokens": 2,
+    }
+    shape, fixed, shared = native_shape(m, 8, predicts=False), ffi.new("np_fixed *"), ffi.new("np_shared *")
+
+    def create(place: dict[str, int]) -> Any:
+        return lib.np_engine_create(shape, fixed, shared, ffi.new("np_place *", place))
+
+    engine = create(right)
+    assert engine != ffi.NULL
+    lib.np_engine_destroy(engine)
+    assert create(right | wrong) == ffi.NULL

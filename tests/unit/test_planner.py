@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Shape, Source
-from neuronpipe.plans.plan.account import MIB, Seating, account, least_slots_bytes
+from neuronpipe.plans.plan.account import MIB, PARTIAL_TOKENS, Seating, account, least_slots_bytes
 from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.facts import decode_shares
@@ -177,8 +177,10 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     assert memory.staging_bytes == made.flash.depth * made.flash.most_read_bytes
     if memory.everything_resident:
         return
-    open_clusters = workers * made.compute.decode_window_blocks * layout.block_clusters
-    assert made.compute.prefill_window_blocks * layout.block_clusters <= max(open_clusters, layout.block_clusters)
+    window = made.compute.decode_window_blocks
+    assert made.compute.prefill_window_blocks == window
+    assert window == layout.blocks or made.compute.prefill_chunk_tokens <= PARTIAL_TOKENS
+    open_clusters = layout.clusters if window == layout.blocks else workers * window * layout.block_clusters
     for slots, pinned, stock in (
         (memory.gate_slots, memory.pinned_gates_per_layer, made.flash.stock_gates),
         (memory.rest_slots, memory.pinned_rests_per_layer, made.flash.stock_rests),

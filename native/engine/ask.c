@@ -1,0 +1,71 @@
+/* What is resident, and asking the loader for what is not. */
+#include "engine.h"
+
+np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block)
+{
+    const uint32_t per_block = engine->shape.block_neurons / engine->shape.cluster_neurons, all = engine->shape.clusters;
+    const np_range range = {first_block * per_block, end_block * per_block}; /* the last block of a layer may be short */
+    return (np_range){range.from < all ? range.from : all, range.to < all ? range.to : all};
+}
+
+int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot)
+{
+    const uint32_t index = engine->layer * engine->shape.clusters + cluster;
+    const uint32_t value = np_word_look((part ? engine->shared.rest_words : engine->shared.gate_words) + index);
+    switch (value & NP_WORD_STATE_MASK) {
+    case NP_WORD_PRESENT:
+        *slot = value & NP_WORD_SLOT_MASK;
+        return 1;
+    case NP_WORD_FAILED:
+        engine->counters.damaged_word = index;
+        engine->counters.damaged_part = part;
+        return NP_E_DAMAGED;
+    default:
+        return 0;
+    }
+}
+
+uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts)
+{
+    const uint32_t index = layer * engine->shape.clusters + cluster;
+    uint32_t lacking = 0;
+    if (parts & NP_REQUEST_GATE && (np_word_look(&engine->shared.gate_words[index]) & NP_WORD_STATE_MASK) == NP_WORD_ABSENT)
+        lacking |= NP_REQUEST_GATE;
+    /* Only looked at, not marked as used: a neuron that is wanted may still not fire. */
+    if (parts & NP_REQUEST_REST && (np_word_load(&engine->shared.rest_words[index]) & NP_WORD_STATE_MASK) == NP_WORD_ABSENT)
+        lacking |= NP_REQUEST_REST;
+    return lacking ? lacking | index : 0;
+}
+
+int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
+{
+    for (;;) {
+        const uint32_t seen = np_word_load(engine->shared.arrivals);
+        const uint32_t taken = np_requests_put(&engine->shared.requests, entries, count);
+        entries += taken;
+        count -= taken;
+        if (!count)
+            return NP_OK;
+        /* The ring is full: the loader is behind. It makes room before it announces what arrived. */
+        const int woken = np_word_wait(engine->shared.arrivals, seen, engine->shared.epoch, engine->epoch, engine->place.spin_us, 1);
+        if (woken == NP_E_EPOCH)
+            return woken;
+    }
+}
+
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t parts)
+{
+    for (uint32_t block = first_block; block < end_block; block++) {
+        const np_range clusters = np_clusters_of(engine, block, block + 1);
+        uint32_t count = 0;
+        for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+            const uint32_t lacking = np_lacking(engine, layer, cluster, parts);
+            if (lacking)
+                engine->asked[count++] = lacking | NP_REQUEST_PREFETCH;
+        }
+        engine->counters.foreseen += clusters.to - clusters.from;
+        engine->counters.foreseen_missed += count;
+        if (np_requests_put(&engine->shared.requests, engine->asked, count) < count)
+            return;
+    }
+}

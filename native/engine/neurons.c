@@ -1,0 +1,261 @@
+/* Gates, ups and downs of the clusters that are there, one token's rows at a time.
+ *
+ * For one token that is the whole work: its neurons' rows, wherever they lie, one behind the other. For many tokens a block's rows
+ * stay in the processor's cache from one token to the next. */
+#include "engine.h"
+
+#include <math.h>
+#include <string.h>
+
+static float *hidden_of(np_engine *engine, uint32_t token, uint32_t neuron)
+{
+    return engine->shared.hidden + token * engine->layer_neurons + neuron;
+}
+
+/* Whether neuron's value can be other than zero, from its gate alone. */
+static int fires(int activation, float gate)
+{
+    return activation == NP_SILU ? gate != 0.0f : gate > 0.0f;
+}
+
+static float activate(int activation, float gate, float up)
+{
+    switch (activation) {
+    case NP_RELU:
+        return gate * up;
+    case NP_DRELU:
+        return up > 0.0f ? gate * up : 0.0f;
+    case NP_RELU2:
+        return gate * gate * up;
+    default:
+        return gate / (1.0f + expf(-gate)) * up;
+    }
+}
+
+static int is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t)
+{
+    return !engine->shape.predictor_rank || np_predictions(engine, engine->layer, neuron)[t / 8] >> t % 8 & 1;
+}
+
+static int cluster_is_wanted(const np_engine *engine, uint32_t cluster)
+{
+    if (!engine->shape.predictor_rank)
+        return 1;
+    const uint8_t *mask = np_predictions(engine, engine->layer, cluster * engine->shape.cluster_neurons);
+    for (size_t i = 0; i < engine->shape.cluster_neurons * engine->mask_bytes; i++)
+        if (mask[i])
+            return 1;
+    return 0;
+}
+
+/* ---- rows of one token's neurons ------------------------------------------------------------------------------ */
+static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *scales, uint32_t neuron, float value)
+{
+    np_row_list *list = &engine->list;
+    list->quants[list->count] = quants;
+    list->scales[list->count] = scales;
+    list->neurons[list->count] = neuron;
+    list->values[list->count++] = value;
+}
+
+static void dot_listed(np_engine *engine, uint32_t t)
+{
+    np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width,
+                     engine->activations + t * engine->activation_stride, engine->list.values);
+}
+
+/* A neuron's rows in the slots of its cluster. */
+static const uint8_t *gate_part(const np_engine *engine, uint32_t cluster)
+{
+    return engine->shared.gate_slots + (size_t)engine->gate_slot[cluster] * engine->shape.gate_slot_bytes;
+}
+
+static const uint8_t *rest_part(const np_engine *engine, uint32_t cluster)
+{
+    return engine->shared.rest_slots + (size_t)engine->rest_slot[cluster] * engine->shape.rest_slot_bytes;
+}
+
+static const uint8_t *scales_part(const np_engine *engine, uint32_t cluster)
+{
+    return engine->shape.scales_in_gate ? gate_part(engine, cluster) : rest_part(engine, cluster);
+}
+
+/* ---- gates ------------------------------------------------------------------------------------------------------ */
+/* Gates of the clusters from `from` to `to` that have a gate slot and are not gated yet. */
+void np_compute_gates(np_engine *engine, np_range clusters)
+{
+    const np_shape *s = &engine->shape;
+    const uint32_t n = s->cluster_neurons;
+    for (uint32_t t = 0; t < engine->count; t++) {
+        engine->list.count = 0;
+        for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+            if (engine->cluster_state[cluster] & NP_CLUSTER_GATED || engine->gate_slot[cluster] == NP_NO_PIECE)
+                continue;
+            const uint8_t *part = gate_part(engine, cluster);
+            for (uint32_t i = 0; i < n; i++) {
+                if (is_predicted(engine, cluster * n + i, t))
+                    list_row(engine, part + s->gate_quants + (size_t)i * engine->row_quant_bytes,
+                             part + s->gate_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, 0.0f);
+                else
+                    *hidden_of(engine, t, cluster * n + i) = 0.0f;
+            }
+        }
+        dot_listed(engine, t);
+        for (uint32_t r = 0; r < engine->list.count; r++) {
+            const uint32_t neuron = engine->list.neurons[r];
+            const float gate = engine->list.values[r];
+            const int fired = fires(s->activation, gate);
+            *hidden_of(engine, t, neuron) = fired ? gate : 0.0f;
+            if (fired) {
+                engine->cluster_state[neuron / n] |= NP_CLUSTER_FIRED;
+                engine->counters.fired++;
+            }
+        }
+        engine->counters.predicted += engine->list.count;
+        engine->counters.gate_rows += engine->list.count;
+    }
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+        if (engine->gate_slot[cluster] != NP_NO_PIECE)
+            engine->cluster_state[cluster] |= NP_CLUSTER_GATED;
+}
+
+/* Look the gate parts of a block up. Returns how many are still to come, or an error. */
+int np_find_gates(np_engine *engine, np_range clusters)
+{
+    const uint32_t parts = engine->shape.predictor_rank && engine->place.bundle ? NP_REQUEST_GATE | NP_REQUEST_REST
+                           : engine->count >= NP_DENSE_TOKENS                   ? NP_REQUEST_GATE | NP_REQUEST_REST
+                                                                               : NP_REQUEST_GATE;
+    int missing = 0;
+    uint32_t asked = 0;
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+        uint8_t *state = &engine->cluster_state[cluster];
+        if (*state & NP_CLUSTER_GATED)
+            continue;
+        if (!(*state & NP_CLUSTER_LOOKED) && !cluster_is_wanted(engine, cluster)) {
+            for (uint32_t t = 0; t < engine->count; t++)
+                memset(hidden_of(engine, t, cluster * engine->shape.cluster_neurons), 0, engine->shape.cluster_neurons * sizeof(float));
+            *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_GATED | NP_CLUSTER_UPPED;
+            continue;
+        }
+        const int there = np_look_up(engine, 0, cluster, &engine->gate_slot[cluster]);
+        if (there < 0)
+            return there;
+        if (!(*state & NP_CLUSTER_LOOKED)) {
+            engine->counters.gate_clusters++;
+            engine->counters.gate_missed += !there;
+        }
+        *state |= NP_CLUSTER_LOOKED;
+        if (there)
+            continue;
+        engine->gate_slot[cluster] = NP_NO_PIECE;
+        missing++;
+        if (!(*state & NP_CLUSTER_GATE_ASKED)) {
+            *state |= NP_CLUSTER_GATE_ASKED;
+            const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
+            if (lacking)
+                engine->asked[asked++] = lacking;
+        }
+    }
+    const int done = np_ask(engine, engine->asked, asked);
+    return done < 0 ? done : missing;
+}
+
+/* ---- up and down ------------------------------------------------------------------------------------------------ */
+/* Look up the rest parts of clusters that fired. Returns how many are still to come, or an error. */
+int np_find_rests(np_engine *engine, np_range clusters)
+{
+    int missing = 0;
+    uint32_t asked = 0;
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+        uint8_t *state = &engine->cluster_state[cluster];
+        if ((*state & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED)
+            continue;
+        const int there = np_look_up(engine, 1, cluster, &engine->rest_slot[cluster]);
+        if (there < 0)
+            return there;
+        if (!(*state & NP_CLUSTER_REST_ASKED)) {
+            *state |= NP_CLUSTER_REST_ASKED;
+            engine->counters.rest_clusters++;
+            engine->counters.rest_missed += !there;
+            if (!there) {
+                const uint32_t lacking = np_lacking(engine, engine->layer, cluster, NP_REQUEST_REST);
+                if (lacking)
+                    engine->asked[asked++] = lacking;
+            }
+        }
+        if (!there) {
+            engine->rest_slot[cluster] = NP_NO_PIECE;
+            missing++;
+        }
+    }
+    const int done = np_ask(engine, engine->asked, asked);
+    return done < 0 ? done : missing;
+}
+
+/* Values of the fired neurons whose rest part is there: gates in `hidden` become values. */
+void np_compute_ups(np_engine *engine, np_range clusters)
+{
+    const np_shape *s = &engine->shape;
+    const uint32_t n = s->cluster_neurons;
+    for (uint32_t t = 0; t < engine->count; t++) {
+        engine->list.count = 0;
+        for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+            if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED ||
+                engine->rest_slot[cluster] == NP_NO_PIECE)
+                continue;
+            const uint8_t *quants = rest_part(engine, cluster) + s->up_quants, *scales = scales_part(engine, cluster) + s->up_scales;
+            for (uint32_t i = 0; i < n; i++)
+                if (*hidden_of(engine, t, cluster * n + i) != 0.0f)
+                    list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
+                             cluster * n + i, 0.0f);
+        }
+        dot_listed(engine, t);
+        for (uint32_t r = 0; r < engine->list.count; r++) {
+            float *value = hidden_of(engine, t, engine->list.neurons[r]);
+            *value = activate(s->activation, *value, engine->list.values[r]);
+            engine->counters.active += *value != 0.0f;
+        }
+        engine->counters.up_rows += engine->list.count;
+    }
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->rest_slot[cluster] != NP_NO_PIECE)
+            engine->cluster_state[cluster] |= NP_CLUSTER_UPPED;
+}
+
+/* Where a cluster that fired is. Whoever computed its values found it; another member, adding its rows of Down, looks for itself. */
+static int find_again(np_engine *engine, uint32_t cluster)
+{
+    for (int part = 0; part < 2; part++) {
+        uint32_t *slot = part ? &engine->rest_slot[cluster] : &engine->gate_slot[cluster];
+        if (*slot == NP_NO_PIECE && np_look_up(engine, part, cluster, slot) != 1)
+            return NP_E_ARGUMENT; /* not inside a window */
+    }
+    return NP_OK;
+}
+
+/* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
+int np_add_downs(np_engine *engine, uint32_t block, np_range tokens)
+{
+    const np_shape *s = &engine->shape;
+    const np_range clusters = np_clusters_of(engine, block, block + 1);
+    const uint32_t n = s->cluster_neurons;
+    for (uint32_t t = tokens.from; t < tokens.to; t++) {
+        float *partial = engine->shared.partials + ((size_t)(t - tokens.from) * s->blocks + block) * s->width;
+        engine->list.count = 0;
+        for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+            for (uint32_t i = 0; i < n; i++) {
+                const float value = *hidden_of(engine, t, cluster * n + i);
+                if (value == 0.0f)
+                    continue;
+                const int found = find_again(engine, cluster);
+                if (found < 0)
+                    return found;
+                list_row(engine, rest_part(engine, cluster) + s->down_quants + (size_t)i * engine->row_quant_bytes,
+                         scales_part(engine, cluster) + s->down_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, value);
+            }
+        memset(partial, 0, s->width * sizeof *partial);
+        np_add_rows(s->type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);
+        engine->counters.down_rows += engine->list.count;
+    }
+    return NP_OK;
+}
