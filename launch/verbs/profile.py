@@ -20,7 +20,8 @@ from neuronpipe.plans.package.manifest import QUANTIZATIONS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
-DEFAULT_TOKENS = 16384
+MOST_DEFAULT_TOKENS = 16384
+DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sides", choices=("auto", "gate", "both"), default="auto", help="predict gates, or gates and ups (drelu)"
     )
     parser.add_argument(
-        "--tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help="tokens to calibrate on (default: %(default)s)"
+        "--tokens", type=int, metavar="N", help="tokens to calibrate on (default: 16384, fewer for wide models)"
     )
     parser.add_argument(
         "--import",
@@ -72,6 +73,8 @@ def main(arguments: argparse.Namespace) -> int:
     package = Package.open(arguments.package)
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
+    if arguments.tokens is None:
+        arguments.tokens = min(MOST_DEFAULT_TOKENS, DEFAULT_VALUES // package.manifest.shape.neurons)
     if arguments.tokens < GROUP_WEIGHTS:
         raise UserError(f"--tokens {arguments.tokens}: expected {GROUP_WEIGHTS} or more")
     width = package.manifest.shape.width

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from neuronpipe.launch.cli import main
 from neuronpipe.plans.package.manifest import Shape
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.stored import StoredPredictor
@@ -168,3 +170,27 @@ def test_what_cannot_be_measured_is_refused_by_name(package: Package, tmp_path: 
         measure(package, "busy", 100)
     with pytest.raises(UserError, match=r"--tokens 9: takes 32 to"):
         measure(package, "default", 9)
+
+
+def test_the_commands_make_measure_and_profile_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SHAPES, "turbosparse-100m", replace(SMALL, layers=2, vocabulary=1000))
+    target, twin = str(tmp_path / "package"), tmp_path / "twin.gguf"
+    assert main(["synth", "turbosparse-100m", target, "--json", "--gguf", str(twin)]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["presets"]["optimistic"] == 400
+    assert twin.stat().st_size > 1 << 20
+    assert main(["inspect", target, "--activations", "--preset", "mild", "--tokens", "150"]) == 0
+    page = capsys.readouterr().out
+    assert "Activations of preset mild, 150 tokens" in page
+    assert "predicted per active" in page
+    assert main(["profile", target, "--rank", "32", "--tokens", "600", "--json"]) == 0
+    profiled = json.loads(capsys.readouterr().out)
+    assert profiled["id"] != made["id"]
+    assert profiled["predictor"]["reads"] == "feed_forward"
+    assert len(profiled["candidates"]) == 2
+    assert main(["inspect", target]) == 0
+    page = capsys.readouterr().out
+    assert "Predictor of" in page
+    assert "pessimistic  tokens     600 to 799" in page
