@@ -5,7 +5,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-static NP_AVX2 void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX2 void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     const __m256 factor = _mm256_set1_ps(a);
     size_t j = 0;
@@ -16,14 +16,13 @@ static NP_AVX2 void add_f16(const uint8_t *quants, const uint8_t *scales, size_t
     for (; j < n; j++) y[j] = __builtin_fmaf(a, np_half_to_float(w[j]), y[j]); /* rounds once, like the body */
 }
 
-/* So few bytes hold so much work that the processor alone does not run far enough ahead in memory. Never past the row: the next
- * one may be a neuron that does not fire. */
+/* So few bytes hold so much work that the processor alone does not run far enough ahead in memory. */
 enum { AHEAD_BYTES = 512 };
 
-static NP_AVX2 void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX2 void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (size_t g = 0; g < n / NP_GROUP; g++) {
-        if (n - g * NP_GROUP > AHEAD_BYTES) _mm_prefetch((const void *)(quants + g * NP_GROUP + AHEAD_BYTES), _MM_HINT_T0);
+        if (n - g * NP_GROUP > AHEAD_BYTES) np_prefetch(quants + g * NP_GROUP, AHEAD_BYTES);
         const __m256 factor = _mm256_set1_ps(a * _cvtsh_ss(s[g]));
         for (size_t j = g * NP_GROUP; j < (g + 1) * NP_GROUP; j += 8) {
             const __m256 w = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(quants + j))));
@@ -32,11 +31,11 @@ static NP_AVX2 void add_q8(const uint8_t *quants, const uint8_t *scales, size_t 
     }
 }
 
-static NP_AVX2 void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX2 void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const __m128i nibble = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
     for (size_t g = 0; g < n / NP_GROUP; g++, y += NP_GROUP) {
-        if (n / 2 - g * 16 > AHEAD_BYTES) _mm_prefetch((const void *)(quants + g * 16 + AHEAD_BYTES), _MM_HINT_T0);
+        if (n / 2 - g * 16 > AHEAD_BYTES) np_prefetch(quants + g * 16, AHEAD_BYTES);
         const __m256 factor = _mm256_set1_ps(a * _cvtsh_ss(s[g]));
         const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
         const __m128i low = _mm_sub_epi8(_mm_and_si128(packed, nibble), eight);
@@ -48,6 +47,10 @@ static NP_AVX2 void add_q4(const uint8_t *quants, const uint8_t *scales, size_t 
         }
     }
 }
+
+static NP_DEFINE_ADD_ROWS(NP_AVX2, add_f16, add_row_f16)
+static NP_DEFINE_ADD_ROWS(NP_AVX2, add_q8, add_row_q8)
+static NP_DEFINE_ADD_ROWS(NP_AVX2, add_q4, add_row_q4)
 
 static NP_AVX2 void prepare(int type, const float *x, size_t n, uint8_t *activation) {
     np_prepare_body(type, x, n, activation);

@@ -60,7 +60,7 @@ NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size
         for (int t = 0; t < tokens; t++) scale[t] = _mm256_mul_ps(weight_scale, _mm256_loadu_ps(x[t].scales + first));
         for (size_t g = 0; g < count; g++) {
             const __m256i w = _mm256_loadu_si256((const void *)(quants + (first + g) * NP_GROUP));
-            _mm_prefetch((const void *)(quants + (first + g) * NP_GROUP + ahead), _MM_HINT_T0);
+            np_prefetch(quants + (first + g) * NP_GROUP, ahead);
             const __m256i magnitude = _mm256_abs_epi8(w), which = _mm256_set1_epi32((int)g);
             for (int t = 0; t < tokens; t++) {
                 const __m256i v = _mm256_loadu_si256((const void *)(x[t].quants + (first + g) * NP_GROUP));
@@ -109,7 +109,7 @@ NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size
         }
         const uint8_t *w = quants + first * 16;
         for (size_t g = 0; g < count; g += 2) {
-            _mm_prefetch((const void *)(w + 16 * g + ahead), _MM_HINT_T0);
+            np_prefetch(w + 16 * g, ahead);
             const __m128i a = _mm_loadu_si128((const void *)(w + 16 * g));
             const __m128i b = g + 1 < count ? _mm_loadu_si128((const void *)(w + 16 * g + 16)) : _mm_setzero_si128();
             q4_pair(_mm256_set_m128i(b, a), g / 2, scale, offset, x, first + g, tokens, sum);

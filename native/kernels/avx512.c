@@ -7,7 +7,7 @@
 
 NP_INLINE NP_AVX512 __mmask16 first_lanes(size_t count) { return count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff; }
 
-static NP_AVX512 void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX512 void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     const __m512 factor = _mm512_set1_ps(a);
     size_t j = 0;
@@ -29,7 +29,7 @@ NP_INLINE NP_AVX512 void factors(const uint8_t *scales, size_t group, size_t gro
     _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_set1_ps(a), all));
 }
 
-static NP_AVX512 void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX512 void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const size_t groups = n / NP_GROUP;
     float factor[16];
     for (size_t g = 0; g < groups; g++, y += NP_GROUP, quants += NP_GROUP) {
@@ -46,14 +46,14 @@ static NP_AVX512 void add_q8(const uint8_t *quants, const uint8_t *scales, size_
  * one may be a neuron that does not fire. */
 enum { AHEAD_BYTES = 512 };
 
-static NP_AVX512 void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE NP_AVX512 void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     /* A permute looks the nibble's value up in a register and reads the index's low four bits only: no masking. */
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const size_t groups = n / NP_GROUP;
     float factor[16];
     for (size_t g = 0; g < groups; g++, y += NP_GROUP, quants += 16) {
         if (g % 16 == 0) factors(scales, g, groups, a, factor);
-        if (g % 4 == 0 && (groups - g) * 16 > AHEAD_BYTES) _mm_prefetch((const void *)(quants + AHEAD_BYTES), _MM_HINT_T0);
+        if (g % 4 == 0 && (groups - g) * 16 > AHEAD_BYTES) np_prefetch(quants, AHEAD_BYTES);
         const __m512 f = _mm512_set1_ps(factor[g % 16]);
         const __m512i pair = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)quants));
         const __m512 low = _mm512_permutexvar_ps(pair, values);
@@ -62,6 +62,10 @@ static NP_AVX512 void add_q4(const uint8_t *quants, const uint8_t *scales, size_
         _mm512_storeu_ps(y + 16, _mm512_fmadd_ps(f, high, _mm512_loadu_ps(y + 16)));
     }
 }
+
+static NP_DEFINE_ADD_ROWS(NP_AVX512, add_f16, add_row_f16)
+static NP_DEFINE_ADD_ROWS(NP_AVX512, add_q8, add_row_q8)
+static NP_DEFINE_ADD_ROWS(NP_AVX512, add_q4, add_row_q4)
 
 static NP_AVX512 void prepare(int type, const float *x, size_t n, uint8_t *activation) {
     np_prepare_body(type, x, n, activation);

@@ -22,7 +22,7 @@ NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, s
     size_t j = 0;
     for (; j + 64 <= n; j += 64)
         for (int lane = 0; lane < 4; lane++) {
-            if (lane % 2 == 0) _mm_prefetch((const void *)(quants + 2 * j + 32 * lane + ahead), _MM_HINT_T0);
+            if (lane % 2 == 0) np_prefetch(quants + 2 * j + 32 * lane, ahead);
             const __m512 weights = _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(w + j + 16 * lane)));
             f16_step(weights, 0xffff, j + 16 * lane, lane, activation, stride, tokens, sum);
         }
@@ -35,105 +35,160 @@ NP_INLINE NP_AVX512 void f16_row(const uint8_t *quants, const uint8_t *scales, s
             _mm512_add_ps(_mm512_add_ps(sum[t][0], sum[t][1]), _mm512_add_ps(sum[t][2], sum[t][3])));
 }
 
-/* Scales of 16 groups, fewer at a row's end: weights' fp16 times activation's float32. */
-NP_INLINE NP_AVX512 __m512 group_scales(const uint16_t *scales, size_t count) {
-    const __mmask16 mask = count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff;
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales));
+/* The order of float additions of q8 and q4 rows, which np_dot_panel keeps, too: 16 sums, of groups g = 0..15 modulo 16, each over
+ * ascending g; then within each four of them (0+2)+(1+3), and of the fours (0+2)+(1+3). Here the 16 sums are lanes of a register: of
+ * four rows at once the adding up costs little more than of one, and its latency is hidden. */
+NP_INLINE NP_AVX512 __m128 add_up_four(const __m512 a, const __m512 b, const __m512 c, const __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512 fours = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    const __m256 pairs = _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
 }
 
-/* 64 weights of two groups: lanes 0-7 belong to the first. dpbusd wants one side unsigned: the weights' magnitudes, their signs
- * given to the activation (which has no -128 that could not be negated). Integers are exact here; only the scaled sums round. */
-NP_INLINE NP_AVX512 void q8_pair(__m512i w, size_t pair, __m512 *scale, const np_activation *x, size_t group,
-                                 const int tokens, __m512 *sum) {
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i which =
-        _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), _mm512_set1_epi32(2 * (int)pair));
-    const __m512i magnitude = _mm512_abs_epi8(w);
-    const __mmask64 negative = _mm512_movepi8_mask(w);
-    for (int t = 0; t < tokens; t++) {
-        const __m512i quants = _mm512_loadu_si512(x[t].quants + group * NP_GROUP);
-        const __m512i dot = _mm512_dpbusd_epi32(zero, magnitude, _mm512_mask_sub_epi8(quants, negative, zero, quants));
-        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_permutexvar_ps(which, scale[t]), sum[t]);
-    }
+/* Lane l of the 128-bit lane i of the result: the sum of the 128-bit lane i of the l-th argument. */
+NP_INLINE NP_AVX512 __m512i add_up_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-NP_INLINE NP_AVX512 void q8_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
-                                const uint8_t *activation, size_t stride, const int tokens, float *sums) {
-    const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const size_t groups = n / NP_GROUP;
-    np_activation x[NP_TOKEN_BLOCK];
-    __m512 sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
-    for (int t = 0; t < tokens; t++) {
-        x[t] = np_activation_at(activation + t * stride, n);
-        sum[t] = _mm512_setzero_ps();
-    }
-    for (size_t g = 0; g < groups; g += 16) {
-        const size_t count = groups - g < 16 ? groups - g : 16;
-        const __m512 weight_scale = group_scales(s + g, count);
-        for (int t = 0; t < tokens; t++) scale[t] = _mm512_mul_ps(weight_scale, _mm512_loadu_ps(x[t].scales + g));
-        const uint8_t *w = quants + g * NP_GROUP;
-        for (size_t pair = 0; pair < count / 2; pair++) {
-            _mm_prefetch((const void *)(w + 64 * pair + ahead), _MM_HINT_T0);
-            q8_pair(_mm512_loadu_si512(w + 64 * pair), pair, scale, x, g + 2 * pair, tokens, sum);
+/* sum += dots of 16 groups * their scales. `taken`: what the offset of unsigned weights put into the dots. */
+NP_INLINE NP_AVX512 __m512 add_scaled(__m512i dots, __m512i taken, const uint16_t *scales, __mmask16 mask, const float *x_scales,
+                                      __m512 sum) {
+    const __m512 w_scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, scales));
+    const __m512 scale = _mm512_mul_ps(w_scales, _mm512_loadu_ps(x_scales));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(dots, taken)), scale, sum);
+}
+
+/* The groups of a block: 16, or fewer at the end of a row. Worked out once for all rows: short rows are hardly more than this. */
+typedef struct {
+    size_t registers;  /* of 64 bytes of quants */
+    __mmask16 scales;  /* which of 16 scales are there */
+    __mmask64 last;    /* which bytes of the last register are there */
+} block_shape;
+
+NP_INLINE block_shape shape_of(size_t groups, const size_t group_bytes) {
+    const size_t bytes = groups * group_bytes, registers = (bytes + 63) / 64, left = bytes - (registers - 1) * 64;
+    return (block_shape){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
+}
+
+NP_INLINE NP_AVX512 __m512i load_row(const uint8_t *w, size_t k, const block_shape *shape) {
+    if (k + 1 < shape->registers) return _mm512_loadu_si512(w + 64 * k);
+    return shape->last == ~(__mmask64)0 ? _mm512_loadu_si512(w + 64 * k) : _mm512_maskz_loadu_epi8(shape->last, w + 64 * k);
+}
+
+/* 16 groups from `group` on. dpbusd wants one side unsigned: weights plus 128; 128 times the group's sum of
+ * activations is taken off again. Integers are exact; only scaled sums round. Each register holds two groups. */
+NP_INLINE NP_AVX512 void q8_block(const uint8_t *w, const uint16_t *scales, size_t group, const block_shape *shape, size_t ahead,
+                                  const np_activation *x, const int tokens, __m512 *sum) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    __m512i half[NP_TOKEN_BLOCK][2];
+    for (size_t h = 0; h < 2; h++) {
+        __m512i dot[NP_TOKEN_BLOCK][4];
+        for (size_t k = 0; k < 4; k++) {
+            const size_t at = 4 * h + k;
+            for (int t = 0; t < tokens; t++) dot[t][k] = _mm512_setzero_si512();
+            if (at >= shape->registers) continue;
+            np_prefetch(w + 64 * at, ahead);
+            const __m512i weights = _mm512_xor_si512(load_row(w, at, shape), _mm512_set1_epi8(-128));
+            for (int t = 0; t < tokens; t++)
+                dot[t][k] = _mm512_dpbusd_epi32(dot[t][k], weights, _mm512_loadu_si512(x[t].quants + group * NP_GROUP + 64 * at));
         }
-        if (count % 2) {
-            const __m512i half = _mm512_maskz_loadu_epi8(0xffffffff, w + 32 * (count - 1));
-            q8_pair(half, count / 2, scale, x, g + count - 1, tokens, sum);
-        }
+        for (int t = 0; t < tokens; t++) half[t][h] = add_up_quarters(dot[t][0], dot[t][1], dot[t][2], dot[t][3]);
     }
-    for (int t = 0; t < tokens; t++) sums[t] = _mm512_reduce_add_ps(sum[t]);
-}
-
-/* 128 weights of four groups: lanes 0-3 belong to the first. Nibbles are taken as 0..15; the 8 to subtract from each is 8 times
- * the group's sum of activations, put into the group's first lane before the products. */
-NP_INLINE NP_AVX512 void q4_four(__m512i w, size_t four, __m512 *scale, __m512i *offset, const np_activation *x, size_t group,
-                                 const int tokens, __m512 *sum) {
-    const __m512i which =
-        _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32(4 * (int)four));
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i low = _mm512_and_si512(w, nibble), high = _mm512_and_si512(_mm512_srli_epi16(w, 4), nibble);
     for (int t = 0; t < tokens; t++) {
-        const int8_t *quants = x[t].quants + group * NP_GROUP;
-        __m512i dot = _mm512_maskz_permutexvar_epi32(0x1111, which, offset[t]);
-        dot = _mm512_dpbusd_epi32(dot, low, _mm512_loadu_si512(quants));
-        dot = _mm512_dpbusd_epi32(dot, high, _mm512_loadu_si512(quants + 64));
-        sum[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_permutexvar_ps(which, scale[t]), sum[t]);
+        const __m512i dots = _mm512_add_epi32(_mm512_shuffle_i32x4(half[t][0], half[t][1], 0x88),
+                                              _mm512_shuffle_i32x4(half[t][0], half[t][1], 0xdd));
+        const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x[t].sums + group), 7);
+        sum[t] = add_scaled(_mm512_permutexvar_epi32(order, dots), taken, scales, shape->scales, x[t].scales + group, sum[t]);
     }
 }
 
-NP_INLINE NP_AVX512 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
-                                const uint8_t *activation, size_t stride, const int tokens, float *sums) {
-    const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const size_t groups = n / NP_GROUP;
-    np_activation x[NP_TOKEN_BLOCK];
-    __m512 sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
-    __m512i offset[NP_TOKEN_BLOCK];
-    for (int t = 0; t < tokens; t++) {
-        x[t] = np_activation_at(activation + t * stride, n);
-        sum[t] = _mm512_setzero_ps();
-    }
-    for (size_t g = 0; g < groups; g += 16) {
-        const size_t count = groups - g < 16 ? groups - g : 16;
-        const __m512 weight_scale = group_scales(s + g, count);
+/* The same for q4. Nibbles are taken as 0..15, 8 times the group's sum is taken off. Each register holds four groups. */
+NP_INLINE NP_AVX512 void q4_block(const uint8_t *w, const uint16_t *scales, size_t group, const block_shape *shape, size_t ahead,
+                                  const np_activation *x, const int tokens, __m512 *sum) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), nibble = _mm512_set1_epi8(15);
+    __m512i dot[NP_TOKEN_BLOCK][4];
+    for (size_t k = 0; k < 4; k++) {
+        for (int t = 0; t < tokens; t++) dot[t][k] = _mm512_setzero_si512();
+        if (k >= shape->registers) continue;
+        np_prefetch(w + 64 * k, ahead);
+        const __m512i packed = load_row(w, k, shape);
+        const __m512i low = _mm512_and_si512(packed, nibble), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
         for (int t = 0; t < tokens; t++) {
-            scale[t] = _mm512_mul_ps(weight_scale, _mm512_loadu_ps(x[t].scales + g));
-            offset[t] = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(x[t].sums + g)), 3);
-        }
-        const uint8_t *w = quants + g * 16;
-        for (size_t four = 0; four < count / 4; four++) {
-            _mm_prefetch((const void *)(w + 64 * four + ahead), _MM_HINT_T0);
-            q4_four(_mm512_loadu_si512(w + 64 * four), four, scale, offset, x, g + 4 * four, tokens, sum);
-        }
-        if (count % 4) {
-            const size_t done = count / 4 * 4;
-            const __m512i rest = _mm512_maskz_loadu_epi8(((__mmask64)1 << 16 * (count - done)) - 1, w + 16 * done);
-            q4_four(rest, count / 4, scale, offset, x, g + done, tokens, sum);
+            const int8_t *quants = x[t].quants + group * NP_GROUP + 128 * k;
+            dot[t][k] = _mm512_dpbusd_epi32(dot[t][k], low, _mm512_loadu_si512(quants));
+            dot[t][k] = _mm512_dpbusd_epi32(dot[t][k], high, _mm512_loadu_si512(quants + 64));
         }
     }
-    for (int t = 0; t < tokens; t++) sums[t] = _mm512_reduce_add_ps(sum[t]);
+    for (int t = 0; t < tokens; t++) {
+        const __m512i dots = _mm512_permutexvar_epi32(order, add_up_quarters(dot[t][0], dot[t][1], dot[t][2], dot[t][3]));
+        const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x[t].sums + group), 3);
+        sum[t] = add_scaled(dots, taken, scales, shape->scales, x[t].scales + group, sum[t]);
+    }
+}
+
+typedef void block_function(const uint8_t *w, const uint16_t *scales, size_t group, const block_shape *shape, size_t ahead,
+                            const np_activation *x, const int tokens, __m512 *sum);
+
+/* The 16 sums of one row and some tokens. */
+NP_INLINE NP_AVX512 void lane_row(block_function *block, const size_t group_bytes, np_row row, size_t groups,
+                                  const block_shape *end, size_t ahead, const np_activation *x, const int tokens, __m512 *sum) {
+    const block_shape whole = shape_of(16, group_bytes);
+    const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
+    size_t g = 0;
+    for (int t = 0; t < tokens; t++) sum[t] = _mm512_setzero_ps();
+    for (; g + 16 <= groups; g += 16) block(row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, tokens, sum);
+    if (g < groups) block(row.quants + g * group_bytes, scales + g, g, end, ahead, x, tokens, sum);
+}
+
+/* Up to four rows from r on with some tokens. `there`: which of the four are. */
+NP_INLINE NP_AVX512 void lane_rows(block_function *block, const size_t group_bytes, const np_dot_job *job, const np_rows *rows,
+                                   const block_shape *end, size_t r, const __mmask8 there, size_t token, const int tokens) {
+    const __m128 bias = job->bias ? _mm_maskz_loadu_ps(there, job->bias + r) : _mm_setzero_ps();
+    float *out = job->out + token * job->out_stride + r;
+    np_activation x[NP_TOKEN_BLOCK];
+    __m512 sum[4][NP_TOKEN_BLOCK];
+    for (int t = 0; t < tokens; t++)
+        x[t] = np_activation_at(job->activations + (token + (size_t)t) * job->activation_stride_bytes, rows->n);
+    for (size_t i = 0; i < 4; i++) {
+        for (int t = 0; t < tokens; t++) sum[i][t] = _mm512_setzero_ps();
+        if (!(there >> i & 1)) continue;
+        np_prefetch_scales(rows, r + i);
+        lane_row(block, group_bytes, np_row_at(rows, r + i), rows->n / NP_GROUP, end, np_ahead_bytes(rows, r + i), x, tokens,
+                 sum[i]);
+    }
+    for (int t = 0; t < tokens; t++)
+        _mm_mask_storeu_ps(out + (size_t)t * job->out_stride, there,
+                           _mm_add_ps(add_up_four(sum[0][t], sum[1][t], sum[2][t], sum[3][t]), bias));
+}
+
+NP_INLINE NP_AVX512 void lane_dot(block_function *block, const size_t group_bytes, const np_dot_job *job, const np_rows *rows) {
+    const block_shape end = shape_of(rows->n / NP_GROUP % 16, group_bytes);
+    for (size_t r = 0; r < rows->rows; r += 4) {
+        const __mmask8 there = rows->rows - r < 4 ? (__mmask8)((1u << (rows->rows - r)) - 1) : 15;
+        size_t token = 0;
+        for (; token + NP_TOKEN_BLOCK <= job->tokens; token += NP_TOKEN_BLOCK)
+            lane_rows(block, group_bytes, job, rows, &end, r, there, token, NP_TOKEN_BLOCK);
+        for (; token < job->tokens; token++) lane_rows(block, group_bytes, job, rows, &end, r, there, token, 1);
+    }
+}
+
+/* Twice, so that short rows that follow each other do not pay for the question whether they do. */
+NP_INLINE NP_AVX512 void dot_at_or_in_order(block_function *block, const size_t group_bytes, const np_dot_job *job) {
+    np_rows rows = job->rows;
+    if (rows.quants_at) {
+        lane_dot(block, group_bytes, job, &rows);
+    } else {
+        rows.quants_at = rows.scales_at = NULL;
+        lane_dot(block, group_bytes, job, &rows);
+    }
 }
 
 NP_DEFINE_DOT_ROWS(NP_AVX512, np_avx512_dot_f16, f16_row)
-NP_DEFINE_DOT_ROWS(NP_AVX512, np_avx512_dot_q8, q8_row)
-NP_DEFINE_DOT_ROWS(NP_AVX512, np_avx512_dot_q4, q4_row)
+NP_AVX512 void np_avx512_dot_q8(const np_dot_job *job) { dot_at_or_in_order(q8_block, 32, job); }
+NP_AVX512 void np_avx512_dot_q4(const np_dot_job *job) { dot_at_or_in_order(q4_block, 16, job); }
 #endif

@@ -11,11 +11,26 @@
 enum { NP_GROUP = 32 };      /* weights that share a scale */
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
-/* One np_dot_rows call. */
+/* Rows of weights: one after the other from quants and scales on, or wherever the addresses in quants_at and scales_at say. */
 typedef struct {
     const uint8_t *quants, *scales;
     size_t quant_bytes, scale_bytes; /* of one row */
+    const void *const *quants_at, *const *scales_at; /* NULL: one after the other */
     size_t rows, n;
+} np_rows;
+
+typedef struct {
+    const uint8_t *quants, *scales;
+} np_row;
+
+NP_INLINE np_row np_row_at(const np_rows *rows, size_t r) {
+    if (rows->quants_at) return (np_row){rows->quants_at[r], rows->scales_at ? rows->scales_at[r] : NULL};
+    return (np_row){rows->quants + r * rows->quant_bytes, rows->scales + r * rows->scale_bytes};
+}
+
+/* One np_dot_rows or np_dot_scattered call. */
+typedef struct {
+    np_rows rows;
     const uint8_t *activations;
     size_t activation_stride_bytes, tokens;
     const float *bias; /* or NULL */
@@ -24,13 +39,14 @@ typedef struct {
 } np_dot_job;
 
 typedef void np_dot_function(const np_dot_job *job);
-typedef void np_add_function(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y);
+/* y[j] += a[r] * w[r][j] for each row in turn. */
+typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
 typedef struct {
     const char *name;
     int (*runs_here)(void);
     np_dot_function *dot_rows[3]; /* by NP_F16, NP_Q8, NP_Q4 */
-    np_add_function *add_row[3];
+    np_add_function *add_rows[3];
     void (*prepare)(int type, const float *x, size_t n, uint8_t *activation); /* NP_Q8 or NP_Q4 */
     float (*softmax_weights)(float *scores, size_t count); /* x -> exp(x - max); returns their sum */
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *out);
@@ -52,30 +68,61 @@ extern const np_isa np_isa_neon, np_isa_dotprod;
 np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_dotprod_dot_q8, np_dotprod_dot_q4;
 #endif
 
+/* Prefetch stays within the rows asked for: in a cache slot the next row may be a neuron that does not fire, and reading it would
+ * take bandwidth from one that does. While row r is read at some place, this many bytes on from there something else that was asked
+ * for is fetched: the rows behind it, or of scattered rows the next one; 0 where nothing follows. */
+enum { NP_AHEAD_BYTES = 2048 };
+
+NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
+    if (rows->quants_at) return r + 1 < rows->rows ? (uintptr_t)rows->quants_at[r + 1] - (uintptr_t)rows->quants_at[r] : 0;
+    return (rows->rows - r - 1) * rows->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;
+}
+
+/* As an integer, because `ahead` may lead into another allocation, or back. */
+NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead)); }
+
+/* The scales of the next row, whose quants the row function fetches. */
+NP_INLINE void np_prefetch_scales(const np_rows *rows, size_t r) {
+    if (!rows->scales_at || r + 1 >= rows->rows) return;
+    const uint8_t *next = rows->scales_at[r + 1];
+    for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(next + i);
+}
+
 /* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an always-inlined
  * function whose token count is a constant at both places it is used. A (row, token) goes through the same operations in
- * either place, which is what makes its bits independent of what else is asked for.
- * `ahead` is how many bytes beyond the quants it reads a row may prefetch: 0 where that would leave the rows asked for. */
-enum { NP_AHEAD_BYTES = 1024 };
+ * either place, which is what makes its bits independent of what else is asked for. */
+#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                       \
+    TARGET void NAME(const np_dot_job *job) {                                                       \
+        const size_t n = job->rows.n, stride = job->activation_stride_bytes;                        \
+        for (size_t r = 0; r < job->rows.rows; r++) {                                               \
+            const np_row row = np_row_at(&job->rows, r);                                            \
+            const size_t ahead = np_ahead_bytes(&job->rows, r);                                     \
+            const float bias = job->bias ? job->bias[r] : 0.0f;                                     \
+            const uint8_t *activation = job->activations;                                           \
+            float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                        \
+            size_t left = job->tokens;                                                              \
+            np_prefetch_scales(&job->rows, r);                                                      \
+            for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK) {                                \
+                ROW(row.quants, row.scales, n, ahead, activation, stride, NP_TOKEN_BLOCK, sums);    \
+                activation += NP_TOKEN_BLOCK * stride;                                              \
+                for (int t = 0; t < NP_TOKEN_BLOCK; t++, out += job->out_stride) *out = sums[t] + bias; \
+            }                                                                                       \
+            for (; left; left--, activation += stride, out += job->out_stride) {                    \
+                ROW(row.quants, row.scales, n, ahead, activation, stride, 1, sums);                 \
+                *out = sums[0] + bias;                                                              \
+            }                                                                                       \
+        }                                                                                           \
+    }
 
-#define NP_DEFINE_DOT_ROWS(TARGET, NAME, ROW)                                                                         \
-    TARGET void NAME(const np_dot_job *job) {                                                                         \
-        for (size_t r = 0; r < job->rows; r++) {                                                                      \
-            const uint8_t *quants = job->quants + r * job->quant_bytes, *scales = job->scales + r * job->scale_bytes; \
-            const size_t ahead = (job->rows - r - 1) * job->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;       \
-            const float bias = job->bias ? job->bias[r] : 0.0f;                                                       \
-            const uint8_t *activation = job->activations;                                                             \
-            const size_t stride = job->activation_stride_bytes;                                                       \
-            float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                                          \
-            size_t left = job->tokens;                                                                                \
-            for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK, activation += NP_TOKEN_BLOCK * stride) {           \
-                ROW(quants, scales, job->n, ahead, activation, stride, NP_TOKEN_BLOCK, sums);                         \
-                for (int t = 0; t < NP_TOKEN_BLOCK; t++, out += job->out_stride) *out = sums[t] + bias;               \
-            }                                                                                                         \
-            for (; left; left--, activation += stride, out += job->out_stride) {                                      \
-                ROW(quants, scales, job->n, ahead, activation, stride, 1, sums);                                      \
-                *out = sums[0] + bias;                                                                                \
-            }                                                                                                         \
-        }                                                                                                             \
+/* Define the np_add_function NAME from ROW(quants, scales, n, a, y), with the next row fetched meanwhile. */
+#define NP_DEFINE_ADD_ROWS(TARGET, NAME, ROW)                                                                 \
+    TARGET void NAME(const np_rows *rows, const float *a, float *y) {                                         \
+        for (size_t r = 0; r < rows->rows; r++) {                                                             \
+            const np_row row = np_row_at(rows, r);                                                            \
+            const size_t ahead = np_ahead_bytes(rows, r);                                                     \
+            np_prefetch_scales(rows, r);                                                                      \
+            for (size_t i = 0; ahead && i < rows->quant_bytes; i += 64) np_prefetch(row.quants + i, ahead);   \
+            ROW(row.quants, row.scales, rows->n, a[r], y);                                                    \
+        }                                                                                                     \
     }
 #endif

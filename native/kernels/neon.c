@@ -6,7 +6,7 @@
 #include <arm_neon.h>
 #include <sys/auxv.h>
 
-static void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     size_t j = 0;
     for (; j + 8 <= n; j += 8) {
@@ -28,7 +28,7 @@ NP_INLINE void add_16(int8x16_t w, float factor, float *y) {
     }
 }
 
-static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (size_t g = 0; g < n / NP_GROUP; g++, quants += NP_GROUP, y += NP_GROUP) {
         const float factor = a * np_half_to_float(s[g]);
@@ -37,7 +37,7 @@ static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float
     }
 }
 
-static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     const int8x16_t eight = vdupq_n_s8(8);
     for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
@@ -47,6 +47,10 @@ static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float
         add_16(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight), factor, y + 16);
     }
 }
+
+static NP_DEFINE_ADD_ROWS(, add_f16, add_row_f16)
+static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
+static NP_DEFINE_ADD_ROWS(, add_q4, add_row_q4)
 
 static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
 

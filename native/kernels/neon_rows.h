@@ -30,7 +30,7 @@ NP_INLINE TARGET void q8_row(const uint8_t *quants, const uint8_t *scales, size_
         for (size_t g = 0; g < count; g++) {
             const size_t at = (first + g) * NP_GROUP;
             const int8x16_t w0 = vld1q_s8((const int8_t *)quants + at), w1 = vld1q_s8((const int8_t *)quants + at + 16);
-            __builtin_prefetch(quants + at + ahead);
+            np_prefetch(quants + at, ahead);
             for (int t = 0; t < tokens; t++) {
                 int32x4_t dot = multiply_add(vdupq_n_s32(0), w0, vld1q_s8(x[t].quants + at));
                 dot = multiply_add(dot, w1, vld1q_s8(x[t].quants + at + 16));
@@ -59,7 +59,7 @@ NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_
         for (int t = 0; t < tokens; t++) scale[t] = vmulq_f32(weight_scale, vld1q_f32(x[t].scales + first));
         for (size_t g = 0; g < count; g++) {
             const uint8x16_t packed = vld1q_u8(quants + (first + g) * 16);
-            __builtin_prefetch(quants + (first + g) * 16 + ahead);
+            np_prefetch(quants + (first + g) * 16, ahead);
             const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, nibble)), eight);
             const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight);
             const size_t at = np_q4_place(first + g);

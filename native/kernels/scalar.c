@@ -50,12 +50,12 @@ static NP_DEFINE_DOT_ROWS(, dot_f16, f16_row)
 static NP_DEFINE_DOT_ROWS(, dot_q8, q8_row)
 static NP_DEFINE_DOT_ROWS(, dot_q4, q4_row)
 
-static void add_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
     for (size_t j = 0; j < n; j++) y[j] += a * np_half_to_float(w[j]);
 }
 
-static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const int8_t *w = (const int8_t *)quants;
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (size_t g = 0; g < n / NP_GROUP; g++, w += NP_GROUP, y += NP_GROUP) {
@@ -64,7 +64,7 @@ static void add_q8(const uint8_t *quants, const uint8_t *scales, size_t n, float
     }
 }
 
-static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
+NP_INLINE void add_row_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
     for (size_t g = 0; g < n / NP_GROUP; g++, quants += 16, y += NP_GROUP) {
         const float scale = a * np_half_to_float(s[g]);
@@ -74,6 +74,10 @@ static void add_q4(const uint8_t *quants, const uint8_t *scales, size_t n, float
         }
     }
 }
+
+static NP_DEFINE_ADD_ROWS(, add_f16, add_row_f16)
+static NP_DEFINE_ADD_ROWS(, add_q8, add_row_q8)
+static NP_DEFINE_ADD_ROWS(, add_q4, add_row_q4)
 
 static void prepare(int type, const float *x, size_t n, uint8_t *activation) { np_prepare_body(type, x, n, activation); }
 

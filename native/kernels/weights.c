@@ -25,15 +25,14 @@ void np_activation_prepare(int type, const float *x, size_t n, void *activation)
     }
 }
 
+static np_rows rows_of(int type, size_t rows, size_t n) {
+    return (np_rows){.quant_bytes = np_quant_bytes(type, n), .scale_bytes = np_scale_bytes(type, n), .rows = rows, .n = n};
+}
+
 void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, size_t n, const void *activations,
                  size_t activation_stride_bytes, size_t tokens, const float *bias, float *out, size_t out_stride) {
-    const np_dot_job job = {
-        .quants = quants,
-        .scales = scales,
-        .quant_bytes = np_quant_bytes(type, n),
-        .scale_bytes = np_scale_bytes(type, n),
-        .rows = rows,
-        .n = n,
+    np_dot_job job = {
+        .rows = rows_of(type, rows, n),
         .activations = activations,
         .activation_stride_bytes = activation_stride_bytes,
         .tokens = tokens,
@@ -41,20 +40,31 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
         .out = out,
         .out_stride = out_stride,
     };
-    if (job.quant_bytes) np_isa_current()->dot_rows[type](&job);
-}
-
-void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y) {
-    if (np_quant_bytes(type, n)) np_isa_current()->add_row[type](quants, scales, n, a, y);
+    job.rows.quants = quants;
+    job.rows.scales = scales;
+    if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
                       const void *activation, float *out) {
-    for (size_t r = 0; r < rows; r++) np_dot_rows(type, quants[r], scales[r], 1, n, activation, 0, 1, NULL, out + r, 1);
+    np_dot_job job = {.rows = rows_of(type, rows, n), .activations = activation, .tokens = 1, .out = out, .out_stride = rows};
+    job.rows.quants_at = quants;
+    job.rows.scales_at = scales;
+    if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
+}
+
+void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y) {
+    np_rows rows = rows_of(type, 1, n);
+    rows.quants = quants;
+    rows.scales = scales;
+    if (rows.quant_bytes) np_isa_current()->add_rows[type](&rows, &a, y);
 }
 
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y) {
-    for (size_t r = 0; r < rows; r++) np_add_row(type, quants[r], scales[r], n, a[r], y);
+    np_rows all = rows_of(type, rows, n);
+    all.quants_at = quants;
+    all.scales_at = scales;
+    if (all.quant_bytes) np_isa_current()->add_rows[type](&all, a, y);
 }
 
 /* Products of an fp16 scale and a small integer are exact, so that this needs no version for each instruction set. */
