@@ -45,8 +45,7 @@ def explain(plan: Plan) -> str:
     ]
     for seat in c.seats:
         core = "any core" if seat.core is None else f"core {seat.core}"
-        share = f", {seat.share_to - seat.share_from:.0%} of the rows" if seat.role == "decode" else ""
-        lines.append(f"  {seat.role}.{seat.index:<4} {core}{share}")
+        lines.append(f"  {f'{seat.role}.{seat.index}':<16}{core}")
     f = plan.flash
     lines += [
         "",

@@ -1,4 +1,4 @@
-"""From a device profile to what the planner needs of it: seats with cores and shares, memory, flash."""
+"""From a device profile to what the planner needs of it: seats with cores, memory, flash."""
 
 from __future__ import annotations
 
@@ -10,27 +10,12 @@ from neuronpipe.plans.plan.planner import DeviceFacts
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 
 
-def decode_shares(capacities: list[int]) -> list[tuple[float, float]]:
-    """Each worker's part [from, to) of every matrix's rows, in proportion to its core's capacity."""
-    total, shares, at = sum(capacities), [], 0
-    for capacity in capacities:
-        shares.append((at / total, (at + capacity) / total))
-        at += capacity
-    return shares
-
-
 def device_facts(device: Device, workers: int | None = None) -> DeviceFacts:
     """Seat `workers` decode workers (default: one per fast core) and the other roles."""
     count = workers or default_decode_workers(device.cores, device.cpu_quota)
     cores = assign_cores(device.cores, count)
-    capacity = {core.id: core.capacity for core in device.cores}
-    decode_cores = [cores[f"decode.{n}"] for n in range(count)]
-    shares = decode_shares([capacity[core] if core is not None else 1024 for core in decode_cores])
     seats = [Seat(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")]
-    seats += [
-        Seat(role="decode", index=n, core=decode_cores[n], share_from=shares[n][0], share_to=shares[n][1])
-        for n in range(count)
-    ]
+    seats += [Seat(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
     return DeviceFacts(
         id=device.id,
         memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),

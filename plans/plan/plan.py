@@ -22,14 +22,11 @@ Mode = Literal["exact", "predicted"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One process of the run: its role, its core, and its share of every matrix's rows and blocks (0..1, decode
-    only)."""
+    """One process of the run: its role and its core (None: not pinned)."""
 
     role: str
     index: int
     core: int | None
-    share_from: float = 0.0
-    share_to: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,6 @@ class _Check:
     def run(self) -> None:
         """Seats first: the other figures are reckoned from how many there are."""
         self._seats()
-        self._shares()
         self._counts()
         self._flash()
         self._slots()
@@ -64,30 +63,16 @@ class _Check:
         workers = len(self._plan.compute.decode_workers())
         self._within("compute.seats", workers, 1, MOST_WORKERS)
         expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
-        if sorted((seat.role, seat.index) for seat in seats) != sorted(expected):
+        decode = [seat.index for seat in seats if seat.role == "decode"]
+        if sorted((seat.role, seat.index) for seat in seats) != sorted(expected) or decode != sorted(decode):
             self._fail(
-                "compute.seats", f"expected one each of {', '.join(SINGLE_ROLES)}, and decode 0 to {workers - 1}"
+                "compute.seats",
+                f"expected one each of {', '.join(SINGLE_ROLES)}, and decode 0 to {workers - 1} in order",
             )
         cores = os.sched_getaffinity(0)
         for number, seat in enumerate(seats):
             if seat.core is not None and seat.core not in cores:
                 self._fail(f"compute.seats.{number}.core", f"core {seat.core} is not this process's to use")
-
-    def _shares(self) -> None:
-        """The decode seats, in order, cut 0..1 into ranges without gap or overlap."""
-        end, index = 0.0, 0
-        for number, seat in enumerate(self._plan.compute.seats):
-            if seat.role != "decode":
-                continue
-            if seat.index != index:
-                self._fail(f"compute.seats.{number}.index", f"{seat.index}, but decode seats come in order: {index}")
-            if seat.share_from != end:
-                self._fail(f"compute.seats.{number}.share_from", f"{seat.share_from}, but the one before ends at {end}")
-            if not seat.share_from <= seat.share_to <= 1.0:
-                self._fail(f"compute.seats.{number}.share_to", f"{seat.share_to} is outside {seat.share_from}..1.0")
-            end, index = seat.share_to, index + 1
-        if end != 1.0:
-            self._fail("compute.seats", f"the decode shares end at {end} instead of 1.0")
 
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks

@@ -17,7 +17,6 @@ from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, Pr
 from neuronpipe.plans.plan.account import MIB, PARTIAL_TOKENS, Seating, account, least_slots_bytes
 from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.facts import decode_shares
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.protocol.errors import UserError
@@ -90,9 +89,8 @@ def predicted(plain: Manifest) -> Manifest:
 
 
 def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
-    shares = decode_shares([1024] * workers)
     seats = [Seat(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill")]
-    seats += [Seat(role="decode", index=n, core=n, share_from=a, share_to=b) for n, (a, b) in enumerate(shares)]
+    seats += [Seat(role="decode", index=n, core=n) for n in range(workers)]
     return DeviceFacts(
         id="d", memory_bytes=memory_bytes, flash_engine="threads", seats=tuple(seats), flash=CURVE, memory_speed=SPEED
     )
@@ -339,11 +337,6 @@ def test_the_same_wishes_give_the_same_plan_and_other_wishes_another_id() -> Non
     one, two = (plan(manifest(), device(), Wanted()) for _ in range(2))
     assert one.id == two.id
     assert dataclasses.replace(one, device_id="e").id != one.id
-
-
-def test_shares_follow_the_cores_and_cover_everything() -> None:
-    shares = decode_shares([1024, 512, 512])
-    assert shares == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
 
 
 def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_for() -> None:
