@@ -148,6 +148,9 @@ int np_reader_submit(np_reader *reader, const uint64_t *offsets, const uint32_t 
 int np_reader_reap(np_reader *reader, np_completion *out, size_t least, size_t most, int timeout_ms);
 /* Readable when completions may wait: read it, then reap until fewer than `most` come. Made at the first call; or -errno. */
 int np_reader_event_fd(np_reader *reader);
+/* Memory that reads will go to: reads into it cost less where the kernel takes it (io_uring, within the limit on locked memory).
+ * Returns 1 when it did, else 0, which costs speed and nothing else. NULL, 0: forget it, before it is unmapped. */
+int np_reader_register(np_reader *reader, void *memory, size_t bytes);
 uint32_t np_reader_in_flight(const np_reader *reader);
 
 uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli; start with 0 */
@@ -155,7 +158,7 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
 /* ---- residency (residency/) -------------------------------------------------------------------------------- */
 /* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned.
  *   from     to       by      ordering
- *   absent   loading  loader  claims the cluster; bits 0-23 say into which slot it is read
+ *   absent   loading  loader  claims the cluster; bits 0-23 say for which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
  *   loading  failed   loader  I/O error three times, or wrong checksum twice
  *   loading  absent   loader  to be read again after one of these; or after a restart (np_loader_create)
@@ -254,45 +257,58 @@ void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t valu
 int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
 
 /* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
-/* Takes cluster ids, claims their words, reads them into free slots, verifies checksums, publishes them, wakes waiters.
+/* Takes cluster ids, claims their words, reads them, verifies checksums, copies them into free slots, publishes them, wakes waiters.
  * One part of one bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots + s*slot_bytes. */
 typedef struct np_loader np_loader;
 typedef struct {
     uint64_t base_offset, stride_bytes; /* of the bundle file */
     uint64_t part_offset;               /* within a cluster */
-    uint32_t part_bytes;                /* multiple of the reader's alignment; also the slot's size */
+    uint32_t part_bytes;                /* multiple of the reader's alignment */
+    uint32_t slot_bytes;                /* of these the first, which a slot holds */
     uint32_t slot_count;
+    uint32_t demand_slots;              /* this many free slots are for demands alone */
     uint8_t *slots;
     uint32_t *words;
     uint32_t cluster_count;
     const uint32_t *checksums;          /* crc32c of each cluster's part, cluster_count entries */
 } np_loader_part;
 typedef struct {
-    uint64_t reads, bytes, checksum_failures, io_errors;
-    uint64_t refused; /* entries of rings that name no cluster or no part */
-    uint64_t dropped; /* prefetches for which there was no room */
+    uint32_t most_read_bytes; /* of one read, and of its staging buffer; at least the longer part */
+    uint32_t merge_gap_bytes; /* clusters no further apart than this are read together */
+    uint32_t prefetch_depth;  /* a guess is read only while fewer reads than this are in flight; 0: none is */
+} np_loader_reading;
+typedef struct {
+    uint64_t reads, bytes;    /* what came from flash, gaps included */
+    uint64_t checksum_failures, io_errors;
+    uint64_t refused;         /* entries of rings that name no cluster or no part */
+    uint64_t dropped;         /* prefetches for which there was no room */
+    uint64_t gap_bytes;       /* read between clusters, for nobody */
+    uint64_t waited_for_slot; /* demands that found no free slot */
     uint64_t already_there;
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
-/* Two parts: 0 gate, 1 rest. arrivals: futex word advanced after words become present or failed. Allocates; NULL when out of memory or
- * when a part contradicts itself or the reader's alignment. The reader must outlive the loader and serve nobody else; the loader
- * waits for reads in flight when it is destroyed. Words that a loader before this one left loading become absent, after a second's
- * wait: the kernel may still be writing what a dead process asked for. */
-np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, uint32_t *arrivals, uint32_t queue_capacity);
+/* Two parts: 0 gate, 1 rest, of as many clusters. arrivals: futex word advanced after words become present or failed. Allocates, staging
+ * buffers for as many reads as the reader's depth among it; NULL when out of memory or when a part contradicts itself, the
+ * reading or the reader's alignment. queue_capacity: clusters of one kind and priority that may wait; of demands and of prefetches
+ * no more than 32768. The reader must outlive the loader and serve nobody else; the loader waits for reads in flight when it
+ * is destroyed. Words that a loader before this one left loading become absent. */
+np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
+                            uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
 /* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
-/* Queue ids; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets that bit. Returns how many were taken, from the
- * first on: fewer than count when the queue of this part and priority is full. Words that are not absent are pinned if asked, and
+/* Queue ids; parts: NP_REQUEST_GATE, _REST or both, for one read; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets
+ * that bit. Returns how many were taken, from the first on: fewer than count when the queue of this kind and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
-int np_loader_request(np_loader *loader, int part, const uint32_t *ids, size_t count, int priority, uint32_t flags);
+int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);
 /* Take requests from these rings at every turn from now on, and wait for their doorbell and `asleep` word (the first ring's) in
  * np_loader_serve. Rings may hold anything: what names no cluster of the package is counted as refused, and dropped by itself; a ring
  * whose tail cannot be is emptied. A demand that finds its queue full stays in its ring. board: NULL, or where the first
- * NP_LOADER_BOARD counters of the state are stored after every turn. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
-enum { NP_LOADER_BOARD = 6 };
-int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board);
+ * NP_LOADER_BOARD counters of the state are stored after every turn. trace: NULL, or where np_loader_serve puts a span for every batch of
+ * reads, from their submission or the batch before. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
+enum { NP_LOADER_BOARD = 8 };
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board, const np_trace *trace);
 /* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be
  * read, or when a quarter of the free slots of a part that there were at the call is used, or clusters begin to wait for
  * slots; 0 after timeout_ms. Spins for at most spin_us, while reads are in flight, before it sleeps. NP_E_ARGUMENT; NP_E_IO when

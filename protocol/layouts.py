@@ -1,8 +1,7 @@
 """Where everything lies in the shared segments: pure calculation, no memory is touched.
 
-A layout is a list of fields, each an array that starts at a multiple of 64 bytes (of 4096 where flash is read into it,
-since direct I/O asks for that), after the header page. Each field says who writes it, who reads it, and what orders
-the write before the read; SPEC.md prints this table.
+A layout is a list of fields, each an array that starts at a multiple of 64 bytes, after the header page. Each field
+says who writes it, who reads it, and what orders the write before the read; SPEC.md prints this table.
 """
 
 from __future__ import annotations
@@ -23,7 +22,16 @@ BOARD_WORDS = ("pid", "incarnation")
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""
 
-BOARD_FLASH = ("reads", "bytes", "checksum_failures", "io_errors", "refused", "dropped")
+BOARD_FLASH = (
+    "reads",
+    "bytes",
+    "checksum_failures",
+    "io_errors",
+    "refused",
+    "dropped",
+    "gap_bytes",
+    "waited_for_slot",
+)
 """The 64-bit words of the board's flash line, in this order: what the loader did since it was started."""
 
 REQUEST_ENTRIES = 16384
@@ -89,16 +97,14 @@ class Fields:
     _fields: list[Field] = field(default_factory=list)
     _end_bytes: int = PAGE_BYTES
 
-    def add(
-        self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str, align: int = LINE_BYTES
-    ) -> None:
-        """Put the next field at the next multiple of `align` bytes."""
+    def add(self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str) -> None:
+        """Put the next field on the next line."""
         shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
         if min(shape) < 0:
             raise ValueError(f"{self.name}.{name}: shape {shape} is negative")
         if any(other.name == name for other in self._fields):
             raise ValueError(f"{self.name}.{name}: laid out twice")
-        offset_bytes = -(-self._end_bytes // align) * align
+        offset_bytes = -(-self._end_bytes // LINE_BYTES) * LINE_BYTES
         total_bytes = TYPE_BYTES[type]
         for length in shape:
             total_bytes *= length
@@ -133,16 +139,16 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
     return fields.layout()
 
 
-def slots(*, gate_slots: int, gate_part_bytes: int, rest_slots: int, rest_part_bytes: int) -> Layout:
-    """Neuron slots: what is resident of bundles.bin."""
+def slots(*, gate_slots: int, gate_slot_bytes: int, rest_slots: int, rest_slot_bytes: int) -> Layout:
+    """Neuron slots: what is resident of bundles.bin, of each part the bytes that are used, in whole cache lines."""
     fields = Fields(
         "slots",
         2,
         {
             "gate_slots": gate_slots,
-            "gate_part_bytes": gate_part_bytes,
+            "gate_slot_bytes": gate_slot_bytes,
             "rest_slots": rest_slots,
-            "rest_part_bytes": rest_part_bytes,
+            "rest_slot_bytes": rest_slot_bytes,
         },
     )
     for part in ("gate", "rest"):
@@ -150,11 +156,10 @@ def slots(*, gate_slots: int, gate_part_bytes: int, rest_slots: int, rest_part_b
             f"{part}_slots",
             "u8",
             f"{part}_slots",
-            f"{part}_part_bytes",
+            f"{part}_slot_bytes",
             by="loader",
             to="decode, prefill",
             ordering="the residency word becomes present (release) after the bytes are there",
-            align=PAGE_BYTES,
         )
     return fields.layout()
 
@@ -435,7 +440,7 @@ def examples() -> tuple[Layout, ...]:
     """Every layout with small lengths, for the specification and for tests."""
     return (
         fixed(file_bytes=100, predictor_bytes=50),
-        slots(gate_slots=3, gate_part_bytes=4096, rest_slots=2, rest_part_bytes=8192),
+        slots(gate_slots=3, gate_slot_bytes=2816, rest_slots=2, rest_slot_bytes=8192),
         residency(words=10, members=3),
         kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
         exchange(

@@ -24,10 +24,20 @@ BITS = (
 """Bits, name and meaning."""
 
 CHANGES = (
-    ("absent", "loading", "loader", "acquire-release compare and set; claims the cluster and a granted slot"),
+    (
+        "absent",
+        "loading",
+        "loader",
+        "release; claims the cluster and a granted slot, and nobody else changes an absent word",
+    ),
     ("loading", "present", "loader", "release, after the bytes are in the slot and match their checksum"),
     ("loading", "failed", "loader", "release, after the third I/O error or the second wrong checksum"),
-    ("loading", "absent", "loader", "release, to be read again; or as a loader starts, after its predecessor's reads"),
+    (
+        "loading",
+        "absent",
+        "loader",
+        "release, to be read again; or as a loader starts, of what its predecessor claimed",
+    ),
     ("present", "absent", "cache", "compare and set of an unreferenced, unpinned word, after no window covered it"),
     ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present word that was looked up"),
     ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes"),

@@ -39,9 +39,9 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
         ),
         layouts.slots(
             gate_slots=plan.memory.gate_slots,
-            gate_part_bytes=layout.gate_part_bytes,
+            gate_slot_bytes=manifest.gate_slot_bytes,
             rest_slots=plan.memory.rest_slots,
-            rest_part_bytes=layout.rest_part_bytes,
+            rest_slot_bytes=manifest.rest_slot_bytes,
         ),
         layouts.residency(words=manifest.words, members=len(compute.decode_workers()) + compute.prefill_threads),
         layouts.kv(

@@ -9,22 +9,16 @@ enum { ENTRY_BITS = NP_REQUEST_WORD_MASK | NP_REQUEST_GATE | NP_REQUEST_REST | N
 /* Queue one entry. Returns 0 when it is a demand for which there is no room. */
 static int take(np_loader *loader, uint32_t entry)
 {
-    const uint32_t wanted[NP_LOADER_PARTS] = {NP_REQUEST_GATE, NP_REQUEST_REST};
-    const uint32_t id = entry & NP_REQUEST_WORD_MASK;
+    const uint32_t id = entry & NP_REQUEST_WORD_MASK, parts = entry & (NP_REQUEST_GATE | NP_REQUEST_REST);
     const int prefetch = (entry & NP_REQUEST_PREFETCH) != 0;
-    const uint32_t parts = entry & (NP_REQUEST_GATE | NP_REQUEST_REST);
-    if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].facts.cluster_count ||
-        id >= loader->parts[1].facts.cluster_count) {
+    if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].facts.cluster_count) {
         loader->counters.refused++;
         return 1;
     }
-    for (int part = 0; part < NP_LOADER_PARTS; part++)
-        if ((parts & wanted[part]) && np_loader_request(loader, part, &id, 1, prefetch, 0) == 0) {
-            if (!prefetch)
-                return 0; /* the other part's entry is found settled or queued twice, which costs a look */
-            loader->counters.dropped++;
-        }
-    return 1;
+    if ((!prefetch || loader->reading.prefetch_depth) && np_loader_request(loader, (int)parts, &id, 1, prefetch, 0) == 1)
+        return 1;
+    loader->counters.dropped += (uint64_t)prefetch;
+    return prefetch;
 }
 
 void np_loader_drain(np_loader *loader)
@@ -55,7 +49,7 @@ int np_loader_is_asked(const np_loader *loader)
     return 0;
 }
 
-int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board)
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board, const np_trace *trace)
 {
     for (uint32_t i = 0; i < count; i++)
         if (!rings[i].tail || !rings[i].head || !rings[i].entries || !rings[i].asleep || rings[i].capacity == 0 ||
@@ -70,5 +64,6 @@ int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count
     loader->rings = copies;
     loader->ring_count = count;
     loader->board = board;
+    loader->trace = trace;
     return NP_OK;
 }

@@ -77,6 +77,15 @@ int np_reader_direct(const np_reader *reader) { return reader->direct; }
 uint32_t np_reader_alignment(const np_reader *reader) { return reader->alignment; }
 uint32_t np_reader_in_flight(const np_reader *reader) { return reader->in_flight; }
 
+int np_reader_register(np_reader *reader, void *memory, size_t bytes)
+{
+    if (!reader->calls->keep)
+        return 0;
+    reader->memory = memory;
+    reader->memory_bytes = bytes;
+    return reader->calls->keep(reader);
+}
+
 static void start_rest(np_reader *reader, uint32_t index)
 {
     np_request *request = &reader->requests[index];

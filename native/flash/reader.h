@@ -24,7 +24,9 @@ typedef struct {
     void (*flush)(np_reader *reader);                   /* hand queued pieces over */
     int (*take)(np_reader *reader, uint32_t *request, int32_t *result); /* 1 and a finished piece, or 0 */
     void (*wait)(np_reader *reader, int timeout_ms);    /* until there may be a piece to take; may return early */
+    void (*collect)(np_reader *reader, uint32_t least, uint32_t most_us); /* wait until so many pieces may be taken. NULL: it cannot */
     int (*watch)(np_reader *reader);                    /* from now on signal reader->event; 0 or errno */
+    int (*keep)(np_reader *reader);                     /* reader->memory is what reads go to; 1 if that helps. NULL: it never does */
 } np_reader_engine_calls;
 
 extern const np_reader_engine_calls np_engine_io_uring, np_engine_threads;
@@ -34,6 +36,8 @@ struct np_reader {
     void *engine;         /* the engine's own state */
     int file, event;      /* event: -1 until asked for */
     int direct;
+    uint8_t *memory;      /* what reads go to, if it was told: [memory_bytes] */
+    size_t memory_bytes;
     uint32_t alignment;
     uint32_t depth, in_flight;
     np_request *requests; /* [depth] */

@@ -11,19 +11,16 @@
 #include "flash/reader.h"
 #include "sync/clock.h"
 
-enum { DESCRIPTORS_MOST = 8 };
+enum {
+    DESCRIPTORS_MOST = 8,
+    BUSY_READS = 16,    /* with so many in flight the flash is busy, and half of them finishing together costs nobody time ... */
+    COLLECT_MOST = 32,
+    COLLECT_US = 200,   /* ... for at most this long, in which neither messages nor requests are seen */
+};
 
 typedef struct {
     uint32_t free, waiting;
 } stock;
-
-static uint32_t count_waiting(const np_part_state *part)
-{
-    uint32_t waiting = 0;
-    for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
-        waiting += part->queues[priority].count;
-    return waiting;
-}
 
 /* Whether the cache should hear how many slots are left. */
 static int has_moved(const np_loader *loader, const stock *before)
@@ -31,7 +28,7 @@ static int has_moved(const np_loader *loader, const stock *before)
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         const np_part_state *part = &loader->parts[i];
         const uint32_t step = before[i].free / 4 + 1;
-        if (part->free_count + step <= before[i].free || (part->free_count == 0 && count_waiting(part) > before[i].waiting))
+        if (part->free_count + step <= before[i].free || (part->free_count == 0 && np_loader_count_waiting(loader, i) > before[i].waiting))
             return 1;
     }
     return 0;
@@ -60,22 +57,30 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
 
     stock before[NP_LOADER_PARTS];
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        before[i] = (stock){loader->parts[i].free_count, count_waiting(&loader->parts[i])};
-    uint64_t now = np_clock_ns(), busy_until = now;
+        before[i] = (stock){loader->parts[i].free_count, np_loader_count_waiting(loader, i)};
+    uint64_t now = np_clock_ns(), busy_until = now, reading_since = now;
     const uint64_t end = now + (uint64_t)(timeout_ms > 0 ? timeout_ms : 0) * 1000000u;
     for (;;) {
+        const uint64_t bytes_before = loader->counters.bytes;
         const int ended = np_loader_turn(loader, 0);
+        if (loader->trace && loader->counters.bytes != bytes_before)
+            np_trace_put(loader->trace, NP_SPAN_READ, 0, (uint32_t)(loader->counters.bytes - bytes_before), 0, reading_since);
+        if (ended || np_reader_in_flight(loader->reader) == 0)
+            reading_since = np_trace_now();
         if (has_moved(loader, before))
             return 1;
         now = np_clock_ns();
         if (ended)
             busy_until = now + (uint64_t)spin_us * 1000u;
-        const int spinning = np_reader_in_flight(loader->reader) > 0 && now < busy_until;
-        if (spinning && !ended) {
+        if (!ended && np_reader_in_flight(loader->reader) > 0 && now < busy_until) {
             np_pause();
             continue;
         }
-        int wait_ms = ended || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
+        const uint32_t in_flight = np_reader_in_flight(loader->reader);
+        const int collecting = in_flight >= BUSY_READS && loader->reader->calls->collect;
+        if (collecting)
+            loader->reader->calls->collect(loader->reader, in_flight / 2 < COLLECT_MOST ? in_flight / 2 : COLLECT_MOST, COLLECT_US);
+        int wait_ms = collecting || ended || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
         if (wait_ms && first) {
             __atomic_store_n(first->asleep, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);

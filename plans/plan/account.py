@@ -66,7 +66,7 @@ def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
 
 def slot_sizes(manifest: Manifest) -> tuple[int, int]:
     """(gate, rest) bytes of a slot, as services/memory.py lays the segment out."""
-    return manifest.layout.gate_part_bytes, manifest.layout.rest_part_bytes
+    return manifest.gate_slot_bytes, manifest.rest_slot_bytes
 
 
 def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, staging_bytes: int) -> Account:

@@ -48,13 +48,13 @@ class Warm(Message):
     """From the cache: load these clusters when nothing more urgent waits.
 
     generation: that of the last `Reset`
-    part: 0 gate, 1 rest
+    parts: 1 gate, 2 rest, 3 both, in one read
     clusters: residency word indices, little-endian uint32
     pinned: whether they are never to be evicted
     """
 
     generation: int
-    part: Part
+    parts: Literal[1, 2, 3]
     clusters: bytes
     pinned: bool = False
 

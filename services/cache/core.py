@@ -35,19 +35,44 @@ class Region:
         """Whether nothing is ever evicted."""
         return self.slots >= self.words
 
-    def pinned_words(self) -> array[int]:
-        """Clusters that stay for good: the first of each layer, where the converter puts the hottest."""
+    @property
+    def warm_per_layer(self) -> int:
+        """Clusters of each layer worth loading before anybody asks, the pinned ones among them: the first, where the
+        converter puts the hottest."""
         layers = self.words // self.clusters_per_layer
-        first = range(min(self.pinned_per_layer, self.clusters_per_layer))
-        return array("I", (layer * self.clusters_per_layer + n for layer in range(layers) for n in first))
+        pinned = min(self.pinned_per_layer, self.clusters_per_layer)
+        room = self.slots - self.stock - layers * pinned
+        return min(self.clusters_per_layer, pinned + max(0, room) // layers)
 
-    def warm_words(self) -> array[int]:
-        """Clusters worth loading before anybody asks, beyond the pinned ones: the next of each layer, evenly."""
-        layers = self.words // self.clusters_per_layer
-        room = self.slots - self.stock - len(self.pinned_words())
-        end = min(self.clusters_per_layer, self.pinned_per_layer + max(0, room) // layers)
-        rest = range(self.pinned_per_layer, end)
-        return array("I", (layer * self.clusters_per_layer + n for layer in range(layers) for n in rest))
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """Clusters to load when nothing more urgent waits. parts: 1 gate, 2 rest, 3 both."""
+
+    parts: Literal[1, 2, 3]
+    words: array[int]
+    pinned: bool
+
+
+def warm_ups(gate: Region, rest: Region) -> Iterator[WarmUp]:
+    """What to load at the start, pinned clusters first. Clusters of which both parts are wanted are asked for together:
+    their bytes are neighbours, and the file is read from end to end once."""
+    pinned = [min(one.pinned_per_layer, one.clusters_per_layer) for one in (gate, rest)]
+    warm = [gate.warm_per_layer, rest.warm_per_layer]
+    for starts, ends, keep in (((0, 0), pinned, True), (pinned, warm, False)):
+        both = max(starts), min(ends)
+        ranges: tuple[tuple[Literal[1, 2, 3], range], ...] = (
+            (3, range(*both)),
+            (1, range(starts[0], min(ends[0], both[0]))),
+            (1, range(max(starts[0], both[1]), ends[0])),
+            (2, range(starts[1], min(ends[1], both[0]))),
+            (2, range(max(starts[1], both[1]), ends[1])),
+        )
+        for parts, wanted in ranges:
+            if wanted:
+                layers = range(0, gate.words, gate.clusters_per_layer)
+                words = array("I", (first + n for first in layers for n in wanted))
+                yield WarmUp(parts=parts, words=words, pinned=keep)
 
 
 class FreeSlots:

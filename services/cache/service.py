@@ -18,7 +18,7 @@ from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, Stock
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.services import trace
-from neuronpipe.services.cache.core import FreeSlots, Region, packed
+from neuronpipe.services.cache.core import FreeSlots, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.parts import GATE, REST
@@ -116,16 +116,16 @@ class CacheService:
             state, slot = lib.NP_WORD_STATE_MASK, lib.NP_WORD_SLOT_MASK
             region.restart(word & slot for word in words if word & state == lib.NP_WORD_PRESENT)
         self._feed(Stock(generation=self._generation, gate_free=0, rest_free=0))
-        for region in self._regions:
-            self._warm(region.region)
+        for warm in warm_ups(self._regions[GATE].region, self._regions[REST].region):
+            self._warm(warm)
         self._service.become_available()
 
-    def _warm(self, region: Region) -> None:
-        for words, pinned in ((region.pinned_words(), True), (region.warm_words(), False)):
-            if words:
-                self._grant(region.part, self._regions[region.part].take(len(words)))
-                for piece in packed(words):
-                    self._link.send(Warm(generation=self._generation, part=region.part, clusters=piece, pinned=pinned))
+    def _warm(self, warm: WarmUp) -> None:
+        for part, bit in ((GATE, 1), (REST, 2)):
+            if warm.parts & bit:
+                self._grant(part, self._regions[part].take(len(warm.words)))
+        for piece in packed(warm.words):
+            self._link.send(Warm(generation=self._generation, parts=warm.parts, clusters=piece, pinned=warm.pinned))
 
     def _feed(self, stock: Stock) -> None:
         """Bring the loader's stock up to what the plan wants, and to what is waiting."""

@@ -25,6 +25,7 @@ from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.parts import GATE, REST, WARM_UP
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.service import Service
+from neuronpipe.services.trace import Trace
 
 UNKNOWN_GENERATION_MS = 50
 SPIN_US = 0  # cores are for the workers; an interrupt tells of a read
@@ -46,7 +47,17 @@ class Core:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
         table = array("I", job.package.checksums())
         self._keep: list[Any] = [array("I", table[0::2]), array("I", table[1::2])]
-        layout = manifest.layout
+        layout, slots = manifest.layout, job.plan.memory
+        described = (
+            (0, layout.gate_part_bytes, manifest.gate_slot_bytes, slots.gate_slots, flash.stock_gates),
+            (
+                layout.gate_part_bytes,
+                layout.rest_part_bytes,
+                manifest.rest_slot_bytes,
+                slots.rest_slots,
+                flash.stock_rests,
+            ),
+        )
         parts = ffi.new(
             "np_loader_part[2]",
             [
@@ -55,49 +66,44 @@ class Core:
                     "stride_bytes": layout.cluster_stride_bytes,
                     "part_offset": part_offset,
                     "part_bytes": part_bytes,
+                    "slot_bytes": slot_bytes,
                     "slot_count": slot_count,
-                    "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", slots))),
-                    "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", words))),
+                    "demand_slots": stock // 4 if slot_count < manifest.words else 0,
+                    "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),
+                    "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_words"))),
                     "cluster_count": manifest.words,
                     "checksums": ffi.cast("uint32_t *", ffi.from_buffer(checksums)),
                 }
-                for part_offset, part_bytes, slot_count, slots, words, checksums in (
-                    (0, layout.gate_part_bytes, job.plan.memory.gate_slots, "gate_slots", "gate_words", self._keep[0]),
-                    (
-                        layout.gate_part_bytes,
-                        layout.rest_part_bytes,
-                        job.plan.memory.rest_slots,
-                        "rest_slots",
-                        "rest_words",
-                        self._keep[1],
-                    ),
+                for name, checksums, (part_offset, part_bytes, slot_bytes, slot_count, stock) in zip(
+                    ("gate", "rest"), self._keep, described, strict=True
                 )
             ],
         )
+        reading = ffi.new("np_loader_reading *", [flash.most_read_bytes, flash.merge_gap_bytes, flash.prefetch_depth])
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
         self._keep += [parts, memory]
-        self._loader = lib.np_loader_create(self._reader, parts, arrivals, manifest.words + 64)
+        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, manifest.words + 64)
         if self._loader == ffi.NULL:
             raise UserError(
                 f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
             )
-        self._attach(memory, job.doorbell)
+        self._attach(memory, job.doorbell, Trace.of(job, memory))
         self._state = ffi.new("np_loader_state *")
 
-    def _attach(self, memory: RunMemory, doorbell: Path) -> None:
+    def _attach(self, memory: RunMemory, doorbell: Path, trace: Trace) -> None:
         """Let the native loader take requests from the members' rings."""
         rings = Rings(memory, doorbell)
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
         members = ffi.new("np_requests[]", [rings.of(member)[0] for member in range(rings.members)])
-        self._keep += [rings, board]
-        if lib.np_loader_attach(self._loader, members, rings.members, board) < 0:
+        self._keep += [rings, board, trace]
+        if lib.np_loader_attach(self._loader, members, rings.members, board, trace.native) < 0:
             raise MemoryError("the loader's list of rings could not be allocated")
 
-    def request(self, part: int, clusters: bytes, priority: int, flags: int = 0) -> None:
-        """Queue clusters; those that are there or on their way are passed over."""
+    def request(self, parts: int, clusters: bytes, priority: int, flags: int = 0) -> None:
+        """Queue these parts of clusters; what is there or on its way is passed over."""
         count = len(clusters) // 4
         taken = lib.np_loader_request(
-            self._loader, part, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags
+            self._loader, parts, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags
         )
         if taken < 0:
             log.error("a message named clusters outside the package; dropped")
@@ -183,7 +189,8 @@ class LoaderService:
             self._core.grant(message.part, message.slots)
             self._granted[message.part] += len(message.slots) // 4
         elif isinstance(message, Warm):
-            self._core.request(message.part, message.clusters, WARM_UP, lib.NP_WORD_PINNED if message.pinned else 0)
+            parts = message.parts * lib.NP_REQUEST_GATE  # the bits of a request, in the same order
+            self._core.request(parts, message.clusters, WARM_UP, lib.NP_WORD_PINNED if message.pinned else 0)
 
     def _tell(self, message: Message) -> None:
         try:

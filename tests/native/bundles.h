@@ -20,6 +20,8 @@ enum {
 };
 
 static const uint32_t part_bytes[2] = {GATE_BYTES, REST_BYTES};
+static const uint32_t slot_bytes[2] = {GATE_BYTES - 1280, REST_BYTES}; /* a slot need not be whole pages, nor aligned to them */
+static const np_loader_reading apart = {.most_read_bytes = STRIDE, .prefetch_depth = DEPTH};
 static char path[64];
 static int file;
 static uint8_t *file_bytes;
@@ -48,7 +50,7 @@ static inline void write_bundles(void)
     REQUIRE(pwrite(file, file_bytes, bytes, 0) == (ssize_t)bytes);
     REQUIRE(fsync(file) == 0);
     for (int part = 0; part < 2; part++) {
-        slots[part] = aligned_alloc(4096, (size_t)SLOTS * part_bytes[part]);
+        slots[part] = aligned_alloc(64, (size_t)SLOTS * slot_bytes[part]);
         for (uint32_t id = 0; id < CLUSTERS; id++)
             checksums[part][id] = np_crc32c(0, part_of_file(part, id), part_bytes[part]);
     }
@@ -62,6 +64,7 @@ static inline void describe(np_loader_part *parts)
             .stride_bytes = STRIDE,
             .part_offset = part ? GATE_BYTES : 0,
             .part_bytes = part_bytes[part],
+            .slot_bytes = slot_bytes[part],
             .slot_count = SLOTS,
             .slots = slots[part],
             .words = words[part],
@@ -72,7 +75,7 @@ static inline void describe(np_loader_part *parts)
 
 static np_reader *reader;
 
-static inline np_loader *start(const char *engine)
+static inline np_loader *start_reading(const char *engine, const np_loader_reading *reading)
 {
     int error = 0;
     memset(words, 0, sizeof words);
@@ -80,9 +83,15 @@ static inline np_loader *start(const char *engine)
     REQUIRE(reader != NULL);
     np_loader_part parts[2];
     describe(parts);
-    np_loader *loader = np_loader_create(reader, parts, &arrivals, QUEUE);
+    np_loader *loader = np_loader_create(reader, parts, reading, &arrivals, QUEUE);
     REQUIRE(loader != NULL);
     return loader;
+}
+
+/* Every part in a read of its own. */
+static inline np_loader *start(const char *engine)
+{
+    return start_reading(engine, &apart);
 }
 
 static inline void stop(np_loader *loader)
@@ -118,7 +127,7 @@ static inline void require_present(int part, uint32_t id)
     REQUIRE_EQUAL(words[part][id] & NP_WORD_STATE_MASK, NP_WORD_PRESENT);
     const uint32_t slot = words[part][id] & NP_WORD_SLOT_MASK;
     REQUIRE(slot < SLOTS);
-    REQUIRE(memcmp(slots[part] + (size_t)slot * part_bytes[part], part_of_file(part, id), part_bytes[part]) == 0);
+    REQUIRE(memcmp(slots[part] + (size_t)slot * slot_bytes[part], part_of_file(part, id), slot_bytes[part]) == 0);
 }
 
 static inline void remove_bundles(void)

@@ -23,7 +23,7 @@ static np_loader *start_with_rings(const char *engine)
     memcpy(seen, rings, sizeof rings);
     seen[0].doorbell = doorbell[0]; /* a pipe has two ends; a FIFO's descriptor is both */
     np_loader *loader = start(engine);
-    REQUIRE_EQUAL(np_loader_attach(loader, seen, MEMBERS, board), NP_OK);
+    REQUIRE_EQUAL(np_loader_attach(loader, seen, MEMBERS, board, NULL), NP_OK);
     return loader;
 }
 
@@ -106,7 +106,7 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
     for (uint32_t i = 0; i < QUEUE; i++)
         ids[i] = i;
     for (int priority = 0; priority < 2; priority++)
-        REQUIRE_EQUAL(np_loader_request(loader, 0, ids, QUEUE, priority, 0), QUEUE);
+        REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, QUEUE, priority, 0), QUEUE);
     put(0, 80 | NP_REQUEST_GATE | NP_REQUEST_PREFETCH);
     put(0, 81 | NP_REQUEST_GATE);
     put(1, 82 | NP_REQUEST_REST); /* another queue, another ring */
@@ -128,10 +128,10 @@ static void test_attaching_refuses_rings_that_cannot_be(void)
     np_loader *loader = start("threads");
     np_requests bad = rings[0];
     bad.capacity = 3;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL), NP_E_ARGUMENT);
     bad = rings[0];
     bad.tail = NULL;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL), NP_E_ARGUMENT);
     const int32_t many[9] = {0};
     REQUIRE_EQUAL(np_loader_serve(loader, many, 9, 0, 0), NP_E_ARGUMENT);
     stop(loader);

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from array import array
+from typing import Literal
 
+from hypothesis import given
+from hypothesis import strategies as st
 from neuronpipe.protocol.codec import MAX_FRAME_BYTES
-from neuronpipe.services.cache.core import FreeSlots, Region, packed
+from neuronpipe.services.cache.core import FreeSlots, Region, packed, warm_ups
 
 
-def region(slots: int, stock: int = 2, pinned: int = 1) -> Region:
-    return Region(part=0, slots=slots, stock=stock, words=12, clusters_per_layer=4, pinned_per_layer=pinned)
+def region(slots: int, stock: int = 2, pinned: int = 1, part: Literal[0, 1] = 0) -> Region:
+    return Region(part=part, slots=slots, stock=stock, words=12, clusters_per_layer=4, pinned_per_layer=pinned)
 
 
 def nothing_to_evict(want: int) -> array[int]:
     raise AssertionError(f"asked to evict {want}")
 
 
-def test_pinned_and_warm_clusters_are_the_first_of_each_layer_and_leave_the_stock_free() -> None:
-    r = region(slots=9)
-    assert list(r.pinned_words()) == [0, 4, 8]
-    assert list(r.warm_words()) == [1, 5, 9]
-    assert len(r.pinned_words()) + len(r.warm_words()) + r.stock <= r.slots
+def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free() -> None:
+    gate, rest = region(slots=9), region(slots=9, part=1)
+    first, second = warm_ups(gate, rest)
+    assert (first.parts, first.pinned, list(first.words)) == (3, True, [0, 4, 8])
+    assert (second.parts, second.pinned, list(second.words)) == (3, False, [1, 5, 9])
+    assert len(first.words) + len(second.words) + gate.stock <= gate.slots
+
+
+@given(*[st.builds(region, slots=st.integers(2, 14), pinned=st.integers(0, 3), part=st.just(part)) for part in (0, 1)])
+def test_every_part_worth_having_is_asked_for_once_and_pairs_together(gate: Region, rest: Region) -> None:
+    asked: list[list[tuple[int, bool]]] = [[], []]
+    together = set()
+    for warm in warm_ups(gate, rest):
+        for part in (0, 1):
+            if warm.parts & 1 << part:
+                asked[part] += [(word, warm.pinned) for word in warm.words]
+        if warm.parts == 3:
+            together |= {(word, warm.pinned) for word in warm.words}
+    for part, one in enumerate((gate, rest)):
+        wanted = [
+            (layer * 4 + n, n < one.pinned_per_layer)
+            for layer in range(3)
+            for n in range(max(one.warm_per_layer, one.pinned_per_layer))
+        ]
+        assert sorted(asked[part]) == sorted(wanted)
+    assert together == set(asked[0]) & set(asked[1])
 
 
 def test_after_a_reset_a_slot_is_either_named_by_a_word_or_free() -> None:
@@ -59,10 +84,10 @@ def test_the_bookkeeping_takes_about_five_bytes_per_slot() -> None:
     tracemalloc.start()
     slots = FreeSlots(whole)
     slots.restart(used=range(0, count, 7))
-    words = whole.pinned_words()
+    (warm,) = warm_ups(whole, dataclasses.replace(whole, part=1))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(words) == count
+    assert len(warm.words) == count
     assert peak_bytes < 12 * count  # four for the words, five for the slots, and what an array grows ahead
 
 

@@ -37,11 +37,11 @@ def test_fields_start_on_lines_and_do_not_overlap(layout: Layout) -> None:
     assert layout.total_bytes % PAGE_BYTES == 0
 
 
-def test_slots_start_where_direct_reads_may_go() -> None:
-    layout = layouts.slots(gate_slots=3, gate_part_bytes=4096, rest_slots=5, rest_part_bytes=12288)
-    assert [field.offset_bytes % 4096 for field in layout.fields] == [0, 0]
-    assert layout["rest_slots"].offset_bytes == 4096 + 3 * 4096
-    assert layout.total_bytes == 4096 + 3 * 4096 + 5 * 12288
+def test_slots_lie_one_after_the_other() -> None:
+    layout = layouts.slots(gate_slots=3, gate_slot_bytes=2816, rest_slots=5, rest_slot_bytes=12288)
+    assert layout["gate_slots"].total_bytes == 3 * 2816
+    assert layout["rest_slots"].offset_bytes == 4096 + 3 * 2816
+    assert layout.total_bytes == 4096 * -(-(4096 + 3 * 2816 + 5 * 12288) // 4096)
 
 
 def test_a_fingerprint_tells_layouts_apart() -> None:

@@ -14,6 +14,8 @@ from neuronpipe.native import ffi, lib
 PAGE = 4096
 CLUSTERS = 20
 PART_BYTES = (PAGE, 2 * PAGE)
+PARTS = (lib.NP_REQUEST_GATE, lib.NP_REQUEST_REST)
+READING = ffi.new("np_loader_reading *", {"most_read_bytes": 3 * PAGE, "prefetch_depth": 8})
 STRIDE = sum(PART_BYTES)
 SLOTS = 16
 
@@ -60,6 +62,7 @@ class Loading:
             [
                 {
                     "base_offset": 0, "stride_bytes": STRIDE, "part_offset": part * PAGE, "part_bytes": size,
+                    "slot_bytes": size,
                     "slot_count": SLOTS, "slots": self.slots[part], "words": self.words[part],
                     "cluster_count": CLUSTERS, "checksums": ffi.from_buffer("uint32_t[]", self.checksums[part]),
                 }
@@ -67,7 +70,7 @@ class Loading:
             ],
         )  # fmt: skip
         self.arrivals = ffi.new("uint32_t *")
-        self.core = lib.np_loader_create(reader, parts, self.arrivals, 64)
+        self.core = lib.np_loader_create(reader, parts, READING, self.arrivals, 64)
         assert self.core != ffi.NULL
 
     def expected(self, part: int, cluster: int) -> bytes:
@@ -99,7 +102,7 @@ def loading(reader: Any, bundles: Path) -> Iterator[Loading]:
 def test_clusters_arrive_whole_and_are_announced(loading: Loading) -> None:
     for part in range(2):
         assert lib.np_loader_grant(loading.core, part, list(range(SLOTS)), SLOTS) == SLOTS
-        assert lib.np_loader_request(loading.core, part, [17, 4, 9, 4], 4, part, 0) == 4
+        assert lib.np_loader_request(loading.core, PARTS[part], [17, 4, 9, 4], 4, part, 0) == 4
     state = loading.finish()
     assert (state.reads, state.bytes, state.already_there) == (6, 3 * STRIDE, 2)
     assert loading.arrivals[0] > 0
@@ -111,7 +114,7 @@ def test_clusters_arrive_whole_and_are_announced(loading: Loading) -> None:
 def test_damage_is_found(loading: Loading) -> None:
     loading.checksums[1][6] ^= 1
     lib.np_loader_grant(loading.core, 1, [3], 1)
-    lib.np_loader_request(loading.core, 1, [6], 1, 0, 0)
+    lib.np_loader_request(loading.core, PARTS[1], [6], 1, 0, 0)
     state = loading.finish()
     assert loading.words[1][6] == lib.NP_WORD_FAILED
     assert (state.checksum_failures, state.free_slots[1]) == (2, 1)  # it was read twice
@@ -120,7 +123,7 @@ def test_damage_is_found(loading: Loading) -> None:
 def test_the_event_descriptor_tells_of_completions(loading: Loading, reader: Any) -> None:
     descriptor = lib.np_reader_event_fd(reader)
     lib.np_loader_grant(loading.core, 0, [0], 1)
-    lib.np_loader_request(loading.core, 0, [2], 1, 0, 0)
+    lib.np_loader_request(loading.core, PARTS[0], [2], 1, 0, 0)
     ended = lib.np_loader_turn(loading.core, 0)
     while not ended:
         assert select.select([descriptor], [], [], 20)[0]
