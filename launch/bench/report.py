@@ -21,7 +21,7 @@ def render(rows: Sequence[Row]) -> str:
     head = f"{first['model']}, {show_bytes(first['model_bytes'])} on flash, {first['quantization']}"
     if first["workload"] is not None:
         head += f", workload {first['workload']}"
-    speeds = _table(
+    speeds = table(
         ("test", "mode", "workers", "feed-forward", "memory: limit", "peak", "tokens/s", "least .. most"),
         (
             (
@@ -41,7 +41,7 @@ def render(rows: Sequence[Row]) -> str:
     lines = [(what, *(show(row) for row in rows)) for what, show in _WHERE]
     lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
     repetitions = f"Medians of {first['repetitions']}, after a warm-up."
-    return f"{head}\n\n{speeds}\n{_table(('where the time went', *names), lines)}\n{repetitions}\n"
+    return f"{head}\n\n{speeds}\n{table(('where the time went', *names), lines)}\n{repetitions}\n"
 
 
 def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
@@ -53,7 +53,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
                 lines.append((row["test"], row["mode"], *(_ratio(show(row), show(old)) for _, show in _RATIOS)))
     if not lines:
         return f"{file} has none of these tests in this mode and workload.\n"
-    return f"Against {file}, new / old:\n\n{_table(('test', 'mode', *(name for name, _ in _RATIOS)), lines)}"
+    return f"Against {file}, new / old:\n\n{table(('test', 'mode', *(name for name, _ in _RATIOS)), lines)}"
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -127,7 +127,7 @@ def _ratio(new: float | None, old: float | None) -> str:
     return "-" if not new or not old else f"{new / old:.2f}"
 
 
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first one to the left, figures to the right."""
     cells = [tuple(heads), *map(tuple, lines)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(heads))]

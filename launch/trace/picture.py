@@ -104,8 +104,10 @@ def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int
     for n, row in enumerate(rows):
         row_y = top + n * (ROW + GAP)
         _text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
-        for span, lane, lanes in _lanes([span for span in row.spans if window.shows(span)]):
-            _span(svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes)
+        placed = list(_lanes([span for span in row.spans if window.shows(span)]))
+        for (span, lane, lanes), after in zip(placed, [*placed[1:], None], strict=True):
+            whole = after is None or after[0].start_ns >= span.end_ns  # nothing is drawn over it
+            _span(svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes, named=whole and lanes == 1)
         _shares(svg, row, window, row_y)
     _step_marks(svg, rows, window, scale, top, bottom)
     return bottom + FOOT
@@ -136,7 +138,9 @@ def _is_whole(span: Span) -> bool:
     return span.kind in (NUMBER["step"], NUMBER["await"])
 
 
-def _span(svg: ElementTree.Element, span: Span, window: Window, scale: float, y: float, height: float) -> None:
+def _span(
+    svg: ElementTree.Element, span: Span, window: Window, scale: float, y: float, height: float, *, named: bool
+) -> None:
     group = _GROUP.get(span.kind)
     from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
     x, width = LEFT + (from_ns - window.from_ns) * scale, (to_ns - from_ns) * scale
@@ -153,7 +157,7 @@ def _span(svg: ElementTree.Element, span: Span, window: Window, scale: float, y:
         },
     )
     name = _NAME.get(span.kind, str(span.kind))
-    if height == ROW and not _is_whole(span) and width > 16 + 6.6 * len(name):
+    if named and not _is_whole(span) and width > 16 + 6.6 * len(name):
         ink = "#ffffff" if group is None or group.works else INK
         _text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
     tip = ElementTree.SubElement(rect, "title")
@@ -164,21 +168,16 @@ def _span(svg: ElementTree.Element, span: Span, window: Window, scale: float, y:
 
 
 def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> None:
-    """To the right of a row: how much of the time it worked, and what it waited for."""
-    took: dict[str, int] = {}
-    for span in row.spans:
-        group = _GROUP.get(span.kind)
-        if group is not None and window.shows(span) and not _is_whole(span):
-            name = "working" if group.works else group.label.removeprefix("waiting for ")
-            if span.kind == NUMBER["read"]:
-                name = "reading"
-            took[name] = took.get(name, 0) + min(span.end_ns, window.to_ns) - max(span.start_ns, window.from_ns)
-    if "reading" in took:
-        took["reading"] = _covered_ns([s for s in row.spans if s.kind == NUMBER["read"]], window)
-    words = {name: f"{name} {_percent(ns / window.ns)}" for name, ns in took.items() if ns / window.ns >= 0.0005}
-    works = [text for name, text in words.items() if name in ("working", "reading")]
-    waits = [text for name, text in words.items() if name not in ("working", "reading")]
-    lines = [", ".join(works)] * bool(works) + ["waits: " + ", ".join(waits)] * bool(waits)
+    """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
+    spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in _GROUP]
+    waits = [span for span in spans if not _GROUP[span.kind].works]
+    works_ns = _covered_ns(spans, window) - _covered_ns(waits, window)
+    lines = [f"{'reading' if row.role == 'loader' else 'working'} {_percent(works_ns / window.ns)}"]
+    words = []
+    for kind, name in ((NUMBER["flash"], "flash"), (NUMBER["meet"], "members")):
+        ns = _covered_ns([span for span in waits if span.kind == kind], window)
+        words += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
+    lines += ["waits: " + ", ".join(words)] * bool(words)
     for n, text in enumerate(lines):
         _text(svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT)
 
