@@ -6,6 +6,7 @@ pale, so that what is dark is work.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ class Group:
     kinds: tuple[str, ...]
     colour: str
     works: bool = True
+
+    @property
+    def dark(self) -> bool:
+        """Whether white letters on it are easier to read than black ones: by its lightness as sRGB weighs it."""
+        red, green, blue = (int(self.colour[n : n + 2], 16) for n in (1, 3, 5))
+        return 0.299 * red + 0.587 * green + 0.114 * blue < 120
 
 
 GROUPS = (
@@ -105,7 +112,7 @@ def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int
         row_y = top + n * (ROW + GAP)
         _text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
         placed = list(_lanes([span for span in row.spans if window.shows(span)]))
-        for (span, lane, lanes), after in zip(placed, [*placed[1:], None], strict=True):
+        for (span, lane, lanes), after in itertools.zip_longest(placed, placed[1:]):
             whole = after is None or after[0].start_ns >= span.end_ns  # nothing is drawn over it
             _span(svg, span, window, scale, row_y + lane * ROW / lanes, ROW / lanes, named=whole and lanes == 1)
         _shares(svg, row, window, row_y)
@@ -158,7 +165,7 @@ def _span(
     )
     name = _NAME.get(span.kind, str(span.kind))
     if named and not _is_whole(span) and width > 16 + 6.6 * len(name):
-        ink = "#ffffff" if group is None or group.works else INK
+        ink = "#ffffff" if group is None or group.dark else INK
         _text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
     tip = ElementTree.SubElement(rect, "title")
     tip.text = (

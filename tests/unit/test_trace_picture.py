@@ -84,6 +84,13 @@ def test_a_picture_is_well_formed_and_reading_stands_under_computing() -> None:
         assert rect.find(f"{SVG}title") is None or x + width <= WIDTH - RIGHT + 0.6
 
 
+def test_a_process_that_did_nothing_in_the_layers_shown_has_an_empty_row_there() -> None:
+    rows = a_run()
+    rows[1].spans.append(Span(1030 * MS, 1030 * MS + 5, NUMBER["evict"], 0, 3, 0))
+    svg = ElementTree.fromstring(draw(rows, "t"))
+    assert [text.text for text in svg.iter(f"{SVG}text")].count("cache.0") == 2
+
+
 def test_reads_that_overlap_lie_side_by_side() -> None:
     svg = ElementTree.fromstring(draw(a_run(), "t"))
     reads = [r for r in svg.iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None and "read" in (t.text or "")]
