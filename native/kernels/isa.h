@@ -61,6 +61,7 @@ extern const np_isa np_isa_scalar;
 extern const np_isa np_isa_avx2, np_isa_avx512;
 np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4;
 np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4;
+np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)
