@@ -118,6 +118,7 @@ class Bench:
             "tokens_per_s_least": min(rates),
             "tokens_per_s_most": max(rates),
             "tbt_ms": {f"p{share}": _quantile(gaps, share) for share in (50, 90, 99)},
+            "tbt_most_ms": max(gaps, default=None),
             "dram_bytes_per_token": moved.dram_bytes / tokens,
             "dram_limit_fraction": None if dram_s is None else 1000 * dram_s / time_ms,
             "flash_bytes_per_token": moved.flash_bytes / tokens,

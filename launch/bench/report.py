@@ -109,6 +109,7 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("  waiting for other members", _share_of("meeting_share")),
     ("  messages and Python", _share_of("message_share")),
     ("time between tokens, ms, p50 / p90 / p99", _times),
+    ("  the longest", _number_of("tbt_most_ms", "{:.2f}")),
     ("first token of the first request, ms", _number_of("first_token_ms", "{:.1f}")),
     ("first tokens of it, tokens/s", _number_of("first_tokens_per_s", "{:.1f}")),
     ("energy per token, J", _number_of("joules_per_token", "{:.3f}")),
