@@ -53,6 +53,16 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const void *activations, size_t activation_stride_bytes, size_t tokens,
                  const float *bias, float *out, size_t out_stride);
 
+/* Many tokens at once: activations packed once for all rows that they meet. A panel serves rows of the type and n it was prepared for,
+ * under the instruction set in use then. 64-byte aligned buffers of np_panel_bytes, which is 0 where np_quant_bytes is. */
+size_t np_panel_bytes(int type, size_t n, size_t tokens);
+void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
+
+/* out[t*out_stride + r] as np_dot_rows gives it, with the same bits, for rows that lie anywhere and all tokens of the panel. Threads
+ * may share a panel. Takes 100 KiB of stack. Worth it from about 16 tokens on. */
+void np_dot_panel(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, const void *panel,
+                  size_t tokens, const float *bias, float *out, size_t out_stride);
+
 /* y[j] += a * w[j] for the n weights of one row. */
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 

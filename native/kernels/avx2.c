@@ -87,5 +87,6 @@ const np_isa np_isa_avx2 = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    NULL,
 };
 #endif

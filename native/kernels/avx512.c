@@ -43,5 +43,6 @@ const np_isa np_isa_avx512 = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    &np_avx512_panel,
 };
 #endif

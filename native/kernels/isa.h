@@ -42,6 +42,14 @@ typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += a[r] * w[r][j] for each row in turn. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
+/* Rows of q8 or q4 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */
+typedef struct {
+    size_t most_columns; /* n beyond this goes without a panel of its own */
+    size_t (*bytes)(size_t n, size_t tokens);
+    void (*prepare)(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint8_t *panel);
+    void (*dot)(int type, const np_dot_job *job);
+} np_panel_kernel;
+
 typedef struct {
     const char *name;
     int (*runs_here)(void);
@@ -51,6 +59,7 @@ typedef struct {
     float (*softmax_weights)(float *scores, size_t count); /* x -> exp(x - max); returns their sum */
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *out);
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
+    const np_panel_kernel *panel; /* NULL: through dot_rows */
 } np_isa;
 
 /* The one in use. Aborts with a message when NEURONPIPE_ISA names one that this machine lacks. */
@@ -62,6 +71,7 @@ extern const np_isa np_isa_avx2, np_isa_avx512;
 np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4;
 np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
+extern const np_panel_kernel np_avx512_panel;
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)

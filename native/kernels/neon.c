@@ -84,6 +84,7 @@ const np_isa np_isa_neon = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    NULL,
 };
 
 const np_isa np_isa_dotprod = {
@@ -95,5 +96,6 @@ const np_isa np_isa_dotprod = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    NULL,
 };
 #endif

@@ -94,5 +94,13 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
 static int runs_here(void) { return 1; }
 
 const np_isa np_isa_scalar = {
-    "scalar", runs_here, {dot_f16, dot_q8, dot_q4}, {add_f16, add_q8, add_q4}, prepare, softmax_weights, f32_to_f16, f16_to_f32,
+    "scalar",
+    runs_here,
+    {dot_f16, dot_q8, dot_q4},
+    {add_f16, add_q8, add_q4},
+    prepare,
+    softmax_weights,
+    f32_to_f16,
+    f16_to_f32,
+    NULL,
 };

@@ -1,0 +1,201 @@
+/* AVX-512 with VNNI: q8 and q4 rows times a panel of many tokens, with the bits of np_dot_rows.
+ *
+ * Tokens lie across the lanes: a register is 4 columns of 16 tokens, and a weight is broadcast to all of them. dpbusd wants one side
+ * unsigned: activations plus 128; 128 times the group's sum of weights is where its integer starts. q4 rows are unpacked to bytes,
+ * a block of rows at a time, and go the same way.
+ *
+ * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are visited
+ * one remainder after the other, in the order in which the tree takes them up, and panel and rows are laid out in that order.
+ *
+ *   panel, for each tile of 32 tokens    bytes
+ *   quants [groups][8][32][4]            1024 for each group: 8 times 4 columns of each token
+ *   scales [groups][32]                  128 for each group, float32 */
+#include "kernels/activation.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+enum {
+    TILE = 32,                 /* tokens: two registers */
+    STEPS = NP_GROUP / 4,      /* of four columns */
+    FOUR = 4,                  /* rows that share the loads of a tile */
+    BLOCK_ROWS = 16,           /* at most, unpacked at a time */
+    BLOCK_COLUMNS = 64 << 10,  /* of all these rows together: what the second cache holds beside a tile, and a stack bears */
+    BLOCK_GROUPS = BLOCK_COLUMNS / NP_GROUP,
+    TILE_GROUP_BYTES = TILE * NP_GROUP + TILE * 4,
+    LEVELS = 5
+};
+
+/* Unpacked rows, in fours: groups in the order of visits, of each group its columns of four rows. */
+typedef struct {
+    int8_t quants[BLOCK_COLUMNS];
+    int32_t start[BLOCK_GROUPS]; /* -128 times the group's sum */
+    float scales[BLOCK_GROUPS];
+} row_block;
+
+/* Sums that wait for their other half, [level][row][token]. */
+typedef struct {
+    float sums[LEVELS][BLOCK_ROWS][TILE];
+} sum_tree;
+
+/* The groups with one remainder modulo 16, by visit: how many before, how many. */
+typedef struct {
+    size_t first[16], count[16], first_of_remainder[16];
+} visits;
+
+static visits visits_of(size_t groups) {
+    static const uint8_t order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
+    visits v;
+    size_t first = 0;
+    for (int i = 0; i < 16; i++) {
+        const size_t count = (groups + 15 - order[i]) / 16;
+        v.first[i] = v.first_of_remainder[order[i]] = first;
+        v.count[i] = count;
+        first += count;
+    }
+    return v;
+}
+
+static size_t place_of(const visits *v, size_t group) { return v->first_of_remainder[group % 16] + group / 16; }
+
+static size_t tile_bytes(size_t n) { return n / NP_GROUP * TILE_GROUP_BYTES; }
+
+static size_t panel_bytes(size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(n); }
+
+static void panel_prepare(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint8_t *panel) {
+    const size_t groups = n / NP_GROUP;
+    const visits v = visits_of(groups);
+    for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(n)) {
+        float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP);
+        for (size_t t = 0; t < TILE; t++) {
+            const int there = from + t < tokens;
+            const np_activation x = np_activation_at(activations + (there ? from + t : from) * stride, n);
+            for (size_t g = 0; g < groups; g++) {
+                const int8_t *low = x.quants + (type == NP_Q4 ? np_q4_place(g) : g * NP_GROUP), *high = low + (type == NP_Q4 ? 64 : 16);
+                const size_t place = place_of(&v, g);
+                uint8_t *to = panel + place * TILE * NP_GROUP + 4 * t;
+                for (size_t step = 0; step < STEPS; step++, to += 4 * TILE) {
+                    uint32_t four = 0;
+                    if (there) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
+                    four ^= 0x80808080u; /* plus 128 */
+                    memcpy(to, &four, 4);
+                }
+                scales[place * TILE + t] = there ? x.scales[g] : 0.0f;
+            }
+        }
+    }
+}
+
+NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t g) {
+    if (type == NP_Q8) return _mm256_loadu_si256((const void *)(quants + g * NP_GROUP));
+    const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
+    const __m256i both = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
+    return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+}
+
+/* Up to four rows from r on; rows that are not there repeat the last one. */
+NP_INLINE NP_AVX512 void unpack_four(int type, const np_rows *rows, size_t r, const visits *v, int8_t *quants, int32_t *start,
+                                     float *scales) {
+    np_row row[FOUR];
+    for (size_t i = 0; i < FOUR; i++) row[i] = np_row_at(rows, r + i < rows->rows ? r + i : rows->rows - 1);
+    for (size_t g = 0; g < rows->n / NP_GROUP; g++) {
+        const size_t place = place_of(v, g);
+        __m256i sum[FOUR];
+        for (size_t i = 0; i < FOUR; i++) {
+            const __m256i w = unpack(type, row[i].quants, g);
+            _mm256_storeu_si256((void *)(quants + (place * FOUR + i) * NP_GROUP), w);
+            sum[i] = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), w);
+            scales[place * FOUR + i] = _cvtsh_ss(((const uint16_t *)(const void *)row[i].scales)[g]);
+        }
+        const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(sum[0], sum[1]), _mm256_hadd_epi32(sum[2], sum[3]));
+        const __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+        _mm_storeu_si128((void *)(start + place * FOUR), _mm_slli_epi32(_mm_sub_epi32(_mm_setzero_si128(), sums), 7));
+    }
+}
+
+/* The groups of one visit: four rows times `vectors` registers of 16 tokens. */
+NP_INLINE NP_AVX512 void multiply(const uint8_t *x, const float *x_scales, const int8_t *w, const int32_t *start, const float *scales,
+                                  size_t groups, const int vectors, __m512 sum[FOUR][2]) {
+    for (int i = 0; i < FOUR; i++)
+        for (int k = 0; k < vectors; k++) sum[i][k] = _mm512_setzero_ps();
+    for (size_t g = 0; g < groups; g++, x_scales += TILE, start += FOUR, scales += FOUR) {
+        __m512i dot[FOUR][2];
+        for (int i = 0; i < FOUR; i++)
+            for (int k = 0; k < vectors; k++) dot[i][k] = _mm512_set1_epi32(start[i]);
+        for (int step = 0; step < STEPS; step++, x += 4 * TILE) {
+            __m512i columns[2];
+            for (int k = 0; k < vectors; k++) columns[k] = _mm512_loadu_si512(x + 64 * k);
+            for (int i = 0; i < FOUR; i++) {
+                int32_t four;
+                memcpy(&four, w + i * NP_GROUP + 4 * step, 4);
+                for (int k = 0; k < vectors; k++) dot[i][k] = _mm512_dpbusd_epi32(dot[i][k], columns[k], _mm512_set1_epi32(four));
+            }
+        }
+        w += FOUR * NP_GROUP;
+        for (int k = 0; k < vectors; k++)
+            for (int i = 0; i < FOUR; i++) {
+                const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[i]), _mm512_loadu_ps(x_scales + 16 * k));
+                sum[i][k] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i][k]), scale, sum[i][k]);
+            }
+    }
+}
+
+/* All of a block of rows times one tile of tokens into the tree's top level. */
+NP_INLINE NP_AVX512 void multiply_tile(const row_block *b, size_t rows, size_t groups, const visits *v, const uint8_t *tile,
+                                       const int vectors, sum_tree *tree) {
+    const float *x_scales = (const float *)(const void *)(tile + groups * TILE * NP_GROUP);
+    for (unsigned visit = 0; visit < 16; visit++) {
+        const size_t first = v->first[visit];
+        for (size_t r = 0; r < rows; r += FOUR) {
+            const size_t at = r * groups + first * FOUR; /* in groups of one row */
+            __m512 sum[FOUR][2];
+            multiply(tile + first * TILE * NP_GROUP, x_scales + first * TILE, b->quants + at * NP_GROUP, b->start + at, b->scales + at,
+                     v->count[visit], vectors, sum);
+            int level = 0; /* a binary counter: 2^level visits are in the sum */
+            for (; visit >> level & 1; level++)
+                for (int i = 0; i < FOUR; i++)
+                    for (int k = 0; k < vectors; k++)
+                        sum[i][k] = _mm512_add_ps(_mm512_loadu_ps(tree->sums[level][r + (size_t)i] + 16 * k), sum[i][k]);
+            for (int i = 0; i < FOUR; i++)
+                for (int k = 0; k < vectors; k++) _mm512_storeu_ps(tree->sums[level][r + (size_t)i] + 16 * k, sum[i][k]);
+        }
+    }
+}
+
+static void fetch_rows(const np_rows *rows, size_t r, size_t end) {
+    for (; r < end && r < rows->rows; r++) {
+        const np_row row = np_row_at(rows, r);
+        for (size_t i = 0; i < rows->quant_bytes; i += 64) __builtin_prefetch(row.quants + i, 0, 2);
+        for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(row.scales + i, 0, 2);
+    }
+}
+
+static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
+    const np_rows *rows = &job->rows;
+    const size_t groups = rows->n / NP_GROUP, fit = BLOCK_COLUMNS / rows->n / FOUR * FOUR;
+    const size_t block_rows = fit < BLOCK_ROWS ? fit : BLOCK_ROWS;
+    const visits v = visits_of(groups);
+    _Alignas(64) row_block b;
+    _Alignas(64) sum_tree tree;
+    for (size_t r = 0; r < rows->rows; r += block_rows) {
+        const size_t count = rows->rows - r < block_rows ? rows->rows - r : block_rows;
+        for (size_t i = 0; i < count; i += FOUR) {
+            int8_t *quants = b.quants + i * rows->n;
+            if (type == NP_Q4) unpack_four(NP_Q4, rows, r + i, &v, quants, b.start + i * groups, b.scales + i * groups);
+            else unpack_four(NP_Q8, rows, r + i, &v, quants, b.start + i * groups, b.scales + i * groups);
+        }
+        fetch_rows(rows, r + block_rows, r + 2 * block_rows);
+        const uint8_t *tile = job->activations;
+        for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(rows->n)) {
+            const size_t tokens = job->tokens - from < TILE ? job->tokens - from : TILE;
+            if (tokens > 16) multiply_tile(&b, count, groups, &v, tile, 2, &tree);
+            else multiply_tile(&b, count, groups, &v, tile, 1, &tree);
+            for (size_t t = 0; t < tokens; t++)
+                for (size_t i = 0; i < count; i++)
+                    job->out[(from + t) * job->out_stride + r + i] = tree.sums[LEVELS - 1][i][t] + (job->bias ? job->bias[r + i] : 0.0f);
+        }
+    }
+}
+
+const np_panel_kernel np_avx512_panel = {BLOCK_COLUMNS / FOUR, panel_bytes, panel_prepare, panel_dot};
+#endif
