@@ -89,6 +89,11 @@ void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 void np_attend(const float *query, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
                float scale, float *scores, float *out);
 
+/* The same for heads that share keys and values, which are read once for four of them: queries and out [heads, width], with the
+ * bits of np_attend for each. scores: scratch of min(heads, 4) * positions floats. */
+void np_attend_heads(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions,
+                     size_t width, float scale, float *scores, float *out);
+
 /* y[j] += x[j]. */
 void np_add(const float *x, size_t n, float *y);
 

@@ -1,20 +1,42 @@
-/* Attention of one query head. Keys and values are f16 rows, so that the dot and add kernels do the work. */
+/* Attention of query heads that share a key head. Keys and values are f16 rows, so that the dot and add kernels do the work. */
 #include "kernels/isa.h"
 
 #include <string.h>
 
+enum { CHUNK = 64 }; /* positions whose values stay in the first cache while each head adds them */
+
+void np_attend_heads(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
+                     float scale, float *scores, float *out) {
+    const np_isa *isa = np_isa_current();
+    float sums[NP_TOKEN_BLOCK];
+    memset(out, 0, heads * width * sizeof *out);
+    if (!positions || !width) return;
+    for (size_t first = 0; first < heads; first += NP_TOKEN_BLOCK) {
+        const size_t count = heads - first < NP_TOKEN_BLOCK ? heads - first : NP_TOKEN_BLOCK;
+        np_rows rows = {.quants = (const uint8_t *)keys, .quant_bytes = 2 * width, .rows = positions, .n = width};
+        const np_dot_job job = {
+            .rows = rows,
+            .activations = (const uint8_t *)(queries + first * width),
+            .activation_stride_bytes = width * sizeof *queries,
+            .tokens = count,
+            .out = scores,
+            .out_stride = positions,
+        };
+        isa->dot_rows[NP_F16](&job);
+        for (size_t i = 0; i < count * positions; i++) scores[i] *= scale;
+        for (size_t h = 0; h < count; h++) sums[h] = isa->softmax_weights(scores + h * positions, positions);
+        for (size_t p = 0; p < positions; p += CHUNK) {
+            rows.quants = (const uint8_t *)(values + p * width);
+            rows.rows = positions - p < CHUNK ? positions - p : CHUNK;
+            for (size_t h = 0; h < count; h++)
+                isa->add_rows[NP_F16](&rows, scores + h * positions + p, out + (first + h) * width);
+        }
+        for (size_t h = 0; h < count; h++)
+            for (size_t j = 0; j < width; j++) out[(first + h) * width + j] /= sums[h];
+    }
+}
+
 void np_attend(const float *query, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width, float scale,
                float *scores, float *out) {
-    const np_isa *isa = np_isa_current();
-    memset(out, 0, width * sizeof *out);
-    if (!positions || !width) return;
-    const np_rows key_rows = {.quants = (const uint8_t *)keys, .quant_bytes = 2 * width, .rows = positions, .n = width};
-    np_rows value_rows = key_rows;
-    value_rows.quants = (const uint8_t *)values;
-    const np_dot_job job = {.rows = key_rows, .activations = (const uint8_t *)query, .tokens = 1, .out = scores};
-    isa->dot_rows[NP_F16](&job);
-    for (size_t p = 0; p < positions; p++) scores[p] *= scale;
-    const float sum = isa->softmax_weights(scores, positions);
-    isa->add_rows[NP_F16](&value_rows, scores, out);
-    for (size_t j = 0; j < width; j++) out[j] /= sum;
+    np_attend_heads(query, 1, keys, values, positions, width, scale, scores, out);
 }

@@ -1,6 +1,8 @@
 /* AVX2 with FMA and F16C: everything but the dot products, and the table. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/rope.h"
+#include "kernels/sum.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -58,6 +60,14 @@ static NP_AVX2 void prepare(int type, const float *x, size_t n, uint8_t *activat
 
 static NP_AVX2 float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
 
+static NP_AVX2 void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, count, stride, n, out);
+}
+
+static NP_AVX2 void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
+    np_rope_body(head, width, inverse_frequency, position);
+}
+
 static NP_AVX2 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 8 <= n; j += 8) {
@@ -87,6 +97,8 @@ const np_isa np_isa_avx2 = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    sum_tree,
+    rope,
     NULL,
 };
 #endif

@@ -1,6 +1,8 @@
 /* AVX-512 with VNNI: the table, and all but dot products and added rows. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/rope.h"
+#include "kernels/sum.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -12,6 +14,14 @@ static NP_AVX512 void prepare(int type, const float *x, size_t n, uint8_t *activ
 }
 
 static NP_AVX512 float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
+
+static NP_AVX512 void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, count, stride, n, out);
+}
+
+static NP_AVX512 void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
+    np_rope_body(head, width, inverse_frequency, position);
+}
 
 static NP_AVX512 void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j += 16) {
@@ -43,6 +53,8 @@ const np_isa np_isa_avx512 = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    sum_tree,
+    rope,
     &np_avx512_panel,
 };
 #endif

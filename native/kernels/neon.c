@@ -1,6 +1,8 @@
 /* NEON: everything but the dot products, and the tables of both NEON instruction sets. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/rope.h"
+#include "kernels/sum.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -56,6 +58,14 @@ static void prepare(int type, const float *x, size_t n, uint8_t *activation) { n
 
 static float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
 
+static void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, count, stride, n, out);
+}
+
+static void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
+    np_rope_body(head, width, inverse_frequency, position);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     size_t j = 0;
     for (; j + 4 <= n; j += 4) vst1_u16(out + j, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + j))));
@@ -84,6 +94,8 @@ const np_isa np_isa_neon = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    sum_tree,
+    rope,
     NULL,
 };
 
@@ -96,6 +108,8 @@ const np_isa np_isa_dotprod = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    sum_tree,
+    rope,
     NULL,
 };
 #endif

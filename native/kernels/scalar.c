@@ -1,6 +1,8 @@
 /* The reference kernels: plain C, one operation after the other. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/rope.h"
+#include "kernels/sum.h"
 
 NP_INLINE void f16_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
                        size_t stride, const int tokens, float *sums) {
@@ -83,6 +85,14 @@ static void prepare(int type, const float *x, size_t n, uint8_t *activation) { n
 
 static float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
 
+static void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, count, stride, n, out);
+}
+
+static void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
+    np_rope_body(head, width, inverse_frequency, position);
+}
+
 static void f32_to_f16(const float *x, size_t n, uint16_t *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_float_to_half(x[j]);
 }
@@ -102,5 +112,7 @@ const np_isa np_isa_scalar = {
     softmax_weights,
     f32_to_f16,
     f16_to_f32,
+    sum_tree,
+    rope,
     NULL,
 };

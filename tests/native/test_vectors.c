@@ -88,6 +88,25 @@ static void test_attend(const char *isa) {
     attend_case(isa, 17, 46, 1.0f);
 }
 
+/* Heads that share keys have the bits of each head by itself, whatever their number and however the positions are cut. */
+static void test_attend_heads(const char *isa) {
+    enum { HEADS = 7, POSITIONS = 200, WIDTH = 46 };
+    static float queries[HEADS][WIDTH], together[HEADS][WIDTH], alone[WIDTH], scores[4 * POSITIONS];
+    static uint16_t keys[POSITIONS * WIDTH], values[POSITIONS * WIDTH];
+    for (int h = 0; h < HEADS; h++)
+        for (int j = 0; j < WIDTH; j++) queries[h][j] = random_float();
+    for (int i = 0; i < POSITIONS * WIDTH; i++)
+        keys[i] = np_float_to_half(random_float()), values[i] = np_float_to_half(random_float());
+    for (size_t heads = 1; heads <= HEADS; heads++)
+        for (size_t positions = 0; positions <= POSITIONS; positions += positions < 3 ? 1 : 63) {
+            np_attend_heads(queries[0], heads, keys, values, positions, WIDTH, 0.3f, scores, together[0]);
+            for (size_t h = 0; h < heads; h++) {
+                np_attend(queries[h], keys, values, positions, WIDTH, 0.3f, scores, alone);
+                CHECK(memcmp(together[h], alone, sizeof alone) == 0, "%s head %zu of %zu, %zu positions", isa, h, heads, positions);
+            }
+        }
+}
+
 static void test_sums(const char *isa) {
     enum { COUNT = 40, WIDTH = 131, STRIDE = 135 };
     float *rows = malloc(COUNT * STRIDE * sizeof *rows), out[WIDTH], tree[COUNT];
@@ -116,6 +135,7 @@ static void test_isa(const char *isa) {
     test_rope(isa);
     test_exponential(isa);
     test_attend(isa);
+    test_attend_heads(isa);
     test_sums(isa);
 }
 

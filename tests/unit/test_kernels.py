@@ -94,6 +94,29 @@ def test_rows_decode_and_add(type_name: str) -> None:
     np.testing.assert_allclose(y, 1 + 0.5 * weights[0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("type_name", TYPES)
+def test_scattered_rows_and_panels_have_the_bits_of_rows_in_order(type_name: str) -> None:
+    kind, rows, n, tokens = TYPES[type_name], 21, 352, 19
+    quants, scales, _ = random_rows(type_name, rows, n)
+    activations = prepared(type_name, np.random.default_rng(4).standard_normal((tokens, n)).astype(np.float32))
+    quants_at, scales_at = ffi.new("void *[]", rows), ffi.new("void *[]", rows)
+    for row in range(rows):
+        quants_at[row] = ffi.from_buffer(quants) + row * lib.np_quant_bytes(kind, n)
+        scales_at[row] = ffi.from_buffer(scales) + row * lib.np_scale_bytes(kind, n)
+    panel = np.zeros(lib.np_panel_bytes(kind, n, tokens), np.uint8)
+    in_order, of_panel = np.zeros((2, tokens, rows), np.float32)
+    scattered = np.zeros(rows, np.float32)
+    matrix = (kind, ffi.from_buffer(quants), ffi.from_buffer(scales), rows, n)
+    floats = [ffi.from_buffer("float[]", array, require_writable=True) for array in (in_order, of_panel, scattered)]
+    all_activations = ffi.from_buffer(activations)
+    lib.np_dot_rows(*matrix, all_activations, activations.shape[1], tokens, ffi.NULL, floats[0], rows)
+    lib.np_panel_prepare(kind, all_activations, activations.shape[1], tokens, n, ffi.from_buffer(panel))
+    lib.np_dot_panel(kind, quants_at, scales_at, rows, n, ffi.from_buffer(panel), tokens, ffi.NULL, floats[1], rows)
+    lib.np_dot_scattered(kind, quants_at, scales_at, rows, n, all_activations, floats[2])
+    assert of_panel.tobytes() == in_order.tobytes()
+    assert scattered.tobytes() == in_order[0].tobytes()
+
+
 def test_attention_agrees_with_softmax() -> None:
     positions, width = 37, 64
     random = np.random.default_rng(3)

@@ -1,11 +1,13 @@
 /* Rotary positions. Sine and cosine are computed here and not by the C library, so that no bit depends on which library it is,
- * and so that the compiler can vectorize the loop. */
-#include "neuronpipe.h"
+ * and so that the compiler can vectorize the loop, once for each instruction set. */
+#ifndef NP_KERNELS_ROPE_H
+#define NP_KERNELS_ROPE_H
+#include "kernels/isa.h"
 
 #include <string.h>
 
 /* Both for |angle| < 10^6, absolute error below 1e-10: reduce to |r| <= pi/4 and quadrant k, then Taylor series. */
-static inline void sine_cosine(double angle, double *sine, double *cosine) {
+NP_INLINE void np_sine_cosine(double angle, double *sine, double *cosine) {
     /* Adding 1.5 * 2^52 rounds to an integer and leaves it in the low bits. pi/2 in two parts, the first of 33 bits: k times
      * it is exact. */
     const double shifted = angle * 0.63661977236758134308 + 6755399441055744.0;
@@ -23,15 +25,17 @@ static inline void sine_cosine(double angle, double *sine, double *cosine) {
     *cosine = (quadrant + 1) & 2 ? -b : b;
 }
 
-void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {
+/* The body of np_isa.rope. */
+NP_INLINE void np_rope_body(float *head, size_t width, const float *inverse_frequency, int32_t position) {
     const size_t half = width / 2;
     for (size_t j = 0; j < half; j++) {
         /* The angle is a float32 product, as in the code that trains these models. */
         const float angle = (float)position * inverse_frequency[j];
         double sine, cosine;
-        sine_cosine(angle, &sine, &cosine);
+        np_sine_cosine(angle, &sine, &cosine);
         const float s = (float)sine, c = (float)cosine, first = head[j], second = head[j + half];
         head[j] = first * c - second * s;
         head[j + half] = second * c + first * s;
     }
 }
+#endif
