@@ -13,6 +13,7 @@
 
 enum {
     DESCRIPTORS_MOST = 8,
+    LOOKS_PER_POLL = 64, /* while spinning: messages can wait longer than reads */
     BUSY_READS = 16,    /* with so many in flight the flash is busy, and half of them finishing together costs nobody time ... */
     COLLECT_MOST = 32,
     COLLECT_US = 200,   /* ... for at most this long, in which neither messages nor requests are seen */
@@ -59,6 +60,7 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         before[i] = (stock){loader->parts[i].free_count, np_loader_count_waiting(loader, i)};
     uint64_t now = np_clock_ns(), busy_until = now, reading_since = now;
+    uint32_t spins = 0;
     const uint64_t end = now + (uint64_t)(timeout_ms > 0 ? timeout_ms : 0) * 1000000u;
     for (;;) {
         const uint64_t bytes_before = loader->counters.bytes;
@@ -72,7 +74,8 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         now = np_clock_ns();
         if (ended)
             busy_until = now + (uint64_t)spin_us * 1000u;
-        if (!ended && np_reader_in_flight(loader->reader) > 0 && now < busy_until) {
+        const int spinning = np_reader_in_flight(loader->reader) > 0 && now < busy_until;
+        if (spinning && ++spins % LOOKS_PER_POLL) {
             np_pause();
             continue;
         }
@@ -80,7 +83,8 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         const int collecting = in_flight >= BUSY_READS && loader->reader->calls->collect;
         if (collecting)
             loader->reader->calls->collect(loader->reader, in_flight / 2 < COLLECT_MOST ? in_flight / 2 : COLLECT_MOST, COLLECT_US);
-        int wait_ms = collecting || ended || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
+        /* What ends after this turn signals the event again, so there is no need for another turn before sleeping. */
+        int wait_ms = collecting || spinning || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
         if (wait_ms && first) {
             __atomic_store_n(first->asleep, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
