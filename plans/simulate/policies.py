@@ -46,7 +46,7 @@ class Policy(ABC):
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
         """Up to `count` of those that are free to go."""
 
-    def _arrive(self, loaded: Ids) -> None:
+    def _arrive(self, loaded: Ids) -> None:  # noqa: B027 - most policies have nothing to remember of it
         """These are resident now."""
 
 
@@ -80,9 +80,8 @@ class Lru(Policy):
 
 
 class Clock(Policy):
-    """A hand goes round: a look sets a cluster's count to `most`, the hand takes one from it, and what it finds at zero
-    goes. most = 1 is the reference bit; 2 and 3 need two bits, and then a look adds one. What arrives has no count until
-    somebody looks."""
+    """A hand goes round: a look adds one to a cluster's count, up to `most`, the hand takes one from it, and what it finds
+    at zero goes. most = 1 is the reference bit; 2 and 3 need two bits."""
 
     def __init__(self, order: Ids, room: int, pinned_share: float = 0.0, most: int = 1) -> None:
         super().__init__(order, room, pinned_share)
