@@ -80,8 +80,8 @@ class Lru(Policy):
 
 
 class Clock(Policy):
-    """A hand goes round: a look adds one to a cluster's count, up to `most`, the hand takes one from it, and what it finds
-    at zero goes. most = 1 is the reference bit; 2 and 3 need two bits."""
+    """A hand goes round: a look adds one to a cluster's count, up to `most`, the hand takes one from it, and what it
+    finds at zero goes. most = 1 is the reference bit; 2 and 3 need two bits."""
 
     def __init__(self, order: Ids, room: int, pinned_share: float = 0.0, most: int = 1) -> None:
         super().__init__(order, room, pinned_share)
