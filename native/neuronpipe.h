@@ -66,9 +66,11 @@ void np_dot_panel(int type, const void *const *quants, const void *const *scales
 /* y[j] += a * w[j] for the n weights of one row. */
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 
-/* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows. */
+/* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows.
+ * fetch_bytes: from each row's start on, what is worth fetching before its turn comes; more than the row where what lies behind it
+ * will be wanted next. */
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
-                      const void *activation, float *out);
+                      size_t fetch_bytes, const void *activation, float *out);
 
 /* y[j] += a[r] * w[r][j] for r = 0, 1, ... in this order, with the bits of np_add_row for each in turn. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);

@@ -58,9 +58,17 @@ static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *sc
     list->values[list->count++] = value;
 }
 
-static void dot_listed(np_engine *engine, uint32_t t)
+/* Of a neuron that has its slot to itself all of it: scales, and behind Up the row of Down. For many tokens the rows of a block are in
+ * the cache since the first of them. */
+static size_t fetch_bytes(const np_engine *engine, uint32_t slot_bytes)
 {
-    np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width,
+    return engine->shape.cluster_neurons == 1 && engine->count == 1 ? slot_bytes : 0;
+}
+
+/* fetch_bytes: see np_dot_scattered. */
+static void dot_listed(np_engine *engine, uint32_t t, size_t fetch_bytes)
+{
+    np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width, fetch_bytes,
                      engine->activations + t * engine->activation_stride, engine->list.values);
 }
 
@@ -100,7 +108,7 @@ void np_compute_gates(np_engine *engine, np_range clusters)
                     *hidden_of(engine, t, cluster * n + i) = 0.0f;
             }
         }
-        dot_listed(engine, t);
+        dot_listed(engine, t, fetch_bytes(engine, s->gate_slot_bytes));
         for (uint32_t r = 0; r < engine->list.count; r++) {
             const uint32_t neuron = engine->list.neurons[r];
             const float gate = engine->list.values[r];
@@ -209,7 +217,7 @@ void np_compute_ups(np_engine *engine, np_range clusters)
                     list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
                              cluster * n + i, 0.0f);
         }
-        dot_listed(engine, t);
+        dot_listed(engine, t, fetch_bytes(engine, s->rest_slot_bytes));
         for (uint32_t r = 0; r < engine->list.count; r++) {
             float *value = hidden_of(engine, t, engine->list.neurons[r]);
             *value = activate(s->activation, *value, engine->list.values[r]);

@@ -157,7 +157,7 @@ NP_INLINE NP_AVX512 void lane_rows(block_function *block, const size_t group_byt
     for (size_t i = 0; i < 4; i++) {
         for (int t = 0; t < tokens; t++) sum[i][t] = _mm512_setzero_ps();
         if (!(there >> i & 1)) continue;
-        np_prefetch_scales(rows, r + i);
+        np_prefetch_beside(rows, r + i);
         lane_row(block, group_bytes, np_row_at(rows, r + i), rows->n / NP_GROUP, end, np_ahead_bytes(rows, r + i), x, tokens,
                  sum[i]);
     }

@@ -16,6 +16,7 @@ typedef struct {
     const uint8_t *quants, *scales;
     size_t quant_bytes, scale_bytes; /* of one row */
     const void *const *quants_at, *const *scales_at; /* NULL: one after the other */
+    size_t fetch_bytes; /* of scattered rows: from the start of each, what is worth fetching ahead */
     size_t rows, n;
 } np_rows;
 
@@ -83,22 +84,25 @@ np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_dotprod_dot_
 
 /* Prefetch stays within the rows asked for: in a cache slot the next row may be a neuron that does not fire, and reading it would
  * take bandwidth from one that does. While row r is read at some place, this many bytes on from there something else that was asked
- * for is fetched: the rows behind it, or of scattered rows the next one; 0 where nothing follows. */
-enum { NP_AHEAD_BYTES = 2048 };
+ * for is fetched: the rows behind it, or of scattered rows one that comes soon; 0 where nothing follows. Into the second-level
+ * cache: pieces of 2 KiB that lie anywhere arrive 1.2 times as fast for it, and 2, 4 or 6 rows ahead make no difference. */
+enum { NP_AHEAD_BYTES = 2048, NP_AHEAD_ROWS = 3 };
 
 NP_INLINE size_t np_ahead_bytes(const np_rows *rows, size_t r) {
-    if (rows->quants_at) return r + 1 < rows->rows ? (uintptr_t)rows->quants_at[r + 1] - (uintptr_t)rows->quants_at[r] : 0;
+    if (rows->quants_at)
+        return r + NP_AHEAD_ROWS < rows->rows ? (uintptr_t)rows->quants_at[r + NP_AHEAD_ROWS] - (uintptr_t)rows->quants_at[r] : 0;
     return (rows->rows - r - 1) * rows->quant_bytes >= NP_AHEAD_BYTES ? NP_AHEAD_BYTES : 0;
 }
 
 /* As an integer, because `ahead` may lead into another allocation, or back. */
-NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead)); }
+NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch((const void *)((uintptr_t)at + ahead), 0, 2); }
 
-/* The scales of the next row, whose quants the row function fetches. */
-NP_INLINE void np_prefetch_scales(const np_rows *rows, size_t r) {
-    if (!rows->scales_at || r + 1 >= rows->rows) return;
-    const uint8_t *next = rows->scales_at[r + 1];
-    for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(next + i);
+/* What the row function, which fetches quants, leaves of a row that comes soon: scales, and what lies behind the quants. */
+NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
+    if (!rows->scales_at || r + NP_AHEAD_ROWS >= rows->rows) return;
+    const uint8_t *quants = rows->quants_at[r + NP_AHEAD_ROWS], *scales = rows->scales_at[r + NP_AHEAD_ROWS];
+    for (size_t i = rows->quant_bytes; i < rows->fetch_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
+    for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
 
 /* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an always-inlined
@@ -114,7 +118,7 @@ NP_INLINE void np_prefetch_scales(const np_rows *rows, size_t r) {
             const uint8_t *activation = job->activations;                                           \
             float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                        \
             size_t left = job->tokens;                                                              \
-            np_prefetch_scales(&job->rows, r);                                                      \
+            np_prefetch_beside(&job->rows, r);                                                      \
             for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK) {                                \
                 ROW(row.quants, row.scales, n, ahead, activation, stride, NP_TOKEN_BLOCK, sums);    \
                 activation += NP_TOKEN_BLOCK * stride;                                              \
@@ -133,7 +137,7 @@ NP_INLINE void np_prefetch_scales(const np_rows *rows, size_t r) {
         for (size_t r = 0; r < rows->rows; r++) {                                                             \
             const np_row row = np_row_at(rows, r);                                                            \
             const size_t ahead = np_ahead_bytes(rows, r);                                                     \
-            np_prefetch_scales(rows, r);                                                                      \
+            np_prefetch_beside(rows, r);                                                                      \
             for (size_t i = 0; ahead && i < rows->quant_bytes; i += 64) np_prefetch(row.quants + i, ahead);   \
             ROW(row.quants, row.scales, rows->n, a[r], y);                                                    \
         }                                                                                                     \
