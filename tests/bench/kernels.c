@@ -1,5 +1,6 @@
-/* Speed of the kernels on this machine: tests/bench/kernels.sh [ISA] [PART...]. Figures are GB/s of quants and scales (the best of
- * several runs), of arithmetic as multiply-adds per nanosecond and core, and of small kernels microseconds. */
+/* Speed of the kernels on this machine: tests/bench/kernels.sh [ISA [PART...]], parts rows, scattered, panel, small. Figures are
+ * GB/s of quants and scales, for many tokens multiply-adds per nanosecond and core, for small kernels microseconds: the best of
+ * several runs, in processor time. */
 #include "neuronpipe.h"
 
 #include <stdio.h>
@@ -59,6 +60,7 @@ static double timed(void (*work)(const void *context, int half), const void *con
         for (int half = 0; half < processes; half++)
             if (fork() == 0) {
                 char go;
+                work(context, half); /* the first touch of a page by a process costs more than reading it */
                 if (read(start[0], &go, 1) != 1) _exit(1);
                 const double from = seconds();
                 work(context, half);
@@ -108,7 +110,7 @@ static void bench_rows(void) {
     static const struct {
         size_t n, bytes;
         const char *where;
-    } cases[] = {{4096, (size_t)1 << 30, "DRAM"}, {4096, 400 << 10, "L2"}, {352, (size_t)1 << 30, "DRAM"}, {352, 400 << 10, "L2"}, {64, (size_t)1 << 30, "DRAM"}};
+    } cases[] = {{4096, (size_t)700 << 20, "DRAM"}, {4096, 400 << 10, "L2"}, {352, (size_t)700 << 20, "DRAM"}, {352, 400 << 10, "L2"}, {64, (size_t)700 << 20, "DRAM"}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
         for (int type = NP_Q4; type >= NP_F16; type--) {
             rows_case c = {.type = type, .n = cases[k].n};
@@ -201,6 +203,105 @@ static void bench_scattered(void) {
         }
 }
 
+/* ---- many tokens, and the small kernels: in this process alone ---- */
+static double best_seconds(int times, int calls, void (*work)(void *), void *context) {
+    double best = 1e9;
+    for (int i = 0; i < times; i++) {
+        const double from = seconds();
+        for (int call = 0; call < calls; call++) work(context);
+        const double spent = (seconds() - from) / calls;
+        best = spent < best ? spent : best;
+    }
+    return best;
+}
+
+typedef struct {
+    int type;
+    size_t n, tokens, stride;
+    const uint8_t *activations;
+    uint8_t *panel;
+    const void *quants[512], *scales[512];
+    float *out;
+} panel_case;
+
+static void panel_prepare(void *context) {
+    panel_case *c = context;
+    np_panel_prepare(c->type, c->activations, c->stride, c->tokens, c->n, c->panel);
+}
+
+static void panel_dot(void *context) {
+    panel_case *c = context;
+    np_dot_panel(c->type, c->quants, c->scales, 512, c->n, c->panel, c->tokens, NULL, c->out, 512);
+}
+
+static void rows_of_many(void *context) {
+    panel_case *c = context;
+    np_dot_rows(c->type, c->quants[0], c->scales[0], 512, c->n, c->activations, c->stride, c->tokens, NULL, c->out, 512);
+}
+
+static void bench_panel(void) {
+    static const size_t tokens[] = {512, 128, 32, 16};
+    for (int type = NP_Q4; type >= NP_Q8; type--)
+        for (int k = 0; k < 4; k++) {
+            panel_case c = {.type = type, .n = 4096, .tokens = tokens[k]};
+            c.activations = activations_of(type, c.n, c.tokens, &c.stride);
+            c.panel = room(np_panel_bytes(type, c.n, c.tokens));
+            c.out = room(4 * 512 * c.tokens);
+            for (size_t r = 0; r < 512; r++) {
+                c.quants[r] = arena + r * np_quant_bytes(type, c.n);
+                c.scales[r] = arena + 512 * np_quant_bytes(type, c.n) + r * np_scale_bytes(type, c.n);
+            }
+            const double prepare = best_seconds(5, 1, panel_prepare, &c), work = 1e-9 * 512.0 * (double)(c.n * c.tokens);
+            printf("%s, 512 rows of 4096, %zu tokens: panel %.0f multiply-adds/ns, prepared in %.0f us, np_dot_rows %.0f\n",
+                   type_names[type], c.tokens, work / best_seconds(5, 1, panel_dot, &c), 1e6 * prepare,
+                   work / best_seconds(3, 1, rows_of_many, &c));
+        }
+}
+
+typedef struct {
+    float *x, *y, *scores;
+    size_t positions;
+    uint16_t *keys;
+} small_case;
+
+static void small_sum_tree(void *c) { np_sum_tree(((small_case *)c)->x, 28, 4096, 4096, ((small_case *)c)->y); }
+static void small_add(void *c) { np_add(((small_case *)c)->x, 4096, ((small_case *)c)->y); }
+static void small_norm(void *c) { np_rms_norm(((small_case *)c)->x, ((small_case *)c)->x, 4096, 1e-5f, ((small_case *)c)->y); }
+static void small_prepare(void *c) { np_activation_prepare(NP_Q4, ((small_case *)c)->x, 4096, ((small_case *)c)->y); }
+static void small_rope(void *c) { np_rope(((small_case *)c)->x, 128, ((small_case *)c)->y, 77); }
+static void small_attend(void *context) {
+    small_case *c = context;
+    for (int h = 0; h < 4; h++) np_attend(c->x, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
+}
+static void small_attend_heads(void *context) {
+    small_case *c = context;
+    np_attend_heads(c->x, 4, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
+}
+
+static void bench_small(void) {
+    small_case c = {.x = room(4 * 4096 * 28), .y = room(4 * 4096), .scores = room(16 * 4096), .keys = room(4096 * 2 * 256)};
+    static const struct {
+        const char *name;
+        void (*work)(void *);
+        size_t positions;
+    } all[] = {{"np_sum_tree of 28 rows of 4096", small_sum_tree, 0},
+               {"np_add of 4096", small_add, 0},
+               {"np_rms_norm of 4096", small_norm, 0},
+               {"np_activation_prepare of 4096, q4", small_prepare, 0},
+               {"np_rope of 128", small_rope, 0},
+               {"np_attend, 4 heads of 128, 512 positions", small_attend, 512},
+               {"np_attend_heads, the same", small_attend_heads, 512},
+               {"np_attend, 4 heads of 128, 4096 positions", small_attend, 4096},
+               {"np_attend_heads, the same", small_attend_heads, 4096}};
+    memset(c.x, 0, 4 * 4096 * 28);
+    memset(c.y, 0, 4 * 4096);
+    for (size_t i = 0; i < 4096 * 256; i++) c.keys[i] = (uint16_t)(0x2c00 + i % 700);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        c.positions = all[i].positions;
+        printf("%s: %.2f us\n", all[i].name, 1e6 * best_seconds(20, 20, all[i].work, &c));
+    }
+}
+
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IONBF, 0);
     if (argc > 1 && !np_isa_select(argv[1])) {
@@ -217,5 +318,7 @@ int main(int argc, char **argv) {
     printf("instruction set %s\n", np_isa_name());
     if (wanted("rows")) bench_rows();
     if (wanted("scattered")) bench_scattered();
+    if (wanted("panel")) bench_panel();
+    if (wanted("small")) bench_small();
     return 0;
 }
