@@ -67,10 +67,14 @@ void np_dot_panel(int type, const void *const *quants, const void *const *scales
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 
 /* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows.
- * fetch_bytes: from each row's start on, what is worth fetching before its turn comes; more than the row where what lies behind it
- * will be wanted next. */
+ * From memory a row comes faster when it is fetched before its turn: `fetch` says what else to fetch with each row, or is NULL. */
+typedef struct {
+    size_t row_bytes;          /* from the row's start on; more than the row where what lies behind it is wanted next */
+    const void *const *beside; /* [rows] something elsewhere, beside_bytes of it; or NULL */
+    size_t beside_bytes;
+} np_fetch;
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
-                      size_t fetch_bytes, const void *activation, float *out);
+                      const np_fetch *fetch, const void *activation, float *out);
 
 /* y[j] += a[r] * w[r][j] for r = 0, 1, ... in this order, with the bits of np_add_row for each in turn. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
@@ -347,8 +351,8 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * rows or block of neurons that nobody has taken (claims). What is computed never depends on who took it: a row, a head, a block is
  * always computed whole, by the same kernel, in index order. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
-/* What a layer's predictor reads: the normed input of attention, of its own layer or of the one before, or of the feed-forward. */
-enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER_BEFORE = 2 };
+/* What a layer's predictor reads: the normed input of its attention or of its feed-forward. */
+enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1 };
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
@@ -365,6 +369,7 @@ typedef struct {
     uint32_t predictor_rank;                                     /* 0: no predictor, every gate is computed */
     int32_t predictor_type;
     int32_t predictor_relu;                                      /* 1: a rank vector's negative elements count as zero */
+    int32_t predictor_reads;                                     /* NP_READS_* */
 } np_shape;
 
 typedef struct {
@@ -376,8 +381,6 @@ typedef struct {
     np_matrix input;           /* [rank, width] */
     np_matrix gate, up;        /* [neurons, rank]; up.quants NULL: the gate side alone */
     const float *gate_bias, *up_bias; /* [neurons] */
-    int32_t reads;             /* NP_READS_* */
-    int32_t unused;
 } np_predictor;
 
 typedef struct {
@@ -400,8 +403,8 @@ typedef struct {
     float *attention;  /* [T][query_heads*head_width] */
     float *hidden;     /* [T][blocks*block_neurons]: gates, then values */
     float *partials;   /* [partial_tokens][blocks][width] */
-    float *ranks;      /* [2][T][predictor_rank], by layer modulo 2; NULL without a predictor */
-    uint8_t *predicted;/* [2][blocks*block_neurons][(T+7)/8], bit t: predicted for token t; NULL without a predictor */
+    float *ranks;      /* [T][predictor_rank]; NULL without a predictor */
+    uint8_t *predicted;/* [blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t; NULL without a predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */

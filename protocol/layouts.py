@@ -333,7 +333,7 @@ def exchange(
         ("attention", ("tokens", "query_width")),
         ("hidden", ("tokens", "neurons")),
         ("partials", ("tokens", "blocks", "width")),
-        ("ranks", (2, "tokens", "rank")),
+        ("ranks", ("tokens", "rank")),
     ):
         fields.add(
             name,
@@ -346,7 +346,6 @@ def exchange(
     fields.add(
         "predicted",
         "u8",
-        2,
         "neurons",
         "mask_bytes",
         by="decode: own blocks",

@@ -16,11 +16,7 @@ from neuronpipe.plans.plan.account import slot_sizes
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
-READS = {
-    "feed_forward": lib.NP_READS_FEED_FORWARD,
-    "attention": lib.NP_READS_ATTENTION,
-    "layer_before": lib.NP_READS_LAYER_BEFORE,
-}
+READS = {"feed_forward": lib.NP_READS_FEED_FORWARD, "attention": lib.NP_READS_ATTENTION}
 
 
 COUNTS = (
@@ -136,6 +132,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
+            "predictor_reads": READS[predictor.reads] if predictor else 0,
         },
     )
 
@@ -254,8 +251,7 @@ class Member:
         name = f"layers.{layer}.predictor"
         sides = {side: matrix(f"{name}.{side}") for side in predictor.sides}
         biases = {f"{side}_bias": vector(f"{name}.{side}.bias") for side in predictor.sides}
-        reads = "attention" if predictor.reads == "layer_before" and layer == 0 else predictor.reads
-        return {"predictor": {"input": matrix(f"{name}.input"), "reads": READS[reads], **sides, **biases}}
+        return {"predictor": {"input": matrix(f"{name}.input"), **sides, **biases}}
 
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
         def matrix(name: str) -> dict[str, Any]:

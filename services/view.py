@@ -34,8 +34,8 @@ def private_stage(package: Package, place: Place) -> Stage:
         "attention": 4 * tokens * shape.query_width,
         "hidden": 4 * tokens * neurons,
         "partials": 4 * place.partial_tokens * layout.blocks * shape.width,
-        "ranks": 2 * 4 * tokens * rank,
-        "predicted": 2 * neurons * -(-tokens // 8) if rank else 0,
+        "ranks": 4 * tokens * rank,
+        "predicted": neurons * -(-tokens // 8) if rank else 0,
         "claims": 4 * lib.np_engine_claims(shape.layers),
         "barriers": 4 * LINE_WORDS,
     }

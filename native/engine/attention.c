@@ -1,10 +1,12 @@
-/* Attention of one layer: three stages with a meeting after each. Prediction that reads attention's input runs beside the first two, so
- * that flash has the rest of attention's time to bring what it asks for.
+/* Attention of one layer: three stages with a meeting after each. A predictor that reads attention's input comes first, with a short
+ * stage of its own, so that flash has all of attention's time to bring what it asks for.
  *
- *   stage    piece of work                          writes
- *   qkv      rows of predictors; a head of q, k, v  rank vectors; queries; this position's keys and values
- *   attend   a block's scores; a (head, token)      predictions; attention
- *   project  rows of the output matrix              residual
+ *   stage    piece of work                    writes
+ *   rank     rows of the predictor's input    rank vectors
+ *   qkv      a block's scores; a head of      predictions; queries, this position's keys and values
+ *            q, k or v
+ *   attend   one (query head, token)          attention
+ *   project  rows of the output matrix        residual
  */
 #include "engine.h"
 
@@ -41,10 +43,8 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t width = s->head_width;
     const uint64_t started = np_clock_ns();
-    np_engine_prepare(engine, s->type, engine->shared.residual, s->width, s->width, l->attention_norm, engine->activations);
-    np_predict_ranks(engine, (np_reading){layer, 0});
     for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, s->query_heads + 2 * s->key_heads)) != NP_NO_PIECE;) {
-        np_engine_rows(engine, s->type, &l->qkv, head * width, width, s->width, l->qkv_bias);
+        np_engine_dot(engine, &engine->vectors, &l->qkv, head * width, width, l->qkv_bias, engine->rows, engine->max_rows);
         for (uint32_t t = 0; t < engine->count; t++)
             place_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
     }
@@ -76,25 +76,35 @@ static void project(np_engine *engine, uint32_t layer)
     const np_matrix *m = &engine->fixed.layers[layer].attention_output;
     const size_t columns = (size_t)s->query_heads * s->head_width;
     const uint64_t started = np_clock_ns();
-    np_engine_prepare(engine, s->type, engine->shared.attention, columns, columns, NULL, engine->activations);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, columns, columns, NULL);
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
-        np_engine_rows(engine, s->type, m, row, rows, columns, NULL);
+        np_engine_dot(engine, &engine->vectors, m, row, rows, NULL, engine->rows, engine->max_rows);
         for (uint32_t t = 0; t < engine->count; t++)
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
 }
 
+static int predict(np_engine *engine, const float *norm)
+{
+    np_predict_ranks(engine, norm);
+    const int met = np_engine_meet(engine);
+    return met < 0 ? met : np_predict_scores(engine);
+}
+
 int np_engine_attention(np_engine *engine, uint32_t layer)
 {
+    const np_shape *s = &engine->shape;
+    const float *norm = engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
-    compute_heads(engine, layer);
-    int done = np_engine_meet(engine);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
+    int done = np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
     if (done < 0)
         return done;
-    done = np_predict_scores(engine, (np_reading){layer, 0});
+    compute_heads(engine, layer);
+    done = np_engine_meet(engine);
     if (done < 0)
         return done;
     attend(engine, layer);

@@ -20,6 +20,16 @@ static void *aligned_zeros(size_t bytes)
     return memory;
 }
 
+/* Room for vectors of up to `longest` elements; 0 when memory is short. */
+static int vectors_create(np_vectors *vectors, int type, size_t longest, size_t tokens)
+{
+    vectors->type = type;
+    vectors->stride = (np_activation_bytes(type, longest) + 63) & ~(size_t)63;
+    vectors->prepared = aligned_zeros(tokens * vectors->stride);
+    vectors->panel = tokens >= NP_PANEL_TOKENS ? aligned_zeros(np_panel_bytes(type, longest, tokens)) : NULL;
+    return vectors->prepared && (tokens < NP_PANEL_TOKENS || vectors->panel);
+}
+
 static int shape_is_consistent(const np_shape *s)
 {
     return s->width && s->neurons && s->layers && s->query_heads && s->key_heads && s->head_width && s->vocabulary &&
@@ -61,20 +71,11 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->mask_bytes = (tokens + 7) / 8;
     engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
     engine->row_scale_bytes = (uint32_t)np_scale_bytes(shape->type, shape->width);
-    /* Of any type: a predictor reads the same vector in its own. */
-    engine->activation_stride = larger(np_activation_bytes(shape->type, longest),
-                                       shape->predictor_rank ? np_activation_bytes(shape->predictor_type, shape->width) : 0);
-    engine->activation_stride = (engine->activation_stride + 63) & ~(size_t)63;
-    engine->rank_stride = (np_activation_bytes(shape->predictor_type, shape->predictor_rank) + 63) & ~(size_t)63;
     engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
 
     engine->sequence = aligned_zeros(tokens * sizeof(int32_t));
     engine->position = aligned_zeros(tokens * sizeof(int32_t));
     engine->token = aligned_zeros(tokens * sizeof(int32_t));
-    engine->activations = aligned_zeros(tokens * engine->activation_stride);
-    engine->predictor_input = shape->predictor_rank && shape->predictor_type != shape->type
-                                  ? aligned_zeros(tokens * engine->activation_stride) : engine->activations;
-    engine->rank_activations = aligned_zeros(tokens * engine->rank_stride);
     engine->vector = aligned_zeros(longest * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(shape->context_tokens * sizeof(float));
@@ -84,12 +85,17 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->pending = aligned_zeros(shape->blocks * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
+    engine->list.beside = aligned_zeros((shape->block_neurons + 1) * sizeof(void *));
     engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
     engine->asked = aligned_zeros(block_clusters * sizeof(uint32_t));
-    if (!engine->sequence || !engine->position || !engine->token || !engine->activations || !engine->predictor_input || !engine->rank_activations ||
-        !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->gate_slot ||
-        !engine->rest_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.values ||
+    int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
+    if (shape->predictor_rank && shape->predictor_type != shape->type)
+        complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
+    if (shape->predictor_rank)
+        complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
+    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->gate_slot ||
+        !engine->rest_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
         !engine->list.neurons || !engine->asked) {
         np_engine_destroy(engine);
         return NULL;
@@ -104,10 +110,11 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
-    if (engine->predictor_input != engine->activations)
-        free(engine->predictor_input);
-    free(engine->activations);
-    free(engine->rank_activations);
+    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks};
+    for (int i = 0; i < 3; i++) {
+        free(all[i]->prepared);
+        free(all[i]->panel);
+    }
     free(engine->vector);
     free(engine->rows);
     free(engine->scores);
@@ -117,6 +124,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->pending);
     free(engine->list.quants);
     free(engine->list.scales);
+    free(engine->list.beside);
     free(engine->list.values);
     free(engine->list.neurons);
     free(engine->asked);
@@ -196,23 +204,42 @@ int np_engine_meet(np_engine *engine)
     return last;
 }
 
-void np_engine_prepare(np_engine *engine, int type, const float *source, size_t stride, size_t n, const float *norm, uint8_t *to)
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const float *norm)
 {
+    to->n = n;
     for (uint32_t t = 0; t < engine->count; t++) {
         const float *x = source + t * stride;
         if (norm) {
             np_rms_norm(x, norm, n, engine->shape.norm_epsilon, engine->vector);
             x = engine->vector;
         }
-        np_activation_prepare(type, x, n, to + t * engine->activation_stride);
+        np_activation_prepare(to->type, x, n, to->prepared + t * to->stride);
     }
+    if (engine->count >= NP_PANEL_TOKENS)
+        np_panel_prepare(to->type, to->prepared, to->stride, engine->count, n, to->panel);
 }
 
-void np_engine_rows(np_engine *engine, int type, const np_matrix *m, uint32_t first_row, uint32_t rows, size_t n, const float *bias)
+void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
+                   const float *bias, float *out, size_t out_stride)
 {
-    np_dot_rows(type, (const uint8_t *)m->quants + first_row * np_quant_bytes(type, n),
-                (const uint8_t *)m->scales + first_row * np_scale_bytes(type, n), rows, n, engine->activations,
-                engine->activation_stride, engine->count, bias ? bias + first_row : NULL, engine->rows, engine->max_rows);
+    const size_t quant_bytes = np_quant_bytes(x->type, x->n), scale_bytes = np_scale_bytes(x->type, x->n);
+    const uint8_t *quants = (const uint8_t *)m->quants + first_row * quant_bytes;
+    const uint8_t *scales = scale_bytes ? (const uint8_t *)m->scales + first_row * scale_bytes : NULL;
+    if (engine->count < NP_PANEL_TOKENS) {
+        np_dot_rows(x->type, quants, scales, rows, x->n, x->prepared, x->stride, engine->count, bias ? bias + first_row : NULL, out,
+                    out_stride);
+        return;
+    }
+    const void *quants_at[NP_PIECE_ROWS], *scales_at[NP_PIECE_ROWS];
+    for (uint32_t row = 0; row < rows; row += NP_PIECE_ROWS) {
+        const uint32_t some = rows - row < NP_PIECE_ROWS ? rows - row : NP_PIECE_ROWS;
+        for (uint32_t r = 0; r < some; r++) {
+            quants_at[r] = quants + (row + r) * quant_bytes;
+            scales_at[r] = scales ? scales + (row + r) * scale_bytes : NULL;
+        }
+        np_dot_panel(x->type, quants_at, scales_at, some, x->n, x->panel, engine->count, bias ? bias + first_row + row : NULL,
+                     out + row, out_stride);
+    }
 }
 
 int np_engine_embed(np_engine *engine)
@@ -236,14 +263,14 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
     for (uint32_t t = 0; t < count; t++) {
         np_rms_norm(engine->shared.residual + (size_t)(first + t) * s->width, engine->fixed.output_norm, s->width,
                     s->norm_epsilon, engine->vector);
-        np_activation_prepare(s->type, engine->vector, s->width, engine->activations + t * engine->activation_stride);
+        np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS;
         np_dot_rows(s->type, (const uint8_t *)m->quants + (size_t)row * engine->row_quant_bytes,
                     (const uint8_t *)m->scales + (size_t)row * engine->row_scale_bytes,
-                    s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS, s->width, engine->activations,
-                    engine->activation_stride, count, NULL, engine->shared.logits + row, s->vocabulary);
+                    s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS, s->width, engine->vectors.prepared,
+                    engine->vectors.stride, count, NULL, engine->shared.logits + row, s->vocabulary);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_LOGITS, s->layers, count, engine->step, started);
     return np_engine_meet(engine);

@@ -8,9 +8,19 @@ typedef struct {
     uint32_t from, to;
 } np_range;
 
+/* The vectors that rows are multiplied with, one for each token, prepared for rows of one type; for many tokens packed as well. */
+typedef struct {
+    int type;
+    size_t n, stride;   /* elements of a vector now; bytes from one token's to the next */
+    uint8_t *prepared;  /* [max_tokens] */
+    uint8_t *panel;     /* NULL when steps have too few tokens for one */
+} np_vectors;
+enum { NP_PANEL_TOKENS = 16 }; /* from so many on a panel pays */
+
 /* Rows of one type that lie anywhere: what the scattered kernels take. */
 typedef struct {
     const void **quants, **scales; /* [block_neurons] */
+    const void **beside;           /* [block_neurons] what to fetch with each row */
     float *values;                 /* [block_neurons] in or out */
     uint32_t *neurons;             /* [block_neurons] whose rows they are */
     uint32_t count;
@@ -28,11 +38,9 @@ struct np_engine {
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch, private to this member */
-    uint8_t *activations;      /* [max_tokens] prepared vectors, the longest of width and query_heads*head_width */
-    size_t activation_stride;  /* bytes between two tokens' vectors */
-    uint8_t *predictor_input;  /* [max_tokens] the same vectors for the predictor, where its type is another; else `activations` */
-    uint8_t *rank_activations; /* [max_tokens] prepared rank vectors */
-    size_t rank_stride;
+    np_vectors vectors;         /* what the matrices and the neurons read */
+    np_vectors predictor_input; /* the same for the predictor, where its type is another */
+    np_vectors ranks;
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */
     size_t max_rows;
@@ -65,8 +73,7 @@ enum {
 enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that members end together */
 
 /* Work that members take piece by piece. One counter each per layer; the logits have one of their own. */
-enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_LATE_RANK, NP_WORK_LATE_SCORE,
-       NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
+enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
 
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
@@ -76,29 +83,24 @@ uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t p
 np_range np_engine_share(const np_engine *engine, uint32_t n);
 /* Barrier with the engine's epoch; counts the time. */
 int np_engine_meet(np_engine *engine);
-/* Prepare `n`-long activation vectors of all tokens from `source` ([tokens][stride]) for rows of `type`; norm weight or NULL. */
-void np_engine_prepare(np_engine *engine, int type, const float *source, size_t stride, size_t n, const float *norm, uint8_t *to);
-
-/* Rows of a matrix times the prepared activations of all tokens into engine->rows. */
-void np_engine_rows(np_engine *engine, int type, const np_matrix *m, uint32_t first_row, uint32_t rows, size_t n, const float *bias);
+/* Prepare the `n`-long vectors of all tokens from `source` ([tokens][stride]); norm weight or NULL. */
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const float *norm);
+/* out[t*out_stride + r] = row first_row + r of the matrix times token t's vector. */
+void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
+                   const float *bias, float *out, size_t out_stride);
 
 int np_engine_embed(np_engine *engine);
 int np_engine_attention(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 
-/* Prediction (predict.c). A place where predictors read: the attention or the feed-forward input of a layer. */
-typedef struct {
-    uint32_t layer;
-    int feed_forward;
-} np_reading;
-/* Rank vectors of the predictors that read here, from the residual stream; and, after a meeting, their neurons' scores: who is
- * predicted, and what of it flash must bring. Both are nothing where no predictor reads. */
-int np_predicts(const np_engine *engine, np_reading here);
-void np_predict_ranks(np_engine *engine, np_reading here);
-int np_predict_scores(np_engine *engine, np_reading here);
-/* The layer's predictions of one neuron: bit t%8 of byte t/8. */
-const uint8_t *np_predictions(const np_engine *engine, uint32_t layer, uint32_t neuron);
+/* Prediction (predict.c): rank vectors from the residual stream; and, after a meeting, scores: who is predicted, and what of it
+ * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Without a predictor everybody is predicted. */
+int np_predicts(const np_engine *engine, int reads);
+void np_predict_ranks(np_engine *engine, const float *norm);
+int np_predict_scores(np_engine *engine);
+int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);
+int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for any token */
 
 /* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
  * error; the two that compute do what is there. */

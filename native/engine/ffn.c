@@ -159,16 +159,14 @@ static int sum_by_turns(np_engine *engine)
 int np_engine_feed_forward(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
-    const np_reading here = {layer, 1};
     int done = NP_OK;
     engine->layer = layer;
-    np_engine_prepare(engine, s->type, engine->shared.residual, s->width, s->width, engine->fixed.layers[layer].ffn_norm,
-                      engine->activations);
-    if (np_predicts(engine, here)) {
-        np_predict_ranks(engine, here);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, engine->fixed.layers[layer].ffn_norm);
+    if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
+        np_predict_ranks(engine, engine->fixed.layers[layer].ffn_norm);
         done = np_engine_meet(engine);
         if (done >= 0)
-            done = np_predict_scores(engine, here);
+            done = np_predict_scores(engine);
         if (done >= 0)
             done = np_engine_meet(engine);
     }

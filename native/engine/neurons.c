@@ -32,22 +32,6 @@ static float activate(int activation, float gate, float up)
     }
 }
 
-static int is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t)
-{
-    return !engine->shape.predictor_rank || np_predictions(engine, engine->layer, neuron)[t / 8] >> t % 8 & 1;
-}
-
-static int cluster_is_wanted(const np_engine *engine, uint32_t cluster)
-{
-    if (!engine->shape.predictor_rank)
-        return 1;
-    const uint8_t *mask = np_predictions(engine, engine->layer, cluster * engine->shape.cluster_neurons);
-    for (size_t i = 0; i < engine->shape.cluster_neurons * engine->mask_bytes; i++)
-        if (mask[i])
-            return 1;
-    return 0;
-}
-
 /* ---- rows of one token's neurons ------------------------------------------------------------------------------ */
 static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *scales, uint32_t neuron, float value)
 {
@@ -58,18 +42,11 @@ static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *sc
     list->values[list->count++] = value;
 }
 
-/* Of a neuron that has its slot to itself all of it: scales, and behind Up the row of Down. For many tokens the rows of a block are in
- * the cache since the first of them. */
-static size_t fetch_bytes(const np_engine *engine, uint32_t slot_bytes)
+/* Values of the listed rows. For many tokens the rows of a block are in the cache since the first of them: nothing to fetch. */
+static void dot_listed(np_engine *engine, uint32_t t, const np_fetch *fetch)
 {
-    return engine->shape.cluster_neurons == 1 && engine->count == 1 ? slot_bytes : 0;
-}
-
-/* fetch_bytes: see np_dot_scattered. */
-static void dot_listed(np_engine *engine, uint32_t t, size_t fetch_bytes)
-{
-    np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width, fetch_bytes,
-                     engine->activations + t * engine->activation_stride, engine->list.values);
+    np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width,
+                     engine->count == 1 ? fetch : NULL, engine->vectors.prepared + t * engine->vectors.stride, engine->list.values);
 }
 
 /* A neuron's rows in the slots of its cluster. */
@@ -83,44 +60,76 @@ static const uint8_t *rest_part(const np_engine *engine, uint32_t cluster)
     return engine->shared.rest_slots + (size_t)engine->rest_slot[cluster] * engine->shape.rest_slot_bytes;
 }
 
+/* Where the rest part seems to be, good for fetching only; the gate part when it is not there. */
+static const void *rest_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *gate)
+{
+    const uint32_t value = np_word_load(&engine->shared.rest_words[engine->layer * engine->shape.clusters + cluster]);
+    if ((value & NP_WORD_STATE_MASK) != NP_WORD_PRESENT)
+        return gate;
+    return engine->shared.rest_slots + (size_t)(value & NP_WORD_SLOT_MASK) * engine->shape.rest_slot_bytes;
+}
+
 static const uint8_t *scales_part(const np_engine *engine, uint32_t cluster)
 {
     return engine->shape.scales_in_gate ? gate_part(engine, cluster) : rest_part(engine, cluster);
 }
 
 /* ---- gates ------------------------------------------------------------------------------------------------------ */
-/* Gates of the clusters from `from` to `to` that have a gate slot and are not gated yet. */
-void np_compute_gates(np_engine *engine, np_range clusters)
+/* Gate rows of the clusters that have a gate slot and are not gated yet, where token t is predicted to want them. */
+static void list_gates(np_engine *engine, np_range clusters, uint32_t t, int whole)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
-    for (uint32_t t = 0; t < engine->count; t++) {
-        engine->list.count = 0;
-        for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-            if (engine->cluster_state[cluster] & NP_CLUSTER_GATED || engine->gate_slot[cluster] == NP_NO_PIECE)
-                continue;
-            const uint8_t *part = gate_part(engine, cluster);
-            for (uint32_t i = 0; i < n; i++) {
-                if (is_predicted(engine, cluster * n + i, t))
-                    list_row(engine, part + s->gate_quants + (size_t)i * engine->row_quant_bytes,
-                             part + s->gate_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, 0.0f);
-                else
-                    *hidden_of(engine, t, cluster * n + i) = 0.0f;
-            }
+    engine->list.count = 0;
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+        if (engine->cluster_state[cluster] & NP_CLUSTER_GATED || engine->gate_slot[cluster] == NP_NO_PIECE)
+            continue;
+        const uint8_t *part = gate_part(engine, cluster);
+        engine->list.beside[engine->list.count] = whole ? rest_part_at_a_glance(engine, cluster, part) : NULL;
+        for (uint32_t i = 0; i < n; i++) {
+            if (np_is_predicted(engine, cluster * n + i, t))
+                list_row(engine, part + s->gate_quants + (size_t)i * engine->row_quant_bytes,
+                         part + s->gate_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, 0.0f);
+            else
+                *hidden_of(engine, t, cluster * n + i) = 0.0f;
         }
-        dot_listed(engine, t, fetch_bytes(engine, s->gate_slot_bytes));
-        for (uint32_t r = 0; r < engine->list.count; r++) {
-            const uint32_t neuron = engine->list.neurons[r];
-            const float gate = engine->list.values[r];
-            const int fired = fires(s->activation, gate);
-            *hidden_of(engine, t, neuron) = fired ? gate : 0.0f;
-            if (fired) {
-                engine->cluster_state[neuron / n] |= NP_CLUSTER_FIRED;
-                engine->counters.fired++;
-            }
+    }
+}
+
+/* The listed neurons' gates of token t are known. */
+static void take_gates(np_engine *engine, uint32_t t, const float *gates)
+{
+    for (uint32_t r = 0; r < engine->list.count; r++) {
+        const uint32_t neuron = engine->list.neurons[r];
+        const int fired = fires(engine->shape.activation, gates[r]);
+        *hidden_of(engine, t, neuron) = fired ? gates[r] : 0.0f;
+        if (fired) {
+            engine->cluster_state[neuron / engine->shape.cluster_neurons] |= NP_CLUSTER_FIRED;
+            engine->counters.fired++;
         }
-        engine->counters.predicted += engine->list.count;
-        engine->counters.gate_rows += engine->list.count;
+    }
+    engine->counters.predicted += engine->list.count;
+    engine->counters.gate_rows += engine->list.count;
+}
+
+void np_compute_gates(np_engine *engine, np_range clusters)
+{
+    const np_shape *s = &engine->shape;
+    if (!s->predictor_rank && engine->count >= NP_PANEL_TOKENS) { /* all tokens want all gates */
+        list_gates(engine, clusters, 0, 0);
+        np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
+                     engine->count, NULL, engine->rows, engine->max_rows);
+        for (uint32_t t = 0; t < engine->count; t++)
+            take_gates(engine, t, engine->rows + t * engine->max_rows);
+    } else {
+        /* A neuron that was predicted will most likely fire: its rest part comes along. */
+        const int own_slot = s->cluster_neurons == 1, whole = own_slot && s->predictor_rank;
+        const np_fetch fetch = {own_slot ? s->gate_slot_bytes : 0, whole ? engine->list.beside : NULL, s->rest_slot_bytes};
+        for (uint32_t t = 0; t < engine->count; t++) {
+            list_gates(engine, clusters, t, whole);
+            dot_listed(engine, t, &fetch);
+            take_gates(engine, t, engine->list.values);
+        }
     }
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
         if (engine->gate_slot[cluster] != NP_NO_PIECE)
@@ -139,7 +148,7 @@ int np_find_gates(np_engine *engine, np_range clusters)
         uint8_t *state = &engine->cluster_state[cluster];
         if (*state & NP_CLUSTER_GATED)
             continue;
-        if (!(*state & NP_CLUSTER_LOOKED) && !cluster_is_wanted(engine, cluster)) {
+        if (!(*state & NP_CLUSTER_LOOKED) && !np_cluster_is_predicted(engine, cluster)) {
             for (uint32_t t = 0; t < engine->count; t++)
                 memset(hidden_of(engine, t, cluster * engine->shape.cluster_neurons), 0, engine->shape.cluster_neurons * sizeof(float));
             *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_GATED | NP_CLUSTER_UPPED;
@@ -205,6 +214,7 @@ void np_compute_ups(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
+    const np_fetch fetch = {n == 1 ? s->rest_slot_bytes : 0, NULL, 0}; /* the row of Down lies behind that of Up */
     for (uint32_t t = 0; t < engine->count; t++) {
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
@@ -217,7 +227,7 @@ void np_compute_ups(np_engine *engine, np_range clusters)
                     list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
                              cluster * n + i, 0.0f);
         }
-        dot_listed(engine, t, fetch_bytes(engine, s->rest_slot_bytes));
+        dot_listed(engine, t, &fetch);
         for (uint32_t r = 0; r < engine->list.count; r++) {
             float *value = hidden_of(engine, t, engine->list.neurons[r]);
             *value = activate(s->activation, *value, engine->list.values[r]);

@@ -16,7 +16,7 @@ typedef struct {
     const uint8_t *quants, *scales;
     size_t quant_bytes, scale_bytes; /* of one row */
     const void *const *quants_at, *const *scales_at; /* NULL: one after the other */
-    size_t fetch_bytes; /* of scattered rows: from the start of each, what is worth fetching ahead */
+    np_fetch fetch; /* with scattered rows */
     size_t rows, n;
 } np_rows;
 
@@ -101,7 +101,9 @@ NP_INLINE void np_prefetch(const uint8_t *at, size_t ahead) { __builtin_prefetch
 NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
     if (!rows->scales_at || r + NP_AHEAD_ROWS >= rows->rows) return;
     const uint8_t *quants = rows->quants_at[r + NP_AHEAD_ROWS], *scales = rows->scales_at[r + NP_AHEAD_ROWS];
-    for (size_t i = rows->quant_bytes; i < rows->fetch_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
+    for (size_t i = rows->quant_bytes; i < rows->fetch.row_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
+    for (size_t i = 0; rows->fetch.beside && i < rows->fetch.beside_bytes; i += 64)
+        __builtin_prefetch((const uint8_t *)rows->fetch.beside[r + NP_AHEAD_ROWS] + i, 0, 2);
     for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
 

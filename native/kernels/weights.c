@@ -45,12 +45,12 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
     if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 
-void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, size_t fetch_bytes,
-                      const void *activation, float *out) {
+void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
+                      const np_fetch *fetch, const void *activation, float *out) {
     np_dot_job job = {.rows = rows_of(type, rows, n), .activations = activation, .tokens = 1, .out = out, .out_stride = rows};
     job.rows.quants_at = quants;
     job.rows.scales_at = scales;
-    job.rows.fetch_bytes = fetch_bytes;
+    if (fetch) job.rows.fetch = *fetch;
     if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 

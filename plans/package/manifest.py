@@ -30,7 +30,7 @@ SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
 Side = Literal["gate", "up"]
-PredictorInput = Literal["attention", "feed_forward", "layer_before"]
+PredictorInput = Literal["attention", "feed_forward"]
 Hidden = Literal["none", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
@@ -89,8 +89,7 @@ class PredictorQuality:
 class Predictor:
     """What predictor.safetensors computes; plans/README.md states the arithmetic.
 
-    reads: the normed input of the layer's attention, of its feed-forward, or of the attention of the layer before (the
-    first layer: of its own). sides: whose signs are predicted; both
+    reads: the normed input of the layer's attention, or of its feed-forward. sides: whose signs are predicted; both
     must be positive. hidden: what happens to the rank-vector before it is prepared as an activation.
     """
 

@@ -27,7 +27,7 @@ def parse_predictor(record: Record, shape: Shape, activation: Activation) -> Pre
     predictor = Predictor(
         rank=record.integer("rank", GROUP_WEIGHTS, MOST_RANK),
         quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
-        reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward", "layer_before")),
+        reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward")),
         sides=_parse_sides(record, activation),
         hidden=cast(Hidden, record.choice("hidden", "none", "relu")),
         calibration_tokens=record.integer("calibration_tokens", 0, 1 << 50),

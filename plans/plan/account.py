@@ -112,8 +112,8 @@ def _member_bytes(manifest: Manifest) -> int:
 
 
 def _prediction_bytes(tokens: int, rank: int, neurons: int) -> int:
-    """Of two layers: each token's rank-vector, and a bit for each neuron and token."""
-    return 2 * (4 * tokens * rank + neurons * -(-tokens // 8))
+    """Each token's rank-vector, and a bit for each neuron and token."""
+    return 4 * tokens * rank + neurons * -(-tokens // 8)
 
 
 def least_account(manifest: Manifest, seating: Seating) -> Account:

@@ -112,7 +112,7 @@ def test_scattered_rows_and_panels_have_the_bits_of_rows_in_order(type_name: str
     lib.np_dot_rows(*matrix, all_activations, activations.shape[1], tokens, ffi.NULL, floats[0], rows)
     lib.np_panel_prepare(kind, all_activations, activations.shape[1], tokens, n, ffi.from_buffer(panel))
     lib.np_dot_panel(kind, quants_at, scales_at, rows, n, ffi.from_buffer(panel), tokens, ffi.NULL, floats[1], rows)
-    lib.np_dot_scattered(kind, quants_at, scales_at, rows, n, 0, all_activations, floats[2])
+    lib.np_dot_scattered(kind, quants_at, scales_at, rows, n, ffi.NULL, all_activations, floats[2])
     assert of_panel.tobytes() == in_order.tobytes()
     assert scattered.tobytes() == in_order[0].tobytes()
 
