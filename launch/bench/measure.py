@@ -124,10 +124,11 @@ class Bench:
             "flash_bytes_per_token": moved.flash_bytes / tokens,
             "flash_reads_per_token": moved.flash_reads / tokens,
             "flash_limit_fraction": None if flash_s is None else 1000 * flash_s / time_ms,
-            "miss_rate": _share(
+            "miss_rate": _miss_rate(cost, plan.compute.mode),
+            "late_rate": _share(
                 cost["gate_missed"] + cost["rest_missed"], cost["gate_clusters"] + cost["rest_clusters"]
             ),
-            "miss_rate_of_activated": _share(cost["rest_missed"], cost["rest_clusters"]),
+            "late_rate_of_activated": _share(cost["rest_missed"], cost["rest_clusters"]),
             "active_share": _share(cost["active"], cost["tokens"] * _neurons(self.package)),
             "exposed_io_share": min(1.0, exposed_ms / time_ms),
             "coordination_share": min(1.0, max(0.0, 1 - (native_ms - meet_ms) / time_ms)),
@@ -147,6 +148,14 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
+
+
+def _miss_rate(cost: Cost, mode: str) -> float:
+    """Over what had to be loaded or there: in predicted mode the predicted clusters, when they were foreseen; in exact
+    mode gates, and the rest parts of what fired, when computing came to them."""
+    if mode == "predicted" and cost["foreseen"]:
+        return cost["foreseen_missed"] / cost["foreseen"]
+    return _share(cost["gate_missed"] + cost["rest_missed"], cost["gate_clusters"] + cost["rest_clusters"])
 
 
 def _positions(case: Case, decoded: int) -> float:

@@ -22,6 +22,8 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
 POLL_S = 0.02
+QUIET_S = 0.3
+MOST_WARM_UP_S = 60.0
 MOST_REPETITIONS = 1000
 
 
@@ -64,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):
-        _wait_until_ready(client)
+        _wait_until_warm(client)
         bench = Bench(package, plan, device, prompts, client)
         requests = len(cases) * (1 + arguments.repetitions)
         done = 0
@@ -86,9 +88,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _wait_until_ready(client: Client) -> None:
-    while not client.status().ready:
+def _wait_until_warm(client: Client) -> None:
+    """Until the run is ready and flash has been quiet: what is loaded ahead is there."""
+    while not (status := client.status()).ready:
         time.sleep(POLL_S)
+    quiet_since, last, began = time.monotonic(), -1, time.monotonic()
+    while time.monotonic() - quiet_since < QUIET_S and time.monotonic() - began < MOST_WARM_UP_S:
+        time.sleep(POLL_S)
+        status = client.status()
+        if status.flash_bytes != last:
+            quiet_since, last = time.monotonic(), status.flash_bytes
 
 
 def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:

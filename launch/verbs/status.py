@@ -34,7 +34,7 @@ def render(status: Status) -> str:
         f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, "
         f"limit {show_bytes(status.memory_limit_bytes)}",
         f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
-        f"{status.steps} steps, {status.tokens} tokens",
+        f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}",
     ]

@@ -66,7 +66,6 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
 
     const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = place->max_tokens;
     const size_t longest = larger(shape->width, heads_width);
-    const size_t block_clusters = shape->block_neurons / shape->cluster_neurons;
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
     engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
@@ -88,7 +87,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->list.beside = aligned_zeros((shape->block_neurons + 1) * sizeof(void *));
     engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
-    engine->asked = aligned_zeros(block_clusters * sizeof(uint32_t));
+    engine->asked = aligned_zeros(shape->clusters * sizeof(uint32_t));
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     if (shape->predictor_rank && shape->predictor_type != shape->type)
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);

@@ -57,7 +57,7 @@ struct np_engine {
     uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
     uint32_t pending_count;
     np_row_list list;
-    uint32_t *asked;           /* [clusters of a block] entries for the loader */
+    uint32_t *asked;           /* [clusters] requests for the loader */
     np_engine_counters counters;
 };
 

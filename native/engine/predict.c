@@ -76,36 +76,37 @@ static uint32_t predict_block(np_engine *engine, uint32_t block)
     return predicted;
 }
 
-/* Ask for what the predicted clusters of a block lack. */
-static int ask_for_predicted(np_engine *engine, uint32_t block)
+/* What the predicted clusters of a block lack, added to the `count` requests in engine->asked. Returns how many there are then. */
+static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
     const uint32_t parts = engine->place.bundle ? NP_REQUEST_GATE | NP_REQUEST_REST : NP_REQUEST_GATE;
-    uint32_t count = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         if (!np_cluster_is_predicted(engine, cluster))
             continue;
         const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
         engine->counters.foreseen++;
-        if (lacking & NP_REQUEST_GATE) /* of a neuron whose gate is there, the gate decides whether the rest is read */
+        if (lacking & NP_REQUEST_GATE) { /* of a neuron whose gate is there, the gate decides whether the rest is read */
             engine->asked[count++] = lacking;
+            engine->counters.foreseen_missed++;
+        }
     }
-    engine->counters.foreseen_missed += count;
-    return np_ask(engine, engine->asked, count);
+    return count;
 }
 
 int np_predict_scores(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const uint64_t started = np_clock_ns();
-    uint32_t predicted = 0;
+    uint32_t predicted = 0, asked = 0;
     np_engine_prepare(engine, &engine->ranks, engine->shared.ranks, s->predictor_rank, s->predictor_rank, NULL);
     for (uint32_t block; (block = np_engine_claim(engine, engine->layer, NP_WORK_SCORE, s->blocks)) != NP_NO_PIECE;) {
         predicted += predict_block(engine, block);
-        const int asked = engine->place.prefetch ? ask_for_predicted(engine, block) : NP_OK;
-        if (asked < 0)
-            return asked;
+        if (engine->place.prefetch)
+            asked = foresee(engine, block, asked);
     }
+    /* All at once: each time the loader is woken costs as much as two of its reads. */
+    const int done = np_ask(engine, engine->asked, asked);
     np_trace_put(&engine->shared.trace, NP_SPAN_PREDICT, engine->layer, predicted, engine->step, started);
-    return NP_OK;
+    return done;
 }

@@ -169,6 +169,7 @@ class Status(Message):
     steps: steps done
     tokens: tokens generated
     uptime_s: since the coordinator started
+    flash_bytes: read since the loader started
     """
 
     run: str
@@ -185,3 +186,4 @@ class Status(Message):
     steps: int
     tokens: int
     uptime_s: float
+    flash_bytes: int = 0

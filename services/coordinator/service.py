@@ -370,7 +370,7 @@ class CoordinatorService:
             run=self._job.run,
             ready=self._core.all_ready,
             plan=self._job.plan.id,
-            mode="exact",
+            mode=self._job.plan.compute.mode,
             processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),
             memory_bytes=current,
             memory_peak_bytes=peak,
@@ -381,6 +381,7 @@ class CoordinatorService:
             steps=self._core.steps,
             tokens=self._tokens,
             uptime_s=round(now - self._started_at, 3),
+            flash_bytes=self._flash_now()[0],
         )
 
     def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:
