@@ -91,14 +91,10 @@ void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t 
 void np_f32_to_f16(const float *x, size_t n, uint16_t *out); /* round to nearest even */
 void np_f16_to_f32(const uint16_t *x, size_t n, float *out);
 
-/* One query head over keys and values [positions, width] fp16, contiguous. scores: scratch of `positions` floats. */
-void np_attend(const float *query, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
+/* Query heads over the keys and values [positions, width] fp16 that they share, which are read once for four of them. queries and out
+ * [heads, width]; a head's bits do not depend on what others come with it. scores: scratch of min(heads, 4) * positions floats. */
+void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
                float scale, float *scores, float *out);
-
-/* The same for heads that share keys and values, which are read once for four of them: queries and out [heads, width], with the
- * bits of np_attend for each. scores: scratch of min(heads, 4) * positions floats. */
-void np_attend_heads(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions,
-                     size_t width, float scale, float *scores, float *out);
 
 /* y[j] += x[j]. */
 void np_add(const float *x, size_t n, float *y);

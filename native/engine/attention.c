@@ -5,7 +5,7 @@
  *   rank     rows of the predictor's input    rank vectors
  *   qkv      a block's scores; a head of      predictions; queries, this position's keys and values
  *            q, k or v
- *   attend   one (query head, token)          attention
+ *   attend   (query heads of a key, token)    attention
  *   project  rows of the output matrix        residual
  */
 #include "engine.h"
@@ -51,19 +51,22 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
+/* Heads that share keys go together, so that the keys are read once; one by one where that would leave members idle. */
 static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const size_t width = s->head_width;
     const uint32_t group = s->query_heads / s->key_heads;
+    const uint32_t heads = s->key_heads * engine->count >= engine->place.members ? group : 1;
     const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
-    for (uint32_t unit; (unit = np_engine_claim(engine, layer, NP_WORK_ATTEND, s->query_heads * engine->count)) != NP_NO_PIECE;) {
-        const uint32_t head = unit / engine->count, t = unit % engine->count;
+    const uint32_t pieces = s->query_heads / heads * engine->count;
+    for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NO_PIECE;) {
+        const uint32_t head = piece / engine->count * heads, t = piece % engine->count;
         const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
         const uint32_t first = s->window_tokens && positions > s->window_tokens ? positions - s->window_tokens : 0;
         const size_t at = ((size_t)t * s->query_heads + head) * width;
-        np_attend(engine->shared.queries + at, kv_of(engine, layer, sequence, head / group, 0) + first * width,
+        np_attend(engine->shared.queries + at, heads, kv_of(engine, layer, sequence, head / group, 0) + first * width,
                   kv_of(engine, layer, sequence, head / group, 1) + first * width, positions - first, width, scale,
                   engine->scores, engine->shared.attention + at);
     }

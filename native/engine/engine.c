@@ -77,7 +77,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->token = aligned_zeros(tokens * sizeof(int32_t));
     engine->vector = aligned_zeros(longest * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
-    engine->scores = aligned_zeros(shape->context_tokens * sizeof(float));
+    engine->scores = aligned_zeros(4 * (size_t)shape->context_tokens * sizeof(float)); /* as np_attend wants them */
     engine->cluster_state = aligned_zeros(shape->clusters);
     engine->gate_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
     engine->rest_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));

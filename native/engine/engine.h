@@ -44,7 +44,7 @@ struct np_engine {
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */
     size_t max_rows;
-    float *scores;             /* [context_tokens] */
+    float *scores;             /* [4][context_tokens] */
 
     /* the feed-forward layer in work */
     uint32_t layer;

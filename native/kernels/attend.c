@@ -5,8 +5,8 @@
 
 enum { CHUNK = 64 }; /* positions whose values stay in the first cache while each head adds them */
 
-void np_attend_heads(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
-                     float scale, float *scores, float *out) {
+void np_attend(const float *queries, size_t heads, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width,
+               float scale, float *scores, float *out) {
     const np_isa *isa = np_isa_current();
     float sums[NP_TOKEN_BLOCK];
     memset(out, 0, heads * width * sizeof *out);
@@ -34,9 +34,4 @@ void np_attend_heads(const float *queries, size_t heads, const uint16_t *keys, c
         for (size_t h = 0; h < count; h++)
             for (size_t j = 0; j < width; j++) out[(first + h) * width + j] /= sums[h];
     }
-}
-
-void np_attend(const float *query, const uint16_t *keys, const uint16_t *values, size_t positions, size_t width, float scale,
-               float *scores, float *out) {
-    np_attend_heads(query, 1, keys, values, positions, width, scale, scores, out);
 }

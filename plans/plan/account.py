@@ -81,7 +81,7 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
     private = 4 * (prefill_tokens * row_floats + min(prefill_tokens, PARTIAL_TOKENS) * sum_floats)
     private += seating.prefill_threads * prefill_tokens * _member_bytes(manifest)
     private += workers * sequences * _member_bytes(manifest)
-    private += 4 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each member
+    private += 16 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each member
     private += 8 * shape.vocabulary  # the coordinator's scratch for sampling
     exchange = 4 * (sequences * (row_floats + sum_floats) + seating.logit_rows * shape.vocabulary) + MIB // 4
     predictor = 0

@@ -271,11 +271,11 @@ static void small_prepare(void *c) { np_activation_prepare(NP_Q4, ((small_case *
 static void small_rope(void *c) { np_rope(((small_case *)c)->x, 128, ((small_case *)c)->y, 77); }
 static void small_attend(void *context) {
     small_case *c = context;
-    for (int h = 0; h < 4; h++) np_attend(c->x, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
+    for (int h = 0; h < 4; h++) np_attend(c->x, 1, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
 }
 static void small_attend_heads(void *context) {
     small_case *c = context;
-    np_attend_heads(c->x, 4, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
+    np_attend(c->x, 4, c->keys, c->keys + c->positions * 128, c->positions, 128, 0.1f, c->scores, c->y);
 }
 
 static void bench_small(void) {
@@ -289,10 +289,10 @@ static void bench_small(void) {
                {"np_rms_norm of 4096", small_norm, 0},
                {"np_activation_prepare of 4096, q4", small_prepare, 0},
                {"np_rope of 128", small_rope, 0},
-               {"np_attend, 4 heads of 128, 512 positions", small_attend, 512},
-               {"np_attend_heads, the same", small_attend_heads, 512},
-               {"np_attend, 4 heads of 128, 4096 positions", small_attend, 4096},
-               {"np_attend_heads, the same", small_attend_heads, 4096}};
+               {"np_attend, one by one, 4 heads of 128, 512 positions", small_attend, 512},
+               {"np_attend, 4 heads together, the same", small_attend_heads, 512},
+               {"np_attend, one by one, 4 heads of 128, 4096 positions", small_attend, 4096},
+               {"np_attend, 4 heads together, the same", small_attend_heads, 4096}};
     memset(c.x, 0, 4 * 4096 * 28);
     memset(c.y, 0, 4 * 4096);
     for (size_t i = 0; i < 4096 * 256; i++) c.keys[i] = (uint16_t)(0x2c00 + i % 700);

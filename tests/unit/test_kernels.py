@@ -125,6 +125,7 @@ def test_attention_agrees_with_softmax() -> None:
     scores, out = np.zeros(positions, np.float32), np.zeros(width, np.float32)
     lib.np_attend(
         ffi.from_buffer("float[]", query),
+        1,
         ffi.from_buffer("uint16_t[]", keys),
         ffi.from_buffer("uint16_t[]", values),
         positions,
