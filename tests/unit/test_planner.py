@@ -350,6 +350,6 @@ def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_
 
     small = private_bytes(m, seating)
     assert small == private_bytes(m, seating, chunk=8) < private_bytes(m, seating, chunk=9)
-    assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 4 * (512 - 64) * 4
+    assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 16 * (512 - 64) * 4
     words = dataclasses.replace(m, shape=dataclasses.replace(m.shape, vocabulary=m.shape.vocabulary + 1000))
     assert private_bytes(words, seating) - small == 8 * 1000
