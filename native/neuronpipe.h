@@ -63,7 +63,7 @@ void np_panel_prepare(int type, const void *activations, size_t activation_strid
 void np_dot_panel(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, const void *panel,
                   size_t tokens, const float *bias, float *out, size_t out_stride);
 
-/* y[j] += a * w[j] for the n weights of one row. */
+/* y[j] += a * w[j] for the n weights of one row: np_add_rows of a list of one. */
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 
 /* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows.
@@ -76,7 +76,9 @@ typedef struct {
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
                       const np_fetch *fetch, const void *activation, float *out);
 
-/* y[j] += a[r] * w[r][j] for r = 0, 1, ... in this order, with the bits of np_add_row for each in turn. */
+/* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and the list (rows and factors, in order), and on nothing else; a list
+ * cut in two may give others. On avx512 the factors of q8 and q4 rows are rounded: in each 32 rows and group by half a 32639th of the
+ * largest |a * scale| at most. A factor or scale that is not finite shows in all of its columns. Takes 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
 /* w[j] as float32. */

@@ -1,184 +1,200 @@
-/* AVX-512: rows added to a vector. Up to ROWS rows go over a block of 128 columns together, so that y stays in registers
- * meanwhile; the rows after them are fetched from memory at the same pace. The bits are those of one row after the other. */
+/* AVX-512 with VNNI: rows of q8 and q4 added to a vector, as sums of integers.
+ *
+ * A list goes in batches of ROWS rows, in order. Of a batch and a group of 32 columns, the factors a * scale become integers of 16
+ * bits in steps of a 32639th of the largest of them, each two signed bytes: 256 * high + low. Four rows (a quad) are interleaved
+ * bytewise, so that one dpbusd multiplies four rows' weights by a byte of their factors and adds them up. These sums are exact, and a
+ * batch adds them to y with one rounding: bits depend on the list and y, on nothing else.
+ *
+ * Rows are copied piece by piece, one piece ahead of the sums: slots lie at multiples of 4 KiB, and one line of each of many such rows
+ * in turn comes out of the second-level cache at half the pace. */
 #include "kernels/isa.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-enum { ROWS = 8, COLUMNS = 128, BLOCK_GROUPS = COLUMNS / NP_GROUP };
+enum { ROWS = 32, QUADS = ROWS / 4, LINES = 4, PIECE = 64 * LINES };
+enum { MOST = 127 * 256 + 127 }; /* of a factor: both bytes 127 */
 
-/* The rows under way, and those to fetch: the same as the rows where none follow, which costs nothing. */
+/* The rows under way, filled up to whole quads with the first and a factor of zero, and those to fetch, if any. */
 typedef struct {
-    size_t count;
+    size_t quads, quant_bytes, fetched;
     np_row at[ROWS], next[ROWS];
-    float factor[ROWS][16]; /* a * scale of 16 groups; of f16, a */
-} row_block;
+    float a[ROWS];
+} row_batch;
 
-NP_INLINE NP_AVX512 __mmask16 first_lanes(size_t count) { return count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff; }
-
-NP_INLINE void take_rows(const np_rows *rows, size_t r, row_block *b) {
-    b->count = rows->rows - r < ROWS ? rows->rows - r : ROWS;
-    for (size_t i = 0; i < b->count; i++) {
-        b->at[i] = np_row_at(rows, r + i);
-        b->next[i] = r + i + ROWS < rows->rows ? np_row_at(rows, r + i + ROWS) : b->at[i];
-    }
-}
-
-NP_INLINE NP_AVX512 void take_factors(const float *a, size_t group, size_t groups, row_block *b) {
-    for (size_t i = 0; i < b->count; i++) {
-        const uint16_t *s = (const uint16_t *)(const void *)b->at[i].scales + group;
-        const __m512 scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(groups - group), s));
-        _mm512_storeu_ps(b->factor[i], _mm512_mul_ps(_mm512_set1_ps(a[i]), scales));
-        if (group % 32 == 0) __builtin_prefetch(b->next[i].scales + 2 * group);
-    }
-}
-
-/* y[16 * k] .. += a * w for `vectors` times 16 columns from j on; of the last one only those in `mask`. */
-NP_INLINE NP_AVX512 void add_f16_columns(const row_block *b, size_t j, const int vectors, __mmask16 mask, float *y) {
-    __m512 sum[COLUMNS / 16];
-    for (int k = 0; k < vectors; k++) sum[k] = _mm512_maskz_loadu_ps(mask, y + j + 16 * k);
-    for (size_t i = 0; i < b->count; i++) {
-        const __m512 factor = _mm512_set1_ps(b->factor[i][0]);
-        for (int k = 0; k < vectors; k++) {
-            const size_t at = 2 * j + 32 * (size_t)k;
-            if (k % 2 == 0) __builtin_prefetch(b->next[i].quants + at);
-            const __m512 w = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, b->at[i].quants + at));
-            sum[k] = _mm512_fmadd_ps(factor, w, sum[k]);
-        }
-    }
-    for (int k = 0; k < vectors; k++) _mm512_mask_storeu_ps(y + j + 16 * k, mask, sum[k]);
-}
-
-NP_AVX512 void np_avx512_add_f16(const np_rows *rows, const float *a, float *y) {
-    for (size_t r = 0; r < rows->rows; r += ROWS) {
-        row_block b;
-        size_t j = 0;
-        take_rows(rows, r, &b);
-        for (size_t i = 0; i < b.count; i++) b.factor[i][0] = a[r + i];
-        for (; j + COLUMNS <= rows->n; j += COLUMNS) add_f16_columns(&b, j, COLUMNS / 16, 0xffff, y);
-        for (; j < rows->n; j += 16) add_f16_columns(&b, j, 1, first_lanes(rows->n - j), y);
-    }
-}
-
-NP_INLINE NP_AVX512 void add_q8_groups(const row_block *b, size_t group, const int groups, float *y) {
-    __m512 sum[2 * BLOCK_GROUPS];
-    for (int k = 0; k < 2 * groups; k++) sum[k] = _mm512_loadu_ps(y + group * NP_GROUP + 16 * k);
-    for (size_t i = 0; i < b->count; i++)
-        for (int k = 0; k < 2 * groups; k++) {
-            const size_t at = group * NP_GROUP + 16 * (size_t)k;
-            if (k % 4 == 0) __builtin_prefetch(b->next[i].quants + at);
-            const __m512i w = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(b->at[i].quants + at)));
-            sum[k] = _mm512_fmadd_ps(_mm512_set1_ps(b->factor[i][(group + k / 2) % 16]), _mm512_cvtepi32_ps(w), sum[k]);
-        }
-    for (int k = 0; k < 2 * groups; k++) _mm512_storeu_ps(y + group * NP_GROUP + 16 * k, sum[k]);
-}
-
-NP_AVX512 void np_avx512_add_q8(const np_rows *rows, const float *a, float *y) {
-    const size_t groups = rows->n / NP_GROUP;
-    for (size_t r = 0; r < rows->rows; r += ROWS) {
-        row_block b;
-        take_rows(rows, r, &b);
-        for (size_t g = 0; g < groups;) {
-            if (g % 16 == 0) take_factors(a + r, g, groups, &b);
-            const int whole = groups - g >= BLOCK_GROUPS;
-            if (whole) add_q8_groups(&b, g, BLOCK_GROUPS, y);
-            else add_q8_groups(&b, g, 1, y);
-            g += whole ? BLOCK_GROUPS : 1;
-        }
-    }
-}
-
-/* q4 works on registers of 16 weights that are the same nibble of the 16 dwords of 64 bytes: four lanes of each of four groups. So a
- * nibble needs no widening, only its place in a dword made the mantissa of a float. y is brought into that order and back.
- *
- * to_nibbles: of sixteen columns of four groups each, lane 4q+b of register g, to lane 4g+q of register b. */
-NP_INLINE NP_AVX512 void to_nibbles(__m512 v[4]) {
-    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(2));
-    const __m512 a = _mm512_permutex2var_ps(v[0], first, v[1]), b = _mm512_permutex2var_ps(v[0], second, v[1]);
-    const __m512 c = _mm512_permutex2var_ps(v[2], first, v[3]), d = _mm512_permutex2var_ps(v[2], second, v[3]);
-    v[0] = _mm512_shuffle_f32x4(a, c, 0x44), v[1] = _mm512_shuffle_f32x4(a, c, 0xee);
-    v[2] = _mm512_shuffle_f32x4(b, d, 0x44), v[3] = _mm512_shuffle_f32x4(b, d, 0xee);
-}
-
-NP_INLINE NP_AVX512 void from_nibbles(__m512 v[4]) {
-    const __m512i first = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(4));
-    const __m512 a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[2], v[3], 0x44);
-    const __m512 c = _mm512_shuffle_f32x4(v[0], v[1], 0xee), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-    v[0] = _mm512_permutex2var_ps(a, first, b), v[1] = _mm512_permutex2var_ps(a, second, b);
-    v[2] = _mm512_permutex2var_ps(c, first, d), v[3] = _mm512_permutex2var_ps(c, second, d);
-}
-
-/* What takes the nibble at bits 0, 4, 8, 12 and 16 of each lane out, as the lowest bits of 2^(23-bit) + 8. In registers: the compiler
- * must not know them, or it makes them anew at each use. */
-enum { PLACES = 5 };
+/* Of 16 groups: of each quad one byte of each factor, rows in the order 0, 2, 1, 3; the factors' sum; what one step is. */
 typedef struct {
-    __m512i mask[PLACES], one[PLACES];
-    __m512 offset[PLACES];
-} nibble_places;
+    __m512i high[QUADS], low[QUADS], sum;
+    __m512 step;
+} batch_factors;
 
-NP_INLINE NP_AVX512 nibble_places places(void) {
-    nibble_places p;
-    for (int k = 0; k < PLACES; k++) {
-        p.mask[k] = _mm512_set1_epi32(15 << 4 * k);
-        p.one[k] = _mm512_set1_epi32((150 - 4 * k) << 23);
-        p.offset[k] = _mm512_set1_ps((float)(1 << (23 - 4 * k)) + 8.0f);
-        __asm__("" : "+v"(p.mask[k]), "+v"(p.one[k]), "+v"(p.offset[k]));
-    }
-    return p;
-}
+typedef __m512i batch_piece[ROWS][LINES];
 
-NP_INLINE NP_AVX512 __m512 nibble_at(__m512i w, const int k, const nibble_places *p) { /* (w & mask) | one, - offset */
-    return _mm512_sub_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(w, p->mask[k], p->one[k], 0xea)), p->offset[k]);
-}
-
-/* Four groups from `group` on, `groups` of them there. */
-NP_INLINE NP_AVX512 void add_q4_groups(const row_block *b, size_t group, size_t groups, const nibble_places *p, float *y) {
-    const __mmask64 bytes = groups < 4 ? ((__mmask64)1 << 16 * groups) - 1 : ~(__mmask64)0;
-    const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-                                           _mm512_set1_epi32((int)(group % 16)));
-    __m512 low[4], high[4];
-    y += group * NP_GROUP;
-    for (size_t g = 0; g < 4; g++) {
-        low[g] = high[g] = _mm512_setzero_ps();
-        if (g >= groups) continue;
-        low[g] = _mm512_loadu_ps(y + g * NP_GROUP);
-        high[g] = _mm512_loadu_ps(y + g * NP_GROUP + 16);
-    }
-    to_nibbles(low), to_nibbles(high);
-#pragma GCC unroll 1
-    for (size_t i = 0; i < b->count; i++) {
-        __builtin_prefetch(b->next[i].quants + group * 16);
-        const __m512 factor = _mm512_permutexvar_ps(which, _mm512_loadu_ps(b->factor[i]));
-        const __m512i w = _mm512_maskz_loadu_epi8(bytes, b->at[i].quants + group * 16), upper = _mm512_srli_epi32(w, 12);
-        low[0] = _mm512_fmadd_ps(factor, nibble_at(w, 0, p), low[0]);
-        high[0] = _mm512_fmadd_ps(factor, nibble_at(w, 1, p), high[0]);
-        low[1] = _mm512_fmadd_ps(factor, nibble_at(w, 2, p), low[1]);
-        high[1] = _mm512_fmadd_ps(factor, nibble_at(w, 3, p), high[1]);
-        low[2] = _mm512_fmadd_ps(factor, nibble_at(w, 4, p), low[2]);
-        high[2] = _mm512_fmadd_ps(factor, nibble_at(upper, 2, p), high[2]);
-        low[3] = _mm512_fmadd_ps(factor, nibble_at(upper, 3, p), low[3]);
-        high[3] = _mm512_fmadd_ps(factor, nibble_at(upper, 4, p), high[3]);
-    }
-    from_nibbles(low), from_nibbles(high);
-    for (size_t g = 0; g < 4 && g < groups; g++) {
-        _mm512_storeu_ps(y + g * NP_GROUP, low[g]);
-        _mm512_storeu_ps(y + g * NP_GROUP + 16, high[g]);
+NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_batch *b) {
+    const size_t left = rows->rows - r, count = left < ROWS ? left : ROWS;
+    b->quads = (count + 3) / 4;
+    b->quant_bytes = rows->quant_bytes;
+    b->fetched = left - count < ROWS ? left - count : ROWS;
+    for (size_t i = 0; i < b->fetched; i++) b->next[i] = np_row_at(rows, r + ROWS + i);
+    for (size_t i = 0; i < 4 * b->quads; i++) {
+        b->at[i] = np_row_at(rows, i < count ? r + i : r);
+        b->a[i] = i < count ? a[r + i] : 0.0f;
     }
 }
 
-NP_AVX512 void np_avx512_add_q4(const np_rows *rows, const float *a, float *y) {
-    const nibble_places p = places();
-    const size_t groups = rows->n / NP_GROUP;
-    for (size_t r = 0; r < rows->rows; r += ROWS) {
-        row_block b;
-        take_rows(rows, r, &b);
-        for (size_t g = 0; g < groups; g += BLOCK_GROUPS) {
-            if (g % 16 == 0) take_factors(a + r, g, groups, &b);
-            if (groups - g >= BLOCK_GROUPS) add_q4_groups(&b, g, BLOCK_GROUPS, &p, y);
-            else add_q4_groups(&b, g, groups - g, &p, y);
+/* Factors of 16 groups from `group` on, `groups` of them there. One that is not finite makes the step so, and with it the group's
+ * columns: as an integer, the magnitude of a NaN is the largest of all. */
+NP_INLINE NP_AVX512 void take_factors(const row_batch *b, size_t group, size_t groups, batch_factors *f) {
+    const __mmask16 mask = groups < 16 ? (__mmask16)((1u << groups) - 1) : 0xffff;
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512 factor[ROWS];
+    __m512i most = _mm512_castps_si512(_mm512_set1_ps(0x1p-100f)); /* at least, so that the quotient does not overflow */
+    for (size_t i = 0; i < 4 * b->quads; i++) {
+        const uint16_t *s = (const uint16_t *)(const void *)b->at[i].scales + group;
+        factor[i] = _mm512_mul_ps(_mm512_set1_ps(b->a[i]), _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, s)));
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_castps_si512(factor[i]), magnitude));
+        if (i < b->fetched && group % 32 == 0) __builtin_prefetch(b->next[i].scales + 2 * group, 0, 2);
+    }
+    const __m512 largest = _mm512_castsi512_ps(most), per_step = _mm512_div_ps(_mm512_set1_ps(MOST), largest);
+    f->step = _mm512_div_ps(largest, _mm512_set1_ps(MOST));
+
+    /* Added to 1.5 * 2^23, a factor in steps is rounded into the lowest bits of a float. 128 more makes its low byte unsigned. */
+    const __m512 rounding = _mm512_set1_ps(0x1.8p23f + 128.0f);
+    const __m512i rounding_bits = _mm512_castps_si512(rounding), signs = _mm512_set1_epi8((char)0x80);
+    f->sum = _mm512_setzero_si512();
+    for (size_t q = 0; q < b->quads; q++) {
+        __m512i v[4];
+        for (size_t i = 0; i < 4; i++) {
+            v[i] = _mm512_castps_si512(_mm512_fmadd_ps(factor[4 * q + i], per_step, rounding));
+            f->sum = _mm512_add_epi32(f->sum, _mm512_sub_epi32(v[i], rounding_bits));
+        }
+        const __m512i v01 = _mm512_mask_blend_epi16(0xaaaaaaaa, v[0], _mm512_slli_epi32(v[1], 16));
+        const __m512i v23 = _mm512_mask_blend_epi16(0xaaaaaaaa, v[2], _mm512_slli_epi32(v[3], 16));
+        f->high[q] = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, _mm512_srli_epi32(v01, 8), v23);
+        f->low[q] = _mm512_xor_si512(_mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, v01, _mm512_slli_epi32(v23, 8)), signs);
+    }
+}
+
+/* A row's bytes from `at` on, zeros behind its end up to a whole line; the row ROWS later is fetched. */
+NP_INLINE NP_AVX512 void copy_piece(const row_batch *b, size_t row, size_t at, batch_piece piece) {
+    if (at >= b->quant_bytes) return;
+    const size_t left = b->quant_bytes - at;
+    const uint8_t *quants = b->at[row].quants + at;
+    if (row < b->fetched)
+        for (size_t i = 0; i < PIECE && i < left; i += 64) __builtin_prefetch(b->next[row].quants + at + i, 0, 2);
+    if (left >= PIECE) {
+        for (size_t i = 0; i < LINES; i++) piece[row][i] = _mm512_loadu_si512(quants + 64 * i);
+        return;
+    }
+    for (size_t i = 0; 64 * i < left; i++) {
+        const size_t bytes = left - 64 * i;
+        const __mmask64 mask = bytes < 64 ? ((__mmask64)1 << bytes) - 1 : ~(__mmask64)0;
+        piece[row][i] = _mm512_maskz_loadu_epi8(mask, quants + 64 * i);
+    }
+}
+
+/* A line of each row of a quad: register k gets bytes 4k to 4k + 3 of each 16, as dwords of the rows 0, 2, 1, 3. */
+NP_INLINE NP_AVX512 void interleave(batch_piece piece, size_t quad, size_t line, __m512i w[4]) {
+    const __m512i row0 = piece[4 * quad][line], row1 = piece[4 * quad + 1][line];
+    const __m512i row2 = piece[4 * quad + 2][line], row3 = piece[4 * quad + 3][line];
+    const __m512i even_low = _mm512_unpacklo_epi8(row0, row2), even_high = _mm512_unpackhi_epi8(row0, row2);
+    const __m512i odd_low = _mm512_unpacklo_epi8(row1, row3), odd_high = _mm512_unpackhi_epi8(row1, row3);
+    w[0] = _mm512_unpacklo_epi16(even_low, odd_low), w[1] = _mm512_unpackhi_epi16(even_low, odd_low);
+    w[2] = _mm512_unpacklo_epi16(even_high, odd_high), w[3] = _mm512_unpackhi_epi16(even_high, odd_high);
+}
+
+/* GCC 12 copies each sum before the intrinsic's instruction and runs out of registers. */
+NP_INLINE NP_AVX512 void add_products(__m512i *sum, __m512i weights, __m512i factors) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(weights), "v"(factors));
+}
+
+NP_INLINE NP_AVX512 __m512i join(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+
+/* y[stride * i] .. += v * step[i], 16 columns for each i < count. Columns 4k to 4k + 3 of them stand in register k, quarter i. */
+NP_INLINE NP_AVX512 void add_quarters(const __m512i v[4], const float *const step[4], size_t count, size_t stride, float *y) {
+    const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+    const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+    const __m512i columns[4] = {_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd),
+                                _mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd)};
+    for (size_t i = 0; i < 4 && i < count; i++) {
+        const __m512 before = _mm512_loadu_ps(y + stride * i), steps = _mm512_cvtepi32_ps(columns[i]);
+        _mm512_storeu_ps(y + stride * i, _mm512_fmadd_ps(steps, _mm512_set1_ps(*step[i]), before));
+    }
+}
+
+/* Line `line` of a q4 piece: four groups from `group` on, `groups` of them there. A byte is 16 * upper + lower nibble: sums of bytes
+ * and sums of lower nibbles leave those of upper nibbles, with no need to take these out. Nibbles are weights plus 8. */
+NP_INLINE NP_AVX512 void add_q4_groups(const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
+                                       size_t groups, float *y) {
+    const size_t first = group % 16, line = first / 4;
+    const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32((int)first));
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512i byte_high[4], byte_low[4], lower_high[4], lower_low[4], lower[4], upper[4];
+    for (int k = 0; k < 4; k++) byte_high[k] = byte_low[k] = lower_high[k] = lower_low[k] = _mm512_setzero_si512();
+    for (size_t q = 0; q < b->quads; q++) {
+        const __m512i high = _mm512_permutexvar_epi32(which, f->high[q]), low = _mm512_permutexvar_epi32(which, f->low[q]);
+        __m512i w[4];
+        interleave(piece, q, line, w);
+        copy_piece(b, 4 * q + line, (group / 16 + 1) * PIECE, later);
+        for (int k = 0; k < 4; k++) {
+            const __m512i lower_nibbles = _mm512_and_si512(w[k], nibble);
+            add_products(&byte_high[k], w[k], high), add_products(&byte_low[k], w[k], low);
+            add_products(&lower_high[k], lower_nibbles, high), add_products(&lower_low[k], lower_nibbles, low);
         }
     }
+    const __m512i offset = _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 3);
+    for (int k = 0; k < 4; k++) {
+        const __m512i sum = join(lower_high[k], lower_low[k]);
+        lower[k] = _mm512_sub_epi32(sum, offset);
+        upper[k] = _mm512_sub_epi32(_mm512_srai_epi32(_mm512_sub_epi32(join(byte_high[k], byte_low[k]), sum), 4), offset);
+    }
+    const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps + 1, steps + 2, steps + 3};
+    add_quarters(lower, step, groups, NP_GROUP, y);
+    add_quarters(upper, step, groups, NP_GROUP, y + 16);
 }
+
+/* The same of q8: two groups a line. With the sign turned over, weights are weights plus 128. */
+NP_INLINE NP_AVX512 void add_q8_groups(const row_batch *b, const batch_factors *f, batch_piece piece, batch_piece later, size_t group,
+                                       size_t groups, float *y) {
+    const size_t first = group % 16, line = group % 8 / 2;
+    const __m512i which = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), _mm512_set1_epi32((int)first));
+    const __m512i signs = _mm512_set1_epi8((char)0x80);
+    __m512i sum_high[4], sum_low[4], sum[4];
+    for (int k = 0; k < 4; k++) sum_high[k] = sum_low[k] = _mm512_setzero_si512();
+    for (size_t q = 0; q < b->quads; q++) {
+        const __m512i high = _mm512_permutexvar_epi32(which, f->high[q]), low = _mm512_permutexvar_epi32(which, f->low[q]);
+        __m512i w[4];
+        interleave(piece, q, line, w);
+        copy_piece(b, 4 * q + line, (group / 8 + 1) * PIECE, later);
+        for (int k = 0; k < 4; k++) {
+            const __m512i turned = _mm512_xor_si512(w[k], signs);
+            add_products(&sum_high[k], turned, high), add_products(&sum_low[k], turned, low);
+        }
+    }
+    const __m512i offset = _mm512_slli_epi32(_mm512_permutexvar_epi32(which, f->sum), 7);
+    for (int k = 0; k < 4; k++) sum[k] = _mm512_sub_epi32(join(sum_high[k], sum_low[k]), offset);
+    const float *steps = (const float *)&f->step + first, *const step[4] = {steps, steps, steps + 1, steps + 1};
+    add_quarters(sum, step, 2 * groups, 16, y);
+}
+
+/* Define the np_add_function NAME from ADD_GROUPS, which takes a line's groups, PER_LINE of them. */
+#define DEFINE_ADD(NAME, PER_LINE, ADD_GROUPS)                                                                            \
+    NP_AVX512 void NAME(const np_rows *rows, const float *a, float *y) {                                                  \
+        enum { PER_PIECE = (PER_LINE) * LINES };                                                                          \
+        const size_t groups = rows->n / NP_GROUP;                                                                         \
+        for (size_t r = 0; r < rows->rows; r += ROWS) {                                                                   \
+            row_batch b;                                                                                                  \
+            batch_factors f;                                                                                              \
+            batch_piece pieces[2];                                                                                        \
+            take_rows(rows, a, r, &b);                                                                                    \
+            for (size_t i = 0; i < 4 * b.quads; i++) copy_piece(&b, i, 0, pieces[0]);                                     \
+            for (size_t g = 0; g < groups; g += (PER_LINE)) {                                                             \
+                const size_t piece = g / PER_PIECE, left = groups - g;                                                    \
+                if (g % 16 == 0) take_factors(&b, g, left, &f);                                                           \
+                ADD_GROUPS(&b, &f, pieces[piece % 2], pieces[(piece + 1) % 2], g, left, y + g * NP_GROUP);                \
+            }                                                                                                             \
+        }                                                                                                                 \
+    }
+DEFINE_ADD(np_avx512_add_q4, 4, add_q4_groups)
+DEFINE_ADD(np_avx512_add_q8, 2, add_q8_groups)
 #endif

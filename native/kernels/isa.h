@@ -40,7 +40,7 @@ typedef struct {
 } np_dot_job;
 
 typedef void np_dot_function(const np_dot_job *job);
-/* y[j] += a[r] * w[r][j] for each row in turn. */
+/* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows alone. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
 /* Rows of q8 or q4 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */

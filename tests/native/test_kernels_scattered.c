@@ -1,7 +1,9 @@
-/* Rows that lie anywhere: np_dot_scattered has the bits of np_dot_rows, np_add_rows those of np_add_row for each row in turn. */
+/* Rows that lie anywhere: np_dot_scattered has the bits of np_dot_rows, np_add_rows bits
+ * that depend on its list alone, near the sum in double precision. */
 #include "isa_loop.h"
 #include "kernels/half.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 enum { ROWS = 37 };
@@ -48,16 +50,73 @@ static void check_dot(const scattered *s, const char *isa) {
     free(x), free(activation);
 }
 
+/* Factors of very different sizes: those of avx512 are rounded against the largest of 32 rows. */
+static float factor_of(size_t r) { return r == 3 ? 0.0f : (r % 5 == 1 ? 3.0f : 0.1f) * random_float(); }
+
 static void check_add(const scattered *s, const char *isa) {
-    float *together = malloc(4 * s->n), *in_turn = malloc(4 * s->n), a[ROWS];
-    for (int r = 0; r < ROWS; r++) a[r] = r == 3 ? 0.0f : random_float();
+    float *y = malloc(4 * s->n), *w = malloc(4 * s->n), a[ROWS];
+    double *want = malloc(8 * s->n), *room = malloc(8 * s->n);
+    for (size_t r = 0; r < ROWS; r++) a[r] = factor_of(r);
     for (size_t rows = 0; rows <= ROWS; rows = rows < 17 ? rows + 1 : rows + 20) {
-        for (size_t j = 0; j < s->n; j++) together[j] = in_turn[j] = random_float();
-        np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, rows, s->n, together);
-        for (size_t r = 0; r < rows; r++) np_add_row(s->type, s->quants[r], s->scales[r], s->n, a[r], in_turn);
-        CHECK(memcmp(together, in_turn, 4 * s->n) == 0, "%s type %d n=%zu: %zu rows", isa, s->type, s->n, rows);
+        double most[2] = {0};
+        for (size_t j = 0; j < s->n; j++) want[j] = y[j] = random_float(), room[j] = fabs(want[j]) * 2e-7;
+        for (size_t r = 0; r < rows; r++) most[r / 32] = fmax(most[r / 32], fabsf(a[r]));
+        for (size_t r = 0; r < rows; r++) {
+            np_decode_row(s->type, s->quants[r], s->scales[r], s->n, w);
+            const double step = s->type == NP_F16 ? 0 : most[r / 32] * (double)(s->type == NP_Q4 ? 8 : 128) / 32639 / 2;
+            for (size_t j = 0; j < s->n; j++) {
+                double scale = 0; /* the largest of this group in any row */
+                for (size_t i = 0; s->type != NP_F16 && i < rows; i++)
+                    scale = fmax(scale, fabsf(np_half_to_float(((uint16_t *)s->scales[i])[j / 32])));
+                want[j] += (double)a[r] * w[j];
+                room[j] += 1.01 * step * scale + 1.3e-7 * (fabs(want[j]) + fabs((double)a[r] * w[j]));
+            }
+        }
+        np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, rows, s->n, y);
+        for (size_t j = 0; j < s->n; j++)
+            CHECK(fabs(y[j] - want[j]) <= room[j], "%s type %d n=%zu: %zu rows, [%zu]: %.9g, want %.9g +- %.2g", isa, s->type, s->n, rows,
+                  j, y[j], want[j], room[j]);
     }
-    free(together), free(in_turn);
+    free(y), free(w), free(want), free(room);
+}
+
+/* Where rows lie and how many columns follow leave no trace in the bits. */
+static void check_add_bits(const scattered *s, const char *isa) {
+    const size_t part = s->type == NP_F16 ? s->n : s->n / 64 * 32, quant_bytes = np_quant_bytes(s->type, s->n);
+    const size_t scale_bytes = np_scale_bytes(s->type, s->n);
+    uint8_t *quants = malloc(ROWS * quant_bytes + 1), *scales = malloc(ROWS * scale_bytes + 2);
+    float *y = malloc(4 * s->n), *elsewhere = malloc(4 * s->n), a[ROWS];
+    void *quants_at[ROWS], *scales_at[ROWS];
+    for (size_t r = 0; r < ROWS; r++) {
+        a[r] = factor_of(r);
+        quants_at[r] = memcpy(quants + r * quant_bytes, s->quants[r], quant_bytes);
+        scales_at[r] = memcpy(scales + r * scale_bytes, s->scales[r], scale_bytes);
+    }
+    for (size_t j = 0; j < s->n; j++) y[j] = elsewhere[j] = random_float();
+    np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, ROWS, s->n, y);
+    np_add_rows(s->type, as_rows(quants_at), as_rows(scales_at), a, ROWS, part, elsewhere);
+    CHECK(memcmp(y, elsewhere, 4 * part) == 0, "%s type %d n=%zu", isa, s->type, s->n);
+    free(quants), free(scales), free(y), free(elsewhere);
+}
+
+/* A factor or a scale that is not finite is never rounded away, in whichever row it stands. */
+static void check_not_finite_shows(scattered *s, const char *isa) {
+    static const float bad[] = {INFINITY, -INFINITY, NAN};
+    float *y = malloc(4 * s->n), a[ROWS];
+    for (size_t r = 0; r < ROWS; r++)
+        for (int k = 0; k < 3; k++)
+            for (int of_scale = 0; of_scale <= (s->type != NP_F16); of_scale++) {
+                uint16_t *scale = s->scales[r];
+                const uint16_t before = of_scale ? *scale : 0;
+                for (size_t i = 0; i < ROWS; i++) a[i] = i == r && !of_scale ? bad[k] : 0.5f;
+                if (of_scale) *scale = np_float_to_half(bad[k]);
+                memset(y, 0, 4 * s->n);
+                np_add_rows(s->type, as_rows(s->quants), as_rows(s->scales), a, ROWS, s->n, y);
+                if (of_scale) *scale = before;
+                for (size_t j = 0; j < (of_scale ? 32 : s->n); j++)
+                    CHECK(!isfinite(y[j]), "%s type %d n=%zu row %zu: [%zu] is %g", isa, s->type, s->n, r, j, y[j]);
+            }
+    free(y);
 }
 
 static void test_isa(const char *isa) {
@@ -67,6 +126,8 @@ static void test_isa(const char *isa) {
             scattered s = make_rows(type, lengths[i]);
             check_dot(&s, isa);
             check_add(&s, isa);
+            check_add_bits(&s, isa);
+            if (lengths[i] < 500) check_not_finite_shows(&s, isa);
             free_rows(&s);
         }
 }

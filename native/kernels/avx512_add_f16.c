@@ -1,0 +1,53 @@
+/* AVX-512: rows of f16 added to a vector. Up to ROWS rows go over a block of 128 columns together, so that y stays in registers
+ * meanwhile; the rows after them are fetched from memory at the same pace. The bits are those of one row after the other. */
+#include "kernels/isa.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+enum { ROWS = 8, COLUMNS = 128 };
+
+/* The rows under way, and those to fetch: the same as the rows where none follow, which costs nothing. */
+typedef struct {
+    size_t count;
+    np_row at[ROWS], next[ROWS];
+    float a[ROWS];
+} row_block;
+
+NP_INLINE NP_AVX512 __mmask16 first_lanes(size_t count) { return count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff; }
+
+NP_INLINE void take_rows(const np_rows *rows, const float *a, size_t r, row_block *b) {
+    b->count = rows->rows - r < ROWS ? rows->rows - r : ROWS;
+    for (size_t i = 0; i < b->count; i++) {
+        b->at[i] = np_row_at(rows, r + i);
+        b->next[i] = r + i + ROWS < rows->rows ? np_row_at(rows, r + i + ROWS) : b->at[i];
+        b->a[i] = a[r + i];
+    }
+}
+
+/* y[16 * k] .. += a * w for `vectors` times 16 columns from j on; of the last one only those in `mask`. */
+NP_INLINE NP_AVX512 void add_f16_columns(const row_block *b, size_t j, const int vectors, __mmask16 mask, float *y) {
+    __m512 sum[COLUMNS / 16];
+    for (int k = 0; k < vectors; k++) sum[k] = _mm512_maskz_loadu_ps(mask, y + j + 16 * k);
+    for (size_t i = 0; i < b->count; i++) {
+        const __m512 factor = _mm512_set1_ps(b->a[i]);
+        for (int k = 0; k < vectors; k++) {
+            const size_t at = 2 * j + 32 * (size_t)k;
+            if (k % 2 == 0) __builtin_prefetch(b->next[i].quants + at);
+            const __m512 w = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, b->at[i].quants + at));
+            sum[k] = _mm512_fmadd_ps(factor, w, sum[k]);
+        }
+    }
+    for (int k = 0; k < vectors; k++) _mm512_mask_storeu_ps(y + j + 16 * k, mask, sum[k]);
+}
+
+NP_AVX512 void np_avx512_add_f16(const np_rows *rows, const float *a, float *y) {
+    for (size_t r = 0; r < rows->rows; r += ROWS) {
+        row_block b;
+        size_t j = 0;
+        take_rows(rows, a, r, &b);
+        for (; j + COLUMNS <= rows->n; j += COLUMNS) add_f16_columns(&b, j, COLUMNS / 16, 0xffff, y);
+        for (; j < rows->n; j += 16) add_f16_columns(&b, j, 1, first_lanes(rows->n - j), y);
+    }
+}
+#endif
