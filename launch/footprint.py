@@ -11,23 +11,33 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
+_PSS = re.compile(rb"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 BLOCK_BYTES = 512  # of st_blocks
 INTERVAL_S = 0.25
 COST_FACTOR = 50  # a scan that takes 10 ms is made every 500 ms at most
 EARLY_S, EARLY_INTERVAL_S, EARLY_FACTOR = 1.0, 0.05, 10  # while a run fills up, and for runs that are over soon
 
 
-def proportional_bytes(pid: int) -> int:
-    """Proportional set size of one process; 0 when it is gone or cannot be read."""
+def proportional_bytes(pid: int) -> tuple[int, int | None]:
+    """Proportional set size of one process, and how much of it is shared memory (None: before Linux 5.4); zeros when it
+    is gone or cannot be read."""
     try:
-        found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+        sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
     except OSError:
-        return 0
-    return 1024 * int(found.group(1)) if found else 0
+        return 0, 0
+    shared = sizes.get(b"Pss_Shmem")
+    return 1024 * int(sizes.get(b"Pss", 0)), None if sizes and shared is None else 1024 * int(shared or 0)
+
+
+def _without_segments(sizes: Sequence[tuple[int, int | None]], held_bytes: int) -> int:
+    """What processes take besides the segments. Processes are scanned one after the other: a page of a segment that a
+    second one begins to use in between would count half as much again, so that shared memory is left out of the sum."""
+    shared = [part for _, part in sizes if part is not None]
+    total = sum(size for size, _ in sizes)
+    return max(0, total - (sum(shared) if len(shared) == len(sizes) else held_bytes))
 
 
 class Footprint:
@@ -49,7 +59,7 @@ class Footprint:
         early = before - self._began < EARLY_S
         held_bytes = sum(BLOCK_BYTES * os.fstat(descriptor).st_blocks for descriptor in self._segments)
         if before >= self._scan_at:
-            self._others_bytes = max(0, sum(proportional_bytes(pid) for pid in pids) - held_bytes)
+            self._others_bytes = _without_segments([proportional_bytes(pid) for pid in pids], held_bytes)
             after = time.monotonic()
             self._scan_at = after + (EARLY_FACTOR if early else COST_FACTOR) * (after - before)
         self.current_bytes = self._others_bytes + held_bytes

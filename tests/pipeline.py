@@ -27,7 +27,7 @@ from neuronpipe.protocol.messages.request import Generate
 COMMAND = (sys.executable, "-m", "neuronpipe.launch")
 MARK = "NEURONPIPE_TEST_MARK"
 PATIENCE_S = 60.0
-_PSS = re.compile(r"^Pss:\s+(\d+) kB", re.MULTILINE)
+_PSS = re.compile(r"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 _marks = itertools.count()
 
 
@@ -100,13 +100,22 @@ class Shell:
         return [f"process {pid}" for pid in self.processes()] + [str(p) for p in self.folder.glob("neuronpipe-*")]
 
     def pss_bytes(self) -> int:
-        """Proportional set sizes of all processes in sum: shared pages count once."""
-        total = 0
+        """Proportional set sizes of all processes in sum, shared memory left out, and each memory file once.
+
+        Processes are looked at one after the other: shared pages that a second one begins to use in between would
+        count half as much again.
+        """
+        total, files = 0, {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
-                total += 1024 * int(found.group(1)) if found else 0
-        return total
+                sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_text()))
+                total += 1024 * (int(sizes["Pss"]) - int(sizes["Pss_Shmem"]))
+                for file in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if str(file.readlink()).startswith("/memfd:"):
+                            found = file.stat()
+                            files[found.st_ino] = 512 * found.st_blocks
+        return total + sum(files.values())
 
     def end(self) -> None:
         """Kill what is left."""

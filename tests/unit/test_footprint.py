@@ -31,7 +31,7 @@ def test_what_a_segment_grows_by_is_seen_at_once(
     footprint = Footprint([descriptor])
     footprint.sample([os.getpid()])
     first = footprint.current_bytes
-    assert first == pytest.approx(proportional_bytes(os.getpid()), abs=4 * MIB)
+    assert first == pytest.approx(proportional_bytes(os.getpid())[0], abs=4 * MIB)
     mapping[8 * MIB : 48 * MIB] = bytes(40 * MIB)
     footprint.sample([os.getpid()])
     assert footprint.current_bytes == first + 40 * MIB
@@ -51,4 +51,16 @@ def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
 
 
 def test_a_process_that_is_gone_counts_nothing() -> None:
-    assert proportional_bytes(1 << 30) == 0
+    assert proportional_bytes(1 << 30) == (0, 0)
+
+
+def test_pages_that_a_second_process_begins_to_use_during_a_scan_count_once(
+    segment: tuple[int, mmap.mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor, mapping = segment
+    mapping[: 40 * MIB] = bytes(40 * MIB)
+    scanned = {1: (50 * MIB, 40 * MIB), 2: (30 * MIB, 20 * MIB)}  # the second one came to the segment in between
+    monkeypatch.setattr(footprint_module, "proportional_bytes", scanned.__getitem__)
+    footprint = Footprint([descriptor])
+    footprint.sample([1, 2])
+    assert footprint.current_bytes == (10 + 10 + 40) * MIB
