@@ -348,7 +348,7 @@ def exchange(
         "u8",
         "neurons",
         "mask_bytes",
-        by="decode: own blocks",
+        by="decode: the blocks that each took",
         to="decode",
         ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
     )

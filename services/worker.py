@@ -53,10 +53,8 @@ class Worker:
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
         self._job, self._memory, self._places, self._first_window = job, memory, places, first_window
-        self._stage: Stage = exchange_stage(memory)
-        self._own_steps = len(places) == places[0].members and job.seat.role != "decode"
-        if self._own_steps:
-            self._stage = private_stage(job.package, places[0])
+        self._own_steps = job.seat.role == "prefill"
+        self._stage: Stage = private_stage(job.package, places[0]) if self._own_steps else exchange_stage(memory)
         self._trace = Trace.of(job, memory)
         self._members: list[Member] = []
         self._threads = ThreadPoolExecutor(len(places), "member")
@@ -95,10 +93,10 @@ class Worker:
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         work = (step, epoch, sequences, positions, ask.tokens, logits)
         try:
-            if len(self._members) == 1 and not self._own_steps:
-                self._members[0].compute(*work)
-            else:
+            if self._own_steps:
                 self._compute_together(work)
+            else:
+                self._members[0].compute(*work)
         except Abandoned:
             return StepAbandoned(step=step, epoch=epoch, index=index)
         except Damaged as error:

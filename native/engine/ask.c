@@ -40,15 +40,14 @@ uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
 {
     for (;;) {
-        const uint32_t seen = np_word_load(engine->shared.arrivals);
+        const uint32_t head = np_word_load(engine->shared.requests.head); /* before the attempt: no room made is slept through */
         const uint32_t taken = np_requests_put(&engine->shared.requests, entries, count);
         entries += taken;
         count -= taken;
         if (!count)
             return NP_OK;
-        /* The ring is full: the loader is behind. It makes room before it announces what arrived. */
-        const int woken = np_word_wait(engine->shared.arrivals, seen, engine->shared.epoch, engine->epoch, engine->place.spin_us, 1);
-        if (woken == NP_E_EPOCH)
+        const int woken = np_word_wait(engine->shared.requests.head, head, engine->shared.epoch, engine->epoch, engine->place.spin_us, 0);
+        if (woken < 0)
             return woken;
     }
 }

@@ -139,9 +139,8 @@ void np_compute_gates(np_engine *engine, np_range clusters)
 /* Look the gate parts of a block up. Returns how many are still to come, or an error. */
 int np_find_gates(np_engine *engine, np_range clusters)
 {
-    const uint32_t parts = engine->shape.predictor_rank && engine->place.bundle ? NP_REQUEST_GATE | NP_REQUEST_REST
-                           : engine->count >= NP_DENSE_TOKENS                   ? NP_REQUEST_GATE | NP_REQUEST_REST
-                                                                               : NP_REQUEST_GATE;
+    const int whole = (engine->shape.predictor_rank && engine->place.bundle) || engine->count >= NP_DENSE_TOKENS;
+    const uint32_t parts = whole ? NP_REQUEST_GATE | NP_REQUEST_REST : NP_REQUEST_GATE;
     int missing = 0;
     uint32_t asked = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {

@@ -105,7 +105,7 @@ int np_predict_scores(np_engine *engine)
         if (engine->place.prefetch)
             asked = foresee(engine, block, asked);
     }
-    /* All at once: each time the loader is woken costs as much as two of its reads. */
+    /* All at once, so that the loader is woken once. */
     const int done = np_ask(engine, engine->asked, asked);
     np_trace_put(&engine->shared.trace, NP_SPAN_PREDICT, engine->layer, predicted, engine->step, started);
     return done;
