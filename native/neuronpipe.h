@@ -424,7 +424,7 @@ typedef struct {
     uint32_t spin_us;
     int32_t bundle;            /* 1: a predicted neuron is read whole, its gate part and its rest part by one read */
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
-    int32_t pipeline;          /* 0: compute a block's neurons only when all that it needs is there */
+    int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
 } np_place;
 
 typedef struct np_engine np_engine;

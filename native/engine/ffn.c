@@ -18,33 +18,38 @@ static int sums_at_once(const np_engine *engine)
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
-/* Compute what can be computed of a block. Returns 1 when it is done, 0 when clusters are still to come, or an error. */
-static int advance(np_engine *engine, uint32_t block)
+/* The values of a block are there. Returns 1, or an error. */
+static int finish(np_engine *engine, uint32_t block)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
-    const int gates = np_find_gates(engine, clusters);
-    if (gates < 0 || (gates && !engine->place.pipeline))
-        return gates < 0 ? gates : 0;
-    np_compute_gates(engine, clusters);
-    const int rests = np_find_rests(engine, clusters);
-    if (rests < 0 || (rests && !engine->place.pipeline))
-        return rests < 0 ? rests : 0;
-    np_compute_ups(engine, clusters);
-    if (gates || rests)
-        return 0;
     engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * engine->count;
     const int added = sums_at_once(engine) ? np_add_downs(engine, block, (np_range){0, engine->count}) : NP_OK;
     return added < 0 ? added : 1;
 }
 
-/* Go on with the blocks that wait for clusters until all are done, sleeping between two passes. */
-static int finish_pending(np_engine *engine)
+/* Compute what can be computed of a block. Returns 1 when it is done, 0 when clusters are still to come, or an error. */
+static int advance(np_engine *engine, uint32_t block)
+{
+    const np_range clusters = np_clusters_of(engine, block, block + 1);
+    const int gates = np_find_gates(engine, clusters);
+    if (gates < 0)
+        return gates;
+    np_compute_gates(engine, clusters);
+    const int rests = np_find_rests(engine, clusters);
+    if (rests < 0)
+        return rests;
+    np_compute_ups(engine, clusters);
+    return gates || rests ? 0 : finish(engine, block);
+}
+
+/* Go on with the blocks that wait for clusters until `step` has done with all of them, sleeping between two passes. */
+static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 {
     while (engine->pending_count) {
         const uint32_t seen = np_word_load(engine->shared.arrivals); /* before the pass: no arrival is slept through */
         uint32_t left = 0;
         for (uint32_t i = 0; i < engine->pending_count; i++) {
-            const int done = advance(engine, engine->pending[i]);
+            const int done = step(engine, engine->pending[i]);
             if (done < 0)
                 return done;
             if (!done)
@@ -95,13 +100,77 @@ static void open_window(np_engine *engine, uint32_t block)
                      parts);
 }
 
+/* ---- without a pipeline ------------------------------------------------------------------------------------------ */
+static int gates_there(np_engine *engine, uint32_t block)
+{
+    const int missing = np_find_gates(engine, np_clusters_of(engine, block, block + 1));
+    return missing < 0 ? missing : !missing;
+}
+
+static int rests_there(np_engine *engine, uint32_t block)
+{
+    const int missing = np_find_rests(engine, np_clusters_of(engine, block, block + 1));
+    return missing < 0 ? missing : !missing;
+}
+
+static int gates_then_rests(np_engine *engine, uint32_t block)
+{
+    np_compute_gates(engine, np_clusters_of(engine, block, block + 1));
+    return rests_there(engine, block);
+}
+
+static int ups_then_downs(np_engine *engine, uint32_t block)
+{
+    np_compute_ups(engine, np_clusters_of(engine, block, block + 1));
+    return finish(engine, block);
+}
+
+/* Do `first` for this member's blocks of the window, and `again` until it has done with all of them. */
+static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*again)(np_engine *, uint32_t))
+{
+    engine->pending_count = 0;
+    for (uint32_t block = engine->window.from; block < engine->window.to; block++) {
+        if (block % engine->place.members != engine->place.member)
+            continue;
+        const int done = first(engine, block);
+        if (done < 0)
+            return done;
+        if (!done)
+            engine->pending[engine->pending_count++] = block;
+    }
+    return finish_pending(engine, again);
+}
+
+/* One matrix after the other, as engines without a pipeline do it: a window's gates are all there before the first is computed, and
+ * all members have computed theirs before ups and downs begin, which wait for each other likewise. For comparison. */
+static int compute_matrices(np_engine *engine)
+{
+    int done = NP_OK;
+    for (uint32_t block = 0; block < engine->shape.blocks && done >= 0; block = engine->window.to) {
+        open_window(engine, block);
+        done = do_own(engine, gates_there, gates_there);
+        if (done >= 0)
+            done = np_engine_meet(engine);
+        if (done >= 0)
+            done = do_own(engine, gates_then_rests, rests_there);
+        if (done >= 0)
+            done = np_engine_meet(engine);
+        if (done >= 0)
+            done = do_own(engine, ups_then_downs, NULL);
+    }
+    return done;
+}
+
+/* ---- the pipeline ------------------------------------------------------------------------------------------------- */
 static int compute_blocks(np_engine *engine)
 {
+    if (!engine->place.pipeline)
+        return compute_matrices(engine);
     int done = NP_OK;
     engine->pending_count = 0;
     for (uint32_t block; (block = np_engine_claim(engine, engine->layer, NP_WORK_BLOCKS, engine->shape.blocks)) != NP_NO_PIECE;) {
         if (block < engine->window.from || block >= engine->window.to) {
-            done = finish_pending(engine);
+            done = finish_pending(engine, advance);
             if (done < 0)
                 return done;
             open_window(engine, block);
@@ -112,7 +181,7 @@ static int compute_blocks(np_engine *engine)
         if (!done)
             engine->pending[engine->pending_count++] = block;
     }
-    return finish_pending(engine);
+    return finish_pending(engine, advance);
 }
 
 /* Add the sums of all blocks to the residual stream, for the tokens [from, to). */

@@ -43,7 +43,7 @@ class Compute:
     decode_window_blocks: int  # blocks a decode worker has open at once
     prefill_window_blocks: int
     spin_us: int
-    pipeline: bool  # False: the neurons of a block are computed when all of them are there
+    pipeline: bool  # False: one matrix after the other, each when all it needs is there
     prefetch: bool  # False: nothing is asked for before its layer needs it
 
     def decode_workers(self) -> tuple[Seat, ...]:

@@ -73,6 +73,15 @@ def test_a_share_of_the_neurons_says_the_same_and_reads_flash(
     assert all(a["flash"]["bytes"] > 0 and a["flash"]["reads"] > 0 and a["flash"]["miss_rate"] > 0 for a in asked)
 
 
+@pytest.mark.parametrize("without", ["pipeline", "bundle,cache,pipeline,prefetch"])
+def test_techniques_taken_away_cost_time_and_change_nothing(
+    shell: Shell, converted: Converted, undisturbed: list[list[int]], without: str
+) -> None:
+    options = ("--workers", "2", "--ffn-resident", "30%", "--without", without)
+    with shell.up(converted("awkward", "q8").path, *options) as run:
+        assert answers(run) == undisturbed
+
+
 KINDS = [
     ("awkward", "f16", None),
     ("awkward", "q4", None),
