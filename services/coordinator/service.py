@@ -10,20 +10,17 @@ import logging
 import os
 import signal
 import time
-from typing import Any
 
-from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost
-from neuronpipe.protocol.layouts import BOARD_FLASH, BOARD_MEMORY, LINE_WORDS
+from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused, Status
-from neuronpipe.protocol.messages.event import Life, StepEvent
+from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
-from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
@@ -45,8 +42,9 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
+from neuronpipe.services.coordinator.meter import Meter
+from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.seats import Seats, SeatState
-from neuronpipe.services.coordinator.sequences import Cost, add_cost
 from neuronpipe.services.coordinator.text import FileTokenizer
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
@@ -66,15 +64,14 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         manifest, compute = job.package.manifest, job.plan.compute
-        self._vocabulary = manifest.shape.vocabulary
-        self._neurons = manifest.shape.layers * manifest.shape.experts * manifest.shape.neurons
+        shape = manifest.shape
         limits = Limits(
             mode=compute.mode,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
-            vocabulary=self._vocabulary,
+            vocabulary=shape.vocabulary,
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,
         )
@@ -86,19 +83,8 @@ class CoordinatorService:
             limits, [(role, index) for role, index, _ in services], FileTokenizer(job.package.tokenizer_path)
         )
         self._core.epoch = self._epoch.load()
-        self._logits = ffi.from_buffer("float[]", self._memory.view("exchange", "logits"))
-        self._scratch = ffi.new("int32_t[]", 2 * self._vocabulary)
+        self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)
         self._board = self._memory.view("board", "processes")
-        self._board_memory = self._memory.view("board", "memory")
-        self._board_flash = self._memory.view("board", "flash")
-        self._flash_at_start: dict[str, tuple[int, int]] = {}
-        self._sent: Step | Prefill | None = None
-        self._sent_ns = 0
-        self._sent_flash = (0, 0)
-        self._misses = 0.0
-        self._trace = Trace.of(job, self._memory)
-        self._sampled_ns = 0  # when the tokens of the last step were drawn, until what follows from it is done
-        self._told = 0
         self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
@@ -108,6 +94,8 @@ class CoordinatorService:
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
+        neurons = shape.layers * shape.experts * shape.neurons
+        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._events)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -131,7 +119,7 @@ class CoordinatorService:
         match message:
             case Generate() | Cancel() | Score() | Next():
                 if isinstance(message, Generate):
-                    self._flash_at_start.setdefault(f"{peer}/{message.request}", self._flash_now())
+                    self._meter.request_came(peer, message.request)
                 self._handle(Asked(peer.encode(), message))
             case AskStatus():
                 self._send(peer, self._status())
@@ -162,7 +150,7 @@ class CoordinatorService:
             case StepDone() | Prefilled():
                 self._seats.credits.give_back(peer)
                 seat.step = message.step
-                self._misses += message.counters.get("gate_missed", 0.0) + message.counters.get("rest_missed", 0.0)
+                self._meter.answered(message.counters)
                 self._handle(Left(name, message.step, message.epoch, True, message.counters))
             case StepAbandoned():
                 self._seats.credits.give_back(peer)
@@ -219,38 +207,31 @@ class CoordinatorService:
                 answer = self._do(action)
                 if answer is not None:
                     pending.append(answer)
-        self._end_of_telling()
+        self._meter.end_of_telling()
 
     def _do(self, action: Action) -> Event | None:
         match action:
             case Tell(client, message):
                 self._tell(client.decode(), message)
-                self._told += 1
+                self._meter.told()
             case SendStep(seats, message):
-                self._end_of_telling()
                 began_ns = trace.now()
-                self._sent, self._sent_flash, self._misses = message, self._flash_now(), 0.0
+                self._meter.sending(message)
                 self._epoch.reset_meeting()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
-                self._sent_ns = self._trace.put(lib.NP_SPAN_SEND, began_ns, value=len(seats), step=message.step)
+                self._meter.sent(began_ns, len(seats))
                 if not all(assigned):
                     return self._epoch_event(self._epoch.advance())  # the others must not wait for it
             case Sample(draws):
-                cost = self._step_cost()
-                self._publish_step(cost)
+                cost = self._meter.step_done()
                 self._tokens += len(draws)
                 began_ns = trace.now()
-                tokens = tuple(self._draw(draw) for draw in draws)
-                self._sampled_ns = self._trace.put(lib.NP_SPAN_SAMPLE, began_ns, value=len(draws), step=self._sent_step)
+                tokens = tuple(map(self._sampler.draw, draws))
+                self._meter.drawn(began_ns, len(draws))
                 return Sampled(tokens, cost)
             case Likelihoods(targets):
-                self._publish_step(self._step_cost())
-                return Measured(
-                    tuple(
-                        -lib.np_log_probability(self._row(row), self._vocabulary, target)
-                        for row, target in enumerate(targets)
-                    )
-                )
+                self._meter.step_done()
+                return Measured(self._sampler.negative_log_likelihoods(targets))
             case Abandon():
                 return self._epoch_event(self._epoch.advance())
         return None
@@ -263,88 +244,18 @@ class CoordinatorService:
         self._send(peer, message)
         return True
 
-    def _row(self, row: int) -> Any:
-        return self._logits + row * self._vocabulary
-
-    def _draw(self, draw: Any) -> int:
-        uniform = lib.np_uniform(draw.seed & (2**64 - 1), draw.counter)
-        token = lib.np_sample(
-            self._row(draw.row), self._vocabulary, draw.temperature, draw.top_k, draw.top_p, uniform, self._scratch
-        )
-        return int(token)
-
     def _tell(self, client: str, message: Message) -> None:
         """Send to a client; one that is gone or does not read loses its request."""
         if isinstance(message, Finished):
-            message = self._completed(client, message)
+            message = self._meter.request_finished(client, message)
         elif isinstance(message, Refused):
-            self._flash_at_start.pop(f"{client}/{message.request}", None)
+            self._meter.request_refused(client, message.request)
         try:
             self._control.send(client, message)
         except (Lost, Full):
             request = getattr(message, "request", None)
             if request is not None and not isinstance(message, Finished | Refused):
                 self._handle(Asked(client.encode(), Cancel(request=request)))
-
-    def _completed(self, client: str, finished: Finished) -> Finished:
-        """Add what the core cannot know: memory and flash."""
-        bytes_now, reads_now = self._flash_now()
-        bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
-        total: Cost = {}
-        add_cost(total, finished.prefill)
-        add_cost(total, finished.decode)
-        looked_up = total.get("gate_clusters", 0.0) + total.get("rest_clusters", 0.0)
-        missed = total.get("gate_missed", 0.0) + total.get("rest_missed", 0.0)
-        flash = {
-            "bytes": float(bytes_now - bytes_before),
-            "reads": float(reads_now - reads_before),
-            "miss_rate": missed / looked_up if looked_up else 0.0,
-            "wait_ms": total.get("flash_ms", 0.0) * total.get("steps", 0.0) / max(1.0, total.get("answers", 0.0)),
-            "active_share": total.get("active", 0.0) / max(1.0, total.get("tokens", 0.0) * self._neurons),
-        }
-        memory = {f"{name}": int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
-        values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
-        return Finished(**{**values, "flash": flash, "memory": memory})
-
-    def _flash_now(self) -> tuple[int, int]:
-        """(bytes, reads) of the loader so far."""
-        return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
-
-    @property
-    def _sent_step(self) -> int:
-        return self._sent.step if self._sent else 0
-
-    def _step_cost(self) -> Cost:
-        """What the step that was just answered took since it was sent: milliseconds, and the loader's work."""
-        assert self._sent is not None
-        self._trace.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=len(self._sent.tokens), step=self._sent_step)
-        (bytes_now, reads_now), (bytes_then, reads_then) = self._flash_now(), self._sent_flash
-        return {
-            "ms": (trace.now() - self._sent_ns) / 1e6,
-            "read_bytes": bytes_now - bytes_then,
-            "reads": reads_now - reads_then,
-        }
-
-    def _end_of_telling(self) -> None:
-        """Whatever a step's tokens led to is done: text and messages to clients."""
-        if self._sampled_ns:
-            self._trace.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._told, step=self._sent_step)
-        self._sampled_ns = self._told = 0
-
-    def _publish_step(self, cost: Cost) -> None:
-        """Tell monitors of the step that was just done."""
-        if self._sent is None or not self._events.watched:
-            return
-        self._events.send(
-            StepEvent(
-                step=self._sent.step,
-                batch=len(self._sent.tokens),
-                prefill=isinstance(self._sent, Prefill),
-                ms=round(cost["ms"], 3),
-                misses=int(self._misses),
-                read_bytes=int(cost["read_bytes"]),
-            )
-        )
 
     def _send(self, peer: str, message: Message) -> None:
         """Send to a service. One that has vanished is the supervisor's business: it advances the epoch."""
@@ -355,7 +266,7 @@ class CoordinatorService:
 
     def _status(self) -> Status:
         now = time.monotonic()
-        current, peak, limit = (int(self._board_memory[n]) for n in range(3))
+        memory = self._meter.memory_now()
         me = ProcessStatus(
             role="coordinator",
             index=0,
@@ -372,16 +283,16 @@ class CoordinatorService:
             plan=self._job.plan.id,
             mode=self._job.plan.compute.mode,
             processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),
-            memory_bytes=current,
-            memory_peak_bytes=peak,
-            memory_limit_bytes=limit,
+            memory_bytes=memory["current_bytes"],
+            memory_peak_bytes=memory["peak_bytes"],
+            memory_limit_bytes=memory["limit_bytes"],
             sequences_active=len(self._core.works),
             sequences_most=self._job.plan.compute.sequences,
             sequences_waiting=len(self._core.waiting),
             steps=self._core.steps,
             tokens=self._tokens,
             uptime_s=round(now - self._started_at, 3),
-            flash_bytes=self._flash_now()[0],
+            flash_bytes=self._meter.flash_now()[0],
         )
 
     def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:
