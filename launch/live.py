@@ -15,6 +15,7 @@ from neuronpipe.launch.supervisor import STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.implementations import Implementations
 
 
 @dataclasses.dataclass
@@ -41,10 +42,12 @@ class LiveRun:
 
 
 @contextlib.contextmanager
-def started_run(package: Package, plan: Plan, path: Path | None, *, stays: bool) -> Iterator[LiveRun]:
+def started_run(
+    package: Package, plan: Plan, path: Path | None, *, stays: bool, uses: Implementations | None = None
+) -> Iterator[LiveRun]:
     """A new run, by a forked supervisor; it ends with the context. stays: it outlives a context that was left without
-    an error, and this command; otherwise this process's memory counts as the run's. Raises UserError when the run
-    directory cannot be made.
+    an error, and this command; otherwise this process's memory counts as the run's. uses: what does the roles' work,
+    where it is not ours. Raises UserError when the run directory cannot be made.
 
     Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
     """
@@ -53,7 +56,7 @@ def started_run(package: Package, plan: Plan, path: Path | None, *, stays: bool)
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        live = _fork(package, plan, path, stays)
+        live = _fork(package, plan, path, stays, uses or Implementations())
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
             yield live
@@ -66,7 +69,7 @@ def started_run(package: Package, plan: Plan, path: Path | None, *, stays: bool)
         live.stop()
 
 
-def _fork(package: Package, plan: Plan, path: Path | None, stays: bool) -> LiveRun:
+def _fork(package: Package, plan: Plan, path: Path | None, stays: bool, uses: Implementations) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -76,7 +79,7 @@ def _fork(package: Package, plan: Plan, path: Path | None, stays: bool) -> LiveR
         os.setsid()
         if stays:
             _detach()
-        supervise(directory, package, plan, write_end, () if stays else (client,))
+        supervise(directory, package, plan, write_end, () if stays else (client,), uses)
     os.close(write_end)
     return LiveRun(directory, pid, read_end)
 

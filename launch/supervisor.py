@@ -33,12 +33,13 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
 from neuronpipe.protocol.version import VERSION
+from neuronpipe.services.implementations import OURS, Implementations
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S = 1.5, 1.0
-START_ORDER = ("loader", "cache", "decode", "prefill", "coordinator")
+START_ORDER = tuple(OURS)
 FAILURE = "failure"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
@@ -46,20 +47,23 @@ log = logging.getLogger(__name__)
 
 def preload() -> None:
     """Import what the roles need, once, in the parent of all."""
-    for role in START_ORDER:
-        importlib.import_module(f"neuronpipe.services.{role}.service")
+    for implementation in OURS.values():
+        importlib.import_module(implementation.partition(":")[0])
 
 
 class Supervisor:
     """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run."""
+    run. uses: what does the roles' work."""
 
-    def __init__(self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...]) -> None:
+    def __init__(
+        self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...], uses: Implementations
+    ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched = watched
         self._seats = sorted(plan.compute.seats, key=lambda seat: (START_ORDER.index(seat.role), seat.index))
         self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
         self._processes: dict[int, Seat] = {}
+        self._implementations = {key: uses.of(*key) for key in self._lines}
         self._incarnations = {(seat.role, seat.index): 0 for seat in self._seats}
         self._deaths: dict[tuple[str, int], deque[float]] = {key: deque() for key in self._incarnations}
         self._segments = create_segments(package.manifest, plan)
@@ -103,7 +107,9 @@ class Supervisor:
     def _publish(self) -> None:
         """run.json: clients get descriptors they can only read."""
         handles = {
-            name: SegmentHandle(fd=segment.read_only().fd, total_bytes=segment.layout.total_bytes)
+            name: SegmentHandle(
+                fd=segment.read_only().fd, total_bytes=segment.layout.total_bytes, layout=segment.layout.text
+            )
             for name, segment in self._segments.items()
         }
         pid = os.getpid()
@@ -116,7 +122,9 @@ class Supervisor:
                 endpoints=self._directory.endpoints(),
                 segments=handles,
                 plan=self._plan.id,
-            )
+                package=str(self._package.path.resolve()),
+            ),
+            self._plan.to_json(),
         )
 
     # ---- processes -------------------------------------------------------------------------------------------
@@ -150,11 +158,10 @@ class Supervisor:
                 incarnation=self._incarnations[(seat.role, seat.index)],
                 package=self._package,
                 plan=self._plan,
-                endpoints=self._directory.endpoints(),
-                doorbell=self._directory.doorbell,
+                directory=self._directory,
                 segments=self._segments,
             )
-            importlib.import_module(f"neuronpipe.services.{seat.role}.service").main(job)
+            self._implementations[(seat.role, seat.index)].serve(job)
             code = 0
         except UserError as error:
             (self._directory.path / FAILURE).write_text(str(error), encoding="utf-8")
@@ -252,13 +259,20 @@ class Supervisor:
         self._directory.remove()
 
 
-def supervise(directory: RunDirectory, package: Package, plan: Plan, report: int, watched: tuple[int, ...]) -> None:
+def supervise(
+    directory: RunDirectory,
+    package: Package,
+    plan: Plan,
+    report: int,
+    watched: tuple[int, ...],
+    uses: Implementations,
+) -> None:
     """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
     could not go on; its end means that the run is over. Never returns."""
     message = ""
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched)
+        supervisor = Supervisor(directory, package, plan, watched, uses)
         supervisor.run()
         message = supervisor.failure or ""
     except UserError as error:

@@ -414,6 +414,7 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this member's own */
     np_trace trace;                        /* this member's own */
+    uint32_t *activity;                    /* [layers][blocks*block_neurons], this member's own: counts values other than zero; or NULL */
 } np_shared;
 
 typedef struct {

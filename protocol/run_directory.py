@@ -1,6 +1,7 @@
 """The run directory: where a run's sockets, its logs and the file that describes it live, and nothing outlives it.
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
+    plan.json   the plan that the run obeys
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
@@ -24,6 +25,7 @@ from neuronpipe.protocol.version import MAJOR, VERSION
 
 SOCKET_PATH_MOST_BYTES = 107  # sun_path holds 108, with its end
 RUN_FILE = "run.json"
+PLAN_FILE = "plan.json"
 RUN_FILE_MOST_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
@@ -35,10 +37,12 @@ class SegmentHandle(Message):
 
     fd: descriptor in the supervisor, read-only where clients are only to read
     total_bytes: size of the segment, header page included
+    layout: the text of its layout: a line for each field
     """
 
     fd: int
     total_bytes: int
+    layout: str = ""
 
 
 @message
@@ -51,7 +55,8 @@ class RunFile(Message):
     supervisor_started: its start time in clock ticks since boot, field 22 of /proc/<pid>/stat: process ids come again
     endpoints: address of each link that exists, by the link's name
     segments: the segments, by name
-    plan: id of the plan
+    plan: id of the plan, which lies beside this file as plan.json
+    package: path of the package
     """
 
     protocol: str
@@ -61,6 +66,7 @@ class RunFile(Message):
     endpoints: dict[str, str]
     segments: dict[str, SegmentHandle]
     plan: str
+    package: str = ""
 
 
 class RunDirectory:
@@ -123,14 +129,10 @@ class RunDirectory:
         """The addresses of all links, for `RunFile`."""
         return {link.name: self.endpoint(link) for link in LINKS}
 
-    def publish(self, run_file: RunFile) -> None:
-        """Write run.json: from now on the run can be found."""
-        fresh = self.path / f".{RUN_FILE}"
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(to_map(run_file), stream, indent=1)
-            stream.write("\n")
-        fresh.rename(self.path / RUN_FILE)
+    def publish(self, run_file: RunFile, plan: str) -> None:
+        """Write plan.json, then run.json: from now on the run can be found."""
+        self._write(PLAN_FILE, plan)
+        self._write(RUN_FILE, json.dumps(to_map(run_file), indent=1) + "\n")
 
     def read(self) -> RunFile:
         """run.json of a live run. Raises NotRunning when there is none, UserError when it is not ours to use."""
@@ -155,6 +157,13 @@ class RunDirectory:
                 inner.unlink() if inner.is_symlink() else inner.rmdir()
         with contextlib.suppress(FileNotFoundError):
             self.path.rmdir()
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file at once or not at all."""
+        fresh = self.path / f".{name}"
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
+            stream.write(text)
+        fresh.rename(self.path / name)
 
     def _is_ours(self) -> bool:
         """Whether the place itself, not what a link there points to, is a directory of this user."""

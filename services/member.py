@@ -51,7 +51,7 @@ class Damaged(Exception):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
     """Buffers of memory that members share, each at least as long as native/neuronpipe.h says of the field of np_shared
-    by the same name. ranks, predicted: None in exact mode."""
+    by the same name. ranks, predicted: None in exact mode; activity: None where nobody counts."""
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
@@ -75,6 +75,7 @@ class View:
     barrier: Any
     requests: Any  # np_requests
     trace: Any  # np_trace
+    activity: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,6 +236,7 @@ class Member:
             "rest_window": "uint64_t *",
             "arrivals": "uint32_t *",
             "epoch": "uint32_t *",
+            "activity": "uint32_t *",
             "barrier": "np_barrier *",
         }
         structures = {"requests": view.requests[0], "trace": view.trace[0]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,13 @@ def private_stage(package: Package, place: Place) -> Stage:
 
 
 def member_view(
-    package: Package, memory: RunMemory, rings: Rings, stage: Stage, window: int, trace: Trace | None
+    package: Package,
+    memory: RunMemory,
+    rings: Rings,
+    stage: Stage,
+    window: int,
+    trace: Trace | None,
+    activity: array[int] | None = None,
 ) -> View:
     """The view of the member with this window and ring of requests."""
     windows = memory.view("residency", "windows")
@@ -77,4 +84,5 @@ def member_view(
         epoch=memory.view("exchange", "epoch"),
         requests=rings.of(window),
         trace=trace.native if trace else ffi.new("np_trace *"),
+        activity=activity,
     )

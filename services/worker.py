@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from statistics import fmean
@@ -41,14 +42,28 @@ def place_of(plan: Plan, *, members: int, member: int, max_tokens: int, window_b
     )
 
 
+Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
+"""How a step went, as the coordinator is told."""
+
+
 class Worker:
     """The members of steps that live in this process: one among the decode workers, or all the members of its own
     steps, a thread each.
 
     first_window: the first member's window and ring; the others' follow.
+    activity: uint32 [layers][blocks * block_neurons], for who wants to know which neurons fire: counts how often the
+    members here found a neuron's value other than zero. One thread counts, so it is for one member alone.
     """
 
-    def __init__(self, job: Job, memory: RunMemory, places: Sequence[Place], first_window: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        memory: RunMemory,
+        places: Sequence[Place],
+        first_window: int,
+        activity: array[int] | None = None,
+    ) -> None:
+        self._activity = activity
         self._rings = Rings(memory, job.doorbell)
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
@@ -75,6 +90,7 @@ class Worker:
                     self._stage,
                     self._first_window + number,
                     self._trace if number == 0 else None,  # a ring has one writer; the others do the same work
+                    self._activity,
                 ),
                 place,
             )
@@ -88,7 +104,7 @@ class Worker:
         sequences: tuple[int, ...],
         positions: tuple[int, ...],
         logits: tuple[int, int] | None,
-    ) -> StepDone | Prefilled | StepAbandoned | StepFailed:
+    ) -> Outcome:
         """Compute the step and say how it went. logits: see Member.compute."""
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         work = (step, epoch, sequences, positions, ask.tokens, logits)

@@ -8,6 +8,7 @@ from pathlib import Path
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Seat
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory, create_segments
@@ -27,8 +28,7 @@ def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]
         incarnation=0,
         package=package,
         plan=made,
-        endpoints={link: f"ipc://{folder}/{link}" for link in ("control", "cache")},
-        doorbell=folder / "doorbell",
+        directory=RunDirectory(folder),
         segments={name: Segment.attach(one.layout, os.dup(one.fd)) for name, one in segments.items()},
     )
     os.mkfifo(job.doorbell)

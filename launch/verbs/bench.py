@@ -17,6 +17,7 @@ from neuronpipe.launch.planning import add_package_argument, add_plan_arguments,
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.launch.trace.rings import RunTrace
+from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to rows kept from --json")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens of the last test")
     add_plan_arguments(parser)
+    add_use_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON list")
 
 
@@ -59,10 +61,11 @@ def main(arguments: argparse.Namespace) -> int:
                 f"--tests {case.name}: takes {case.context_tokens} positions, "
                 f"the context is {plan.compute.context_tokens}; see --context"
             )
+    uses = implementations(arguments.use, plan)
     prompts, device = Prompts(package, arguments.workload), probe(package.path)
     rows = []
     with (
-        started_run(package, plan, None, stays=False) as live,
+        started_run(package, plan, None, stays=False, uses=uses) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):

@@ -9,6 +9,7 @@ from neuronpipe.launch.client import Client
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
 from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.protocol.links import CONTROL
 
 
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     add_generation_arguments(parser)
     add_plan_arguments(parser)
+    add_use_argument(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
 
 
@@ -24,8 +26,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Generate one text."""
     ask = generate_request(arguments)
     package, plan = package_and_plan(arguments)
+    uses = implementations(arguments.use, plan)
     with (
-        started_run(package, plan, arguments.run, stays=False) as live,
+        started_run(package, plan, arguments.run, stays=False, uses=uses) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         generate(client, arguments, ask)

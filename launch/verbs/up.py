@@ -10,6 +10,7 @@ from pathlib import Path
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.protocol.links import CONTROL
 
 POLL_S = 0.02
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `up`."""
     add_package_argument(parser)
     add_plan_arguments(parser)
+    add_use_argument(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -27,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Start the run."""
     package, plan = package_and_plan(arguments, sequences=SEQUENCES)
-    with started_run(package, plan, arguments.run, stays=True) as live:
+    uses = implementations(arguments.use, plan)
+    with started_run(package, plan, arguments.run, stays=True, uses=uses) as live:
         _wait_until_ready(live)
     if arguments.json:
         print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))

@@ -231,6 +231,8 @@ void np_compute_ups(np_engine *engine, np_range clusters)
             float *value = hidden_of(engine, t, engine->list.neurons[r]);
             *value = activate(s->activation, *value, engine->list.values[r]);
             engine->counters.active += *value != 0.0f;
+            if (engine->shared.activity && *value != 0.0f)
+                engine->shared.activity[engine->layer * engine->layer_neurons + engine->list.neurons[r]]++;
         }
         engine->counters.up_rows += engine->list.count;
     }

@@ -158,8 +158,3 @@ class CacheService:
         )
         self._trace.put(lib.NP_SPAN_EVICT, began_ns, value=taken)
         return array("I", bytes(ffi.buffer(slots, 4 * taken)))
-
-
-def main(job: Job) -> None:
-    """Serve until drained."""
-    CacheService(job).serve()

@@ -307,8 +307,3 @@ class CoordinatorService:
             outstanding=outstanding,
             restarts=self._board[self._line(seat) + 1],
         )
-
-
-def main(job: Job) -> None:
-    """Serve until drained."""
-    CoordinatorService(job).serve()

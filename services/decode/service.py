@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import StepDone
@@ -9,31 +11,40 @@ from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Worker, place_of
+from neuronpipe.services.worker import Outcome, Worker, place_of
 
 
-def main(job: Job) -> None:
-    """Serve until drained."""
-    memory = RunMemory.open("decode", job.segments)
-    compute, seat = job.plan.compute, job.seat
-    place = place_of(
-        job.plan,
-        members=len(compute.decode_workers()),
-        member=seat.index,
-        max_tokens=compute.sequences,
-        window_blocks=compute.decode_window_blocks,
-        blocks=job.package.manifest.layout.blocks,
-    )
-    worker = Worker(job, memory, [place], seat.index)
-    context = open_context()
-    service = Service(context, job, slots=1)
-    worker.wait_until_loaded()
+class DecodeService:
+    """One decode worker. An experiment overrides `compute`.
 
-    def handle(message: Message) -> None:
+    activity: see Worker.
+    """
+
+    def __init__(self, job: Job, activity: array[int] | None = None) -> None:
+        compute, seat = job.plan.compute, job.seat
+        place = place_of(
+            job.plan,
+            members=len(compute.decode_workers()),
+            member=seat.index,
+            max_tokens=compute.sequences,
+            window_blocks=compute.decode_window_blocks,
+            blocks=job.package.manifest.layout.blocks,
+        )
+        self._worker = Worker(job, RunMemory.open("decode", job.segments), [place], seat.index, activity)
+        self._context = open_context()
+        self._service = Service(self._context, job, slots=1)
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        self._worker.wait_until_loaded()
+        self._service.serve(self._handle)
+        self._context.close()
+
+    def compute(self, step: Step) -> Outcome:
+        """This worker's share of one step, and how it went."""
+        return self._worker.answer(step, StepDone, step.sequences, step.positions, (0, len(step.tokens)))
+
+    def _handle(self, message: Message) -> None:
         if isinstance(message, Step):
-            service.step = message.step
-            logits = (0, len(message.tokens))
-            service.answer(worker.answer(message, StepDone, message.sequences, message.positions, logits))
-
-    service.serve(handle)
-    context.close()
+            self._service.step = message.step
+            self._service.answer(self.compute(message))

@@ -197,8 +197,3 @@ class LoaderService:
             self._cache.send("cache-0", message)
         except (Lost, Full):
             self._told = None  # the cache is not there yet, or again; the next turn tells it
-
-
-def main(job: Job) -> None:
-    """Serve until drained."""
-    LoaderService(job).serve()

@@ -14,36 +14,44 @@ from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Worker, place_of
+from neuronpipe.services.worker import Outcome, Worker, place_of
 
 
-def main(job: Job) -> None:
-    """Serve until drained."""
-    memory = RunMemory.open("prefill", job.segments)
-    compute, threads = job.plan.compute, job.plan.compute.prefill_threads
-    places = [
-        place_of(
-            job.plan,
-            members=threads,
-            member=number,
-            max_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
-            window_blocks=compute.prefill_window_blocks,
-            blocks=job.package.manifest.layout.blocks,
-        )
-        for number in range(threads)
-    ]
-    worker = Worker(job, memory, places, len(compute.decode_workers()) + threads * job.seat.index)
-    context = open_context()
-    service = Service(context, job, slots=1)
-    worker.wait_until_loaded()
+class PrefillService:
+    """The prefill worker. An experiment overrides `compute`."""
 
-    def handle(message: Message) -> None:
+    def __init__(self, job: Job) -> None:
+        compute, threads = job.plan.compute, job.plan.compute.prefill_threads
+        places = [
+            place_of(
+                job.plan,
+                members=threads,
+                member=number,
+                max_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
+                window_blocks=compute.prefill_window_blocks,
+                blocks=job.package.manifest.layout.blocks,
+            )
+            for number in range(threads)
+        ]
+        first_window = len(compute.decode_workers()) + threads * job.seat.index
+        self._worker = Worker(job, RunMemory.open("prefill", job.segments), places, first_window)
+        self._context = open_context()
+        self._service = Service(self._context, job, slots=1)
+
+    def serve(self) -> None:
+        """Serve until drained."""
+        self._worker.wait_until_loaded()
+        self._service.serve(self._handle)
+        self._context.close()
+
+    def compute(self, ask: Prefill) -> Outcome:
+        """One chunk of a prompt, and how it went."""
+        count = len(ask.tokens)
+        positions = tuple(range(ask.position, ask.position + count))
+        logits = {"none": None, "last": (count - 1, 1), "all": (0, count)}[ask.logits]
+        return self._worker.answer(ask, Prefilled, (ask.sequence,) * count, positions, logits)
+
+    def _handle(self, message: Message) -> None:
         if isinstance(message, Prefill):
-            service.step = message.step
-            count = len(message.tokens)
-            positions = tuple(range(message.position, message.position + count))
-            logits = {"none": None, "last": (count - 1, 1), "all": (0, count)}[message.logits]
-            service.answer(worker.answer(message, Prefilled, (message.sequence,) * count, positions, logits))
-
-    service.serve(handle)
-    context.close()
+            self._service.step = message.step
+            self._service.answer(self.compute(message))

@@ -43,7 +43,7 @@ def ended_process() -> int:
 
 def test_only_its_user_can_enter_it_and_read_the_file() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory))
+    directory.publish(run_file(directory), "{}")
     assert directory.path.stat().st_mode & 0o777 == 0o700
     assert (directory.path / RUN_FILE).stat().st_mode & 0o777 == 0o600
 
@@ -62,7 +62,7 @@ def test_the_doorbell_rings_whoever_listens_and_never_makes_its_opener_wait() ->
 
 def test_the_run_is_found_and_described() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory))
+    directory.publish(run_file(directory), "{}")
     for place in (None, directory.path):
         found, content = RunDirectory.find(place)
         assert found.path == directory.path
@@ -72,7 +72,7 @@ def test_the_run_is_found_and_described() -> None:
 
 def test_nothing_is_left_after_removal(base: Path) -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory))
+    directory.publish(run_file(directory), "{}")
     (directory.path / "logs").mkdir()
     (directory.path / "logs" / "decode-0.log").write_text("x")
     (directory.path / "link").symlink_to(base.parent, target_is_directory=True)
@@ -92,7 +92,7 @@ def test_without_a_run_there_is_nothing_to_find(base: Path) -> None:
 
 def test_a_run_whose_supervisor_has_ended_is_not_running() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory, pid=ended_process(), ticks=1))
+    directory.publish(run_file(directory, pid=ended_process(), ticks=1), "{}")
     with pytest.raises(NotRunning, match="has ended"):
         RunDirectory.find(directory.path)
     with pytest.raises(NotRunning):
@@ -101,7 +101,7 @@ def test_a_run_whose_supervisor_has_ended_is_not_running() -> None:
 
 def test_another_process_under_the_same_id_is_not_the_supervisor() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory, ticks=started(os.getpid()) - 1))
+    directory.publish(run_file(directory, ticks=started(os.getpid()) - 1), "{}")
     with pytest.raises(NotRunning):
         directory.read()
 
@@ -119,7 +119,7 @@ def test_a_process_that_was_not_waited_for_is_dead() -> None:
 def test_several_live_runs_must_be_told_apart() -> None:
     for _ in range(2):
         directory = RunDirectory.create()
-        directory.publish(run_file(directory))
+        directory.publish(run_file(directory), "{}")
     with pytest.raises(UserError, match="several runs are live"):
         RunDirectory.find()
 
@@ -164,25 +164,25 @@ def test_the_place_of_a_dead_run_is_taken_over_and_that_of_a_live_one_is_not(bas
     place = base / "run"
     directory = RunDirectory.create(place)
     (place / "control").write_text("a stale socket")
-    directory.publish(run_file(directory, pid=ended_process(), ticks=1))
+    directory.publish(run_file(directory, pid=ended_process(), ticks=1), "{}")
     again = RunDirectory.create(place)
     assert list(place.iterdir()) == [again.doorbell]
-    again.publish(run_file(again))
+    again.publish(run_file(again), "{}")
     with pytest.raises(UserError, match="run 0a1b is live here"):
         RunDirectory.create(place)
 
 
 def test_a_new_run_sweeps_away_what_dead_ones_left_and_nothing_else(base: Path) -> None:
     dead, live, starting = (RunDirectory.create() for _ in range(3))
-    dead.publish(run_file(dead, pid=ended_process(), ticks=1))
-    live.publish(run_file(live))
+    dead.publish(run_file(dead, pid=ended_process(), ticks=1), "{}")
+    live.publish(run_file(live), "{}")
     new = RunDirectory.create()
     assert set(base.iterdir()) == {live.path, starting.path, new.path}
 
 
 def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base: Path, tmp_path: Path) -> None:
     elsewhere = RunDirectory.create(tmp_path / "elsewhere")
-    elsewhere.publish(run_file(elsewhere, pid=ended_process(), ticks=1))
+    elsewhere.publish(run_file(elsewhere, pid=ended_process(), ticks=1), "{}")
     link = base / f"{PREFIX}link"
     link.symlink_to(elsewhere.path, target_is_directory=True)
     RunDirectory.create()
@@ -193,7 +193,7 @@ def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base:
 
 def test_a_directory_of_another_user_is_neither_swept_nor_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = RunDirectory.create()
-    dead.publish(run_file(dead, pid=ended_process(), ticks=1))
+    dead.publish(run_file(dead, pid=ended_process(), ticks=1), "{}")
     real = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
     dead.remove()
@@ -226,7 +226,7 @@ def test_a_damaged_or_foreign_file_is_a_persons_error(content: str, complaint: s
 
 def test_a_wrong_field_is_named() -> None:
     directory = RunDirectory.create()
-    directory.publish(run_file(directory))
+    directory.publish(run_file(directory), "{}")
     content = json.loads((directory.path / RUN_FILE).read_text())
     content["segments"]["kv"]["fd"] = "5"
     (directory.path / RUN_FILE).write_text(json.dumps(content))

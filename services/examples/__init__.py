@@ -1,0 +1,1 @@
+"""Workers to learn from, and to start an experiment with."""

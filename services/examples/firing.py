@@ -1,0 +1,34 @@
+"""A decode worker that says which neurons fire: one line of its log for each token.
+
+neuronpipe run -p "import os" --use decode=neuronpipe.services.examples.firing:FiringLog --run /tmp/firing
+tail -f /tmp/firing/decode.0.log
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from neuronpipe.protocol.messages.outcome import StepDone
+from neuronpipe.protocol.messages.worker import Step
+from neuronpipe.services.decode.service import DecodeService
+from neuronpipe.services.job import Job
+from neuronpipe.services.worker import Outcome
+
+
+class FiringLog(DecodeService):
+    """Computes as ours does, and logs the neurons of the blocks that this worker took, by layer."""
+
+    def __init__(self, job: Job) -> None:
+        layout = job.package.manifest.layout
+        self._row = layout.blocks * layout.block_neurons
+        self._counts = array("I", bytes(4 * self._row * job.package.manifest.shape.layers))
+        super().__init__(job, activity=self._counts)
+
+    def compute(self, step: Step) -> Outcome:
+        """One step; a step that was abandoned is computed again, and logged then."""
+        outcome = super().compute(step)
+        if isinstance(outcome, StepDone):
+            fired = [divmod(place, self._row) for place, count in enumerate(self._counts) if count]
+            print(f"step {step.step}:", *(f"{layer}/{neuron}" for layer, neuron in fired), flush=True)
+        self._counts[:] = array("I", bytes(4 * len(self._counts)))
+        return outcome
