@@ -35,6 +35,7 @@ def render(status: Status) -> str:
         f"limit {show_bytes(status.memory_limit_bytes)}",
         f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
+        *([f"resting {status.rest_share:.0%} of the time, so that the device cools"] if status.rest_share else []),
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}",
     ]

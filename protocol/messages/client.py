@@ -170,6 +170,7 @@ class Status(Message):
     tokens: tokens generated
     uptime_s: since the coordinator started
     flash_bytes: read since the loader started
+    rest_share: share of the time in which the run rests, by `Ease`
     """
 
     run: str
@@ -187,3 +188,4 @@ class Status(Message):
     tokens: int
     uptime_s: float
     flash_bytes: int = 0
+    rest_share: float = 0.0

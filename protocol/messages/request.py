@@ -85,3 +85,21 @@ class Next(Message):
 @message
 class AskStatus(Message):
     """How is the run? Answered by `Status`."""
+
+
+@message
+class Ease(Message):
+    """Rest between steps: the device is too hot, or is wanted for something else. Not answered; the last one counts.
+
+    share: of the time that is to be rested, from 0 to 0.95; after each step the pause is its time * share / (1 - share)
+    for_s: for how long this holds, at most 600; who goes on wanting it asks again
+    """
+
+    share: float
+    for_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 0.95:
+            raise ValueError("share: expected 0 to 0.95")
+        if not 0 < self.for_s <= 600:
+            raise ValueError("for_s: expected more than 0, at most 600")

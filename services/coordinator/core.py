@@ -27,6 +27,7 @@ from neuronpipe.services.coordinator.events import (
     Asked,
     Broken,
     Draw,
+    Eased,
     EpochChanged,
     Event,
     Left,
@@ -40,6 +41,7 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
+from neuronpipe.services.coordinator.rest import Rest
 from neuronpipe.services.coordinator.sequences import Cost, Generation, Scoring, Work, add_cost, quantiles_ms
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
@@ -61,6 +63,7 @@ class Core:
         self._texts: dict[int, TextStream] = {}
         self.epoch = 0
         self.steps = 0
+        self.rest = Rest()
         self._outstanding: SendStep | None = None
         self._outstanding_works: list[Work] = []
         self._cost: Cost = {}  # of the outstanding step, this time it was sent
@@ -102,6 +105,8 @@ class Core:
                 actions += self._sampled(tokens, now)
             case Measured(nll):
                 actions += self._measured(nll, now)
+            case Eased(share, until):
+                self.rest.ask(share, until)
             case Tick():
                 pass
         return actions + self._proceed(now)
@@ -185,6 +190,9 @@ class Core:
         self._seat_waiting()
         if any(isinstance(w, Scoring) and w.waiting for w in self.works):
             return actions  # a client is copying logits out of the exchange segment: no step may overwrite them
+        if now < self.rest.resume_at:
+            return actions
+        self.rest.step_begins(now)
         prefills = [w for w in self.works if self._wants_prefill(w)]
         decodes = [w for w in self.works if self._wants_decode(w)]
         if prefills and (self._prefill_turn or not decodes):
@@ -289,13 +297,14 @@ class Core:
             if isinstance(work, Generation):
                 add_cost(work.prefill_cost if isinstance(message, Prefill) else work.decode_cost, self._cost)
 
-    def _take_step(self) -> list[Work]:
+    def _take_step(self, now: float) -> list[Work]:
+        self.rest.step_ends(now)
         works, self._outstanding_works, self._outstanding, self._reading = self._outstanding_works, [], None, False
         return works
 
     # ---- results ---------------------------------------------------------------------------------------------
     def _sampled(self, tokens: tuple[int, ...], now: float) -> list[Action]:
-        works = self._take_step()
+        works = self._take_step(now)
         actions: list[Action] = []
         for work, token in zip(works, tokens, strict=False):
             assert isinstance(work, Generation)
@@ -332,7 +341,7 @@ class Core:
         return actions
 
     def _measured(self, nll: tuple[float, ...], now: float) -> list[Action]:
-        (work,) = self._take_step()
+        (work,) = self._take_step(now)
         assert isinstance(work, Scoring)
         work.total_nll += sum(nll)
         last = work.computed_tokens >= len(work.tokens)

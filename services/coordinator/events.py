@@ -72,11 +72,19 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eased:
+    """Rest this share of the time, until then."""
+
+    share: float
+    until: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed and nothing else happened."""
 
 
-Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured | Tick
+Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured | Eased | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
-from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Ease, Generate, Next, Score
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
@@ -30,6 +30,7 @@ from neuronpipe.services.coordinator.events import (
     Action,
     Asked,
     Broken,
+    Eased,
     EpochChanged,
     Event,
     Left,
@@ -103,7 +104,7 @@ class CoordinatorService:
         poller.add(self._control)
         poller.add(self._wake)
         while not self._draining:
-            poller.wait(BUSY_MS if self._core.busy else IDLE_MS)
+            poller.wait(self._patience_ms())
             self._notice_epoch()
             while (received := self._control.receive()) is not None:
                 self._notice_epoch()
@@ -114,6 +115,13 @@ class CoordinatorService:
             self._send(seat.peer, Drain())
         self._context.close()
 
+    def _patience_ms(self) -> int:
+        """For how long nothing but a message can give it something to do."""
+        if self._core.busy:
+            return BUSY_MS
+        pause_ms = 1000 * (self._core.rest.resume_at - time.monotonic())
+        return IDLE_MS if pause_ms <= 0 else min(IDLE_MS, 1 + int(pause_ms))
+
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
         match message:
@@ -121,6 +129,8 @@ class CoordinatorService:
                 if isinstance(message, Generate):
                     self._meter.request_came(peer, message.request)
                 self._handle(Asked(peer.encode(), message))
+            case Ease(share=share, for_s=for_s):
+                self._handle(Eased(share, time.monotonic() + for_s))
             case AskStatus():
                 self._send(peer, self._status())
             case _ if peer in self._seats:
@@ -293,6 +303,7 @@ class CoordinatorService:
             tokens=self._tokens,
             uptime_s=round(now - self._started_at, 3),
             flash_bytes=self._meter.flash_now()[0],
+            rest_share=self._core.rest.share(now),
         )
 
     def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:

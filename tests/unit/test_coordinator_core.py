@@ -16,6 +16,7 @@ from neuronpipe.services.coordinator.events import (
     Action,
     Asked,
     Broken,
+    Eased,
     EpochChanged,
     Left,
     Likelihoods,
@@ -329,3 +330,18 @@ def test_output_that_is_no_number_refuses_the_request_and_serves_the_next() -> N
     (refused,) = told(core.handle(Sampled((-3,)), 0.1))
     assert isinstance(refused, Refused)
     assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="ab")), 0.2))
+
+
+def test_a_run_that_is_to_rest_sends_the_next_step_after_its_pause_and_cancels_meanwhile() -> None:
+    core = make_core()
+    core.handle(Eased(0.75, until=100.0), 0.0)
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=9)), 10.0))
+    finish(core, prefill, 11.0)
+    assert sent(core.handle(Sampled((ord("x"),)), 11.0)) == []
+    assert sent(core.handle(Tick(), 13.9)) == []
+    (step,) = sent(core.handle(Tick(), 14.0))  # one second of work, three of rest
+    finish(core, step, 15.0)
+    core.handle(Sampled((ord("y"),)), 15.0)
+    (finished,) = told(core.handle(Asked(b"c", Cancel(request="r")), 15.5))
+    assert isinstance(finished, Finished)
+    assert finished.reason == "cancelled"
