@@ -104,11 +104,24 @@ def _kernels() -> Check:
         found = f"NEURONPIPE_ISA={os.environ.get('NEURONPIPE_ISA')} is not one of {offered}"
         return Check(name="kernels", state="fail", found=found, advice="unset NEURONPIPE_ISA, or name one of these")
     used = ffi.string(name).decode()
-    found = f"{used} in use, this machine runs {offered}"
+    found = f"{used} in use, this machine runs {offered}; prompts {_prompts(used)}"
     if used == "scalar":
         advice = "slow: there are no kernels for this processor's vector instructions, or NEURONPIPE_ISA says scalar"
         return Check(name="kernels", state="warn", found=found, advice=advice)
     return Check(name="kernels", state="ok", found=found)
+
+
+def _prompts(used: str) -> str:
+    """Which kernel many tokens at once go through, and why not a faster one."""
+    from neuronpipe.native import ffi, lib
+
+    if used == "amx":
+        return "on the matrix engine (AMX)"
+    if used != "avx512":
+        return "row by row"
+    lacks = lib.np_isa_amx_lacks()
+    why = "NEURONPIPE_ISA says avx512" if lacks == ffi.NULL else ffi.string(lacks).decode()
+    return f"as panels (AVX-512): {why}"
 
 
 def _device_checks(directory: Path) -> list[Check]:

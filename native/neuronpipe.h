@@ -36,11 +36,13 @@ size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for a
 size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
 
 /* ---- kernels (kernels/) -------------------------------------------------------------------------------- */
-/* Choose the instruction set: "scalar", "avx2", "avx512", "neon", "dotprod", or NULL for the best one here. Returns the name
+/* Choose the instruction set: "scalar", "avx2", "avx512", "amx", "neon", "dotprod", or NULL for the best one here. Returns the name
  * in use, or NULL (and changes nothing) when this machine lacks it. np_isa_names lists what this machine can run, comma separated. */
 const char *np_isa_select(const char *name);
 const char *np_isa_name(void);
 const char *np_isa_names(void);
+/* Why "amx" is not among them, in a few words; NULL where it is. The first call asks the kernel for the tile registers. */
+const char *np_isa_amx_lacks(void);
 
 /* A prepared activation vector: what a dot product with rows of `type` reads. f16 rows read float32; q8 and q4 rows read
  * int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. 64-byte aligned buffers of np_activation_bytes. */
@@ -59,7 +61,7 @@ size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
 
 /* out[t*out_stride + r] as np_dot_rows gives it, with the same bits, for rows that lie anywhere and all tokens of the panel. Threads
- * may share a panel. Takes 100 KiB of stack. Worth it from about 16 tokens on. */
+ * may share a panel. Takes 100 KiB of stack, on amx 400. Worth it from about 16 tokens on. */
 void np_dot_panel(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, const void *panel,
                   size_t tokens, const float *bias, float *out, size_t out_stride);
 

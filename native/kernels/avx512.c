@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: the table, and all but dot products and added rows. */
+/* AVX-512 with VNNI: the table, and all but dot products and added rows. AMX: the same but for the panel. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
 #include "kernels/rope.h"
@@ -44,17 +44,21 @@ static int runs_here(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && np_isa_avx2.runs_here();
 }
 
-const np_isa np_isa_avx512 = {
-    "avx512",
-    runs_here,
-    {np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4},
-    {np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4},
-    prepare,
-    softmax_weights,
-    f32_to_f16,
-    f16_to_f32,
-    sum_tree,
-    rope,
-    &np_avx512_panel,
-};
+static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
+
+#define TABLE(NAME, RUNS_HERE, PANEL)                             \
+    {NAME,                                                        \
+     RUNS_HERE,                                                   \
+     {np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4},     \
+     {np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4},     \
+     prepare,                                                     \
+     softmax_weights,                                             \
+     f32_to_f16,                                                  \
+     f16_to_f32,                                                  \
+     sum_tree,                                                    \
+     rope,                                                        \
+     PANEL}
+
+const np_isa np_isa_avx512 = TABLE("avx512", runs_here, &np_avx512_panel);
+const np_isa np_isa_amx = TABLE("amx", runs_with_amx, &np_amx_panel); /* amx.c says where */
 #endif

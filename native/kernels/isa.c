@@ -9,7 +9,7 @@
 static const np_isa *const all[] = {
     /* best first */
 #if defined(__x86_64__)
-    &np_isa_avx512, &np_isa_avx2,
+    &np_isa_amx, &np_isa_avx512, &np_isa_avx2,
 #elif defined(__aarch64__)
     &np_isa_dotprod, &np_isa_neon,
 #endif

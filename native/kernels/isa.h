@@ -70,11 +70,13 @@ const np_isa *np_isa_current(void);
 
 extern const np_isa np_isa_scalar;
 #if defined(__x86_64__)
-extern const np_isa np_isa_avx2, np_isa_avx512;
+extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
 np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4;
 np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
-extern const np_panel_kernel np_avx512_panel;
+extern const np_panel_kernel np_avx512_panel, np_amx_panel;
+/* Whether two panel kernels give the same bits for some rows and tokens of q8 and of q4. 0, too, without memory to find out. */
+int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)

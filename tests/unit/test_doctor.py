@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.doctor import Check, checks, render
+from neuronpipe.native import ffi, lib
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,16 @@ def test_kernels_for_another_machine_are_a_finding(tmp_path: Path) -> None:
     kernels = next(check for check in json.loads(ran.stdout)["checks"] if check["name"] == "kernels")
     assert kernels["state"] == "fail"
     assert "NEURONPIPE_ISA=sparc" in kernels["found"]
+
+
+def test_it_says_what_computes_prompts_and_why(tmp_path: Path) -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    used = ffi.string(lib.np_isa_name()).decode()
+    found = next(check.found for check in checks(tmp_path) if check.name == "kernels")
+    if used == "avx512" and "amx_int8" not in flags:
+        assert "no matrix engine" in found
+    assert ("matrix engine (AMX)" in found) == (used == "amx")
+    assert ("amx" in ffi.string(lib.np_isa_names()).decode().split(",")) == (lib.np_isa_amx_lacks() == ffi.NULL)
 
 
 def test_a_folder_too_deep_for_sockets_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,87 @@
+/* What the panels of avx512_panel.c and amx_panel.c have in common: the layout, the order of groups, unpacked weights.
+ *
+ *   panel, for each tile of 32 tokens    bytes
+ *   quants [groups][8][32][4]            1024 for each group: 8 times 4 columns of each token
+ *   scales [groups][32]                  128 for each group, float32
+ *
+ * Floats are added as in avx512_dot.c: 16 sums over the groups g = 0..15 modulo 16, then a fixed tree. So groups are visited
+ * one remainder after the other, in the order in which the tree takes them up, and panel and rows are laid out in that order. */
+#ifndef NP_KERNELS_PANEL_TILES_H
+#define NP_KERNELS_PANEL_TILES_H
+#include "kernels/activation.h"
+
+#include <immintrin.h>
+
+enum {
+    TILE = 32,            /* tokens: two registers */
+    STEPS = NP_GROUP / 4, /* of four columns */
+    TILE_GROUP_BYTES = TILE * NP_GROUP + TILE * 4,
+    VISITS = 16,
+    LEVELS = 5 /* of the tree over the visits' sums */
+};
+
+/* The groups with one remainder modulo 16, by visit: how many before, how many. */
+typedef struct {
+    size_t first[VISITS], count[VISITS], first_of_remainder[VISITS];
+} visits;
+
+static visits visits_of(size_t groups) {
+    static const uint8_t order[VISITS] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
+    visits v;
+    size_t first = 0;
+    for (int i = 0; i < VISITS; i++) {
+        const size_t count = (groups + 15 - order[i]) / 16;
+        v.first[i] = v.first_of_remainder[order[i]] = first;
+        v.count[i] = count;
+        first += count;
+    }
+    return v;
+}
+
+static size_t place_of(const visits *v, size_t group) { return v->first_of_remainder[group % 16] + group / 16; }
+
+static size_t tile_bytes(size_t n) { return n / NP_GROUP * TILE_GROUP_BYTES; }
+
+static size_t panel_bytes(size_t n, size_t tokens) { return (tokens + TILE - 1) / TILE * tile_bytes(n); }
+
+/* `flip`: bits to turn over in every four quants; 0x80808080 makes them unsigned, plus 128. */
+static void fill_panel(int type, const uint8_t *activations, size_t stride, size_t tokens, size_t n, uint32_t flip, uint8_t *panel) {
+    const size_t groups = n / NP_GROUP;
+    const visits v = visits_of(groups);
+    for (size_t from = 0; from < tokens; from += TILE, panel += tile_bytes(n)) {
+        float *scales = (float *)(void *)(panel + groups * TILE * NP_GROUP);
+        for (size_t t = 0; t < TILE; t++) {
+            const int there = from + t < tokens;
+            const np_activation x = np_activation_at(activations + (there ? from + t : from) * stride, n);
+            for (size_t g = 0; g < groups; g++) {
+                const int8_t *low = x.quants + (type == NP_Q4 ? np_q4_place(g) : g * NP_GROUP), *high = low + (type == NP_Q4 ? 64 : 16);
+                const size_t place = place_of(&v, g);
+                uint8_t *to = panel + place * TILE * NP_GROUP + 4 * t;
+                for (size_t step = 0; step < STEPS; step++, to += 4 * TILE) {
+                    uint32_t four = 0;
+                    if (there) memcpy(&four, step < 4 ? low + 4 * step : high + 4 * (step - 4), 4);
+                    four ^= flip;
+                    memcpy(to, &four, 4);
+                }
+                scales[place * TILE + t] = there ? x.scales[g] : 0.0f;
+            }
+        }
+    }
+}
+
+static void fetch_rows(const np_rows *rows, size_t r, size_t end) {
+    for (; r < end && r < rows->rows; r++) {
+        const np_row row = np_row_at(rows, r);
+        for (size_t i = 0; i < rows->quant_bytes; i += 64) __builtin_prefetch(row.quants + i, 0, 2);
+        for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(row.scales + i, 0, 2);
+    }
+}
+
+/* A group's 32 weights as bytes. */
+NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t g) {
+    if (type == NP_Q8) return _mm256_loadu_si256((const void *)(quants + g * NP_GROUP));
+    const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
+    const __m256i both = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
+    return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+}
+#endif

@@ -1,0 +1,140 @@
+/* The AMX panel's own source over modelled tile instructions, bit for bit against the rows of avx512, on processors without AMX.
+ * What it cannot show: that the real instructions do what the model does. */
+#define np_amx_panel modelled_panel
+#include "tile_model.h"
+
+#include "kernels/amx_panel.c"
+
+#if defined(__x86_64__)
+#include "kernels/half.h"
+
+#include <stdlib.h>
+
+enum { MOST_ROWS = 67, MOST_TOKENS = 67, OUT_STRIDE = MOST_ROWS + 3 };
+
+typedef struct {
+    int type;
+    size_t n, stride, quant_bytes, scale_bytes;
+    uint8_t *quants, *scales, *activations;
+    const void *quants_at[MOST_ROWS], *scales_at[MOST_ROWS];
+    float bias[MOST_ROWS], want[MOST_TOKENS][MOST_ROWS];
+} product;
+
+/* Row r's neighbours in memory are not its neighbours in the list; row 3 and token 3 have the largest magnitudes. */
+static product make_product(int type, size_t n) {
+    product p = {.type = type, .n = n, .stride = np_padded(np_activation_bytes(type, n), 64)};
+    p.quant_bytes = np_quant_bytes(type, n), p.scale_bytes = np_scale_bytes(type, n);
+    float *x = malloc(4 * n);
+    p.quants = malloc(MOST_ROWS * p.quant_bytes);
+    p.scales = malloc(MOST_ROWS * p.scale_bytes);
+    p.activations = aligned_alloc(64, MOST_TOKENS * p.stride);
+    for (size_t i = 0; i < MOST_ROWS * p.quant_bytes; i++) p.quants[i] = (uint8_t)random_bits();
+    for (size_t i = 0; i < MOST_ROWS * p.scale_bytes / 2; i++) ((uint16_t *)(void *)p.scales)[i] = np_float_to_half(0.01f * random_float());
+    for (size_t r = 0; r < MOST_ROWS; r++) {
+        const size_t at = (r * 5 + 2) % MOST_ROWS;
+        p.quants_at[r] = p.quants + at * p.quant_bytes;
+        p.scales_at[r] = p.scales + at * p.scale_bytes;
+        if (r == 3) memset(p.quants + at * p.quant_bytes, type == NP_Q8 ? 0x80 : 0, p.quant_bytes);
+        p.bias[r] = random_float();
+    }
+    for (size_t t = 0; t < MOST_TOKENS; t++) {
+        for (size_t j = 0; j < n; j++) x[j] = t == 3 ? 1.0f : t == 4 ? 0.0f : random_float();
+        np_activation_prepare(type, x, n, p.activations + t * p.stride);
+        np_dot_scattered(type, p.quants_at, p.scales_at, MOST_ROWS, n, NULL, p.activations + t * p.stride, p.want[t]);
+    }
+    free(x);
+    return p;
+}
+
+static void free_product(product *p) { free(p->quants), free(p->scales), free(p->activations); }
+
+static void check_panel(product *p, size_t rows, size_t tokens, const float *bias) {
+    static float out[MOST_TOKENS + 1][OUT_STRIDE];
+    uint8_t *panel = aligned_alloc(64, np_padded(modelled_panel.bytes(p->n, tokens), 64));
+    for (size_t t = 0; t <= MOST_TOKENS; t++)
+        for (size_t r = 0; r < OUT_STRIDE; r++) out[t][r] = 77.0f;
+    const np_dot_job job = {
+        .rows = {.quant_bytes = p->quant_bytes,
+                 .scale_bytes = p->scale_bytes,
+                 .quants_at = p->quants_at,
+                 .scales_at = p->scales_at,
+                 .rows = rows,
+                 .n = p->n},
+        .activations = panel,
+        .tokens = tokens,
+        .bias = bias,
+        .out = out[0],
+        .out_stride = OUT_STRIDE,
+    };
+    modelled_panel.prepare(p->type, p->activations, p->stride, tokens, p->n, panel);
+    modelled_panel.dot(p->type, &job);
+    CHECK(model.shapes.palette == 0, "tiles stay in use after the call");
+    for (size_t t = 0; t <= MOST_TOKENS; t++)
+        for (size_t r = 0; r < OUT_STRIDE; r++) {
+            const float want = t < tokens && r < rows ? p->want[t][r] + (bias ? bias[r] : 0.0f) : 77.0f;
+            CHECK(memcmp(&out[t][r], &want, 4) == 0, "type %d n=%zu, %zu rows, %zu tokens: row %zu token %zu: %.9g, want %.9g", p->type,
+                  p->n, rows, tokens, r, t, out[t][r], want);
+        }
+    free(panel);
+}
+
+static void test_shapes(int type) {
+    static const size_t lengths[] = {32, 96, 352, 512, 1056, 2656};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        product p = make_product(type, lengths[i]);
+        for (size_t rows = 1; rows <= MOST_ROWS; rows += lengths[i] > 1000 ? 22 : 3)
+            check_panel(&p, rows, 1 + random_bits() % MOST_TOKENS, rows % 2 ? p.bias : NULL);
+        for (size_t tokens = 1; tokens <= MOST_TOKENS; tokens += lengths[i] > 1000 ? 22 : 3)
+            check_panel(&p, 1 + random_bits() % MOST_ROWS, tokens, tokens % 2 ? NULL : p.bias);
+        static const size_t edges[] = {15, 16, 17, 31, 32, 33};
+        for (size_t e = 0; e < 36; e++) check_panel(&p, edges[e / 6], edges[e % 6], p.bias);
+        free_product(&p);
+    }
+}
+
+/* Beyond 8192 columns a block has 16 rows, up to the last that the kernel takes. */
+static void test_long_rows(int type) {
+    static const size_t lengths[] = {8192, 8192 + 32, 16384};
+    CHECK(modelled_panel.most_columns == 16384, "%zu", modelled_panel.most_columns);
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        product p = make_product(type, lengths[i]);
+        check_panel(&p, 35, 19, p.bias);
+        free_product(&p);
+    }
+}
+
+/* The figures of native/README.md: one product for 16 rows, 16 tokens and a group; loads shared by rows and by tokens. */
+static void test_instructions(void) {
+    product p = make_product(NP_Q4, 512);
+    const long products = model.products, loads = model.loads, stores = model.stores;
+    check_panel(&p, 64, 64, NULL);
+    CHECK(model.products - products == 4 * 4 * 16, "%ld products", model.products - products);
+    CHECK(model.loads - loads == 4 * 4 * 16, "%ld loads", model.loads - loads);
+    CHECK(model.stores - stores == 4 * 4 * 16, "%ld stores", model.stores - stores);
+    free_product(&p);
+}
+
+/* What chooses the kernel at run time believes it only if its bits are right. */
+static void test_trial(void) {
+    CHECK(np_panels_agree(&modelled_panel, &np_avx512_panel), "the model differs from avx512");
+    model.fault = 1;
+    CHECK(!np_panels_agree(&modelled_panel, &np_avx512_panel), "a missing row was not noticed");
+    model.fault = 0;
+}
+
+int main(void) {
+    if (!np_isa_select("avx512")) {
+        printf("no avx512 here, so nothing to compare with; ");
+        return checks_report();
+    }
+    for (int type = NP_Q8; type <= NP_Q4; type++) {
+        test_shapes(type);
+        test_long_rows(type);
+    }
+    test_instructions();
+    test_trial();
+    return checks_report();
+}
+#else
+int main(void) { return checks_report(); }
+#endif
