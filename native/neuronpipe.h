@@ -23,7 +23,8 @@ enum {
     NP_E_IO = -4,       /* a read failed; the errno is in the completion */
     NP_E_CHECKSUM = -5, /* bytes read do not match their checksum */
     NP_E_DAMAGED = -6,  /* a cluster that the step needs is marked failed */
-    NP_E_MEMORY = -7    /* out of memory */
+    NP_E_MEMORY = -7,   /* out of memory */
+    NP_E_BANNED = -8    /* no token may be drawn */
 };
 
 /* ---- weights ------------------------------------------------------------------------------------------- */
@@ -107,14 +108,33 @@ void np_add(const float *x, size_t n, float *y);
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
 
 /* ---- sampling (kernels/sample.c) ------------------------------------------------------------------------ */
-/* Greedy (lowest id among equals) when temperature <= 0. Otherwise softmax at `temperature` over the top_k most likely (0: all),
- * cut to the smallest set whose probability reaches top_p (1: no cut), drawn with `uniform` in [0, 1).
- * Returns the id, or NP_E_ARGUMENT when a logit is NaN or n is 0. scratch: 2*n int32. */
-int32_t np_sample(const float *logits, size_t n, float temperature, int32_t top_k, float top_p, double uniform, int32_t *scratch);
+/* How one token is drawn. Applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. A logit that a
+ * penalty of 1 or 0, no bias and allowed = NULL leave as it is has the same bits as without them. */
+typedef struct {
+    float temperature;              /* <= 0: greedy, the lowest id among equals */
+    int32_t top_k;                  /* of the k most likely; 0: of all */
+    float top_p;                    /* of the smallest set whose probability, within the top_k, reaches this; 1: no cut */
+    float min_p;                    /* of those at least this fraction as likely as the most likely; 0: no cut */
+    float repetition_penalty;       /* > 0; a positive logit of a token of the text is divided by it, another one multiplied; 1: off */
+    float frequency_penalty;        /* taken off a token's logit for each time it was generated; 0: off */
+    float presence_penalty;         /* taken off once if it was generated at all; 0: off */
+    const int32_t *text;            /* the text so far, ids in [0, n): the prompt, then what was generated; read if a penalty is on */
+    size_t text_tokens;
+    size_t prompt_tokens;
+    const int32_t *biased;          /* ids whose logits get `biases` added; -INFINITY bans one */
+    const float *biases;
+    size_t biased_count;
+    const uint8_t *allowed;         /* NULL, or n bits: id may be drawn when bit id % 8 of byte id / 8 is set */
+} np_sampling;
+/* The id drawn with `uniform` in [0, 1). NP_E_ARGUMENT when a logit is NaN, n is 0, or an id or option is out of range;
+ * NP_E_BANNED when biases and allowed leave nothing. scratch: 3*n words of 4 bytes. */
+int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double uniform, int32_t *scratch);
 /* The uniform number of (seed, counter): counter-based, so that a repeated step draws the same number. */
 double np_uniform(uint64_t seed, uint64_t counter);
-/* Natural log of the softmax probability of id, in double precision. */
-double np_log_probability(const float *logits, size_t n, int32_t id);
+/* The `count` <= n greatest logits' ids, greatest first, lowest id among equals. For small counts: n times count at worst. */
+void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids);
+/* Natural logs of the softmax probabilities of `count` ids, in double precision; NAN for an id outside. */
+void np_log_probabilities(const float *logits, size_t n, const int32_t *ids, size_t count, double *out);
 
 /* ---- waiting (sync/) ------------------------------------------------------------------------------------- */
 /* All words live in shared memory; every wait gives up with NP_E_EPOCH as soon as *epoch != expected_epoch,

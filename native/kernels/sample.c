@@ -2,6 +2,7 @@
 #include "kernels/exponential.h"
 
 #include <math.h>
+#include <string.h>
 
 /* Is candidate a to be taken before b? Higher logit first, lower id among equals. */
 static int comes_before(const float *logits, int32_t a, int32_t b) {
@@ -26,58 +27,137 @@ static int32_t take(int32_t *heap, size_t *count, const float *logits) {
     return first;
 }
 
-/* Unnormalized probability. Equal infinities have no difference, so that they are told apart first. */
-static double weight_of(float logit, float greatest, float temperature) {
-    return logit == greatest ? 1.0 : np_exponential((logit - greatest) / temperature);
+/* What turns logits into weights: unnormalized probabilities, 1 for the greatest. Those below `floor` count as 0. */
+typedef struct {
+    const float *logits;
+    float greatest, temperature, floor;
+} softmax;
+
+/* Equal infinities have no difference, so that they are told apart first. */
+static double weight_of(const softmax *of, int32_t id) {
+    const float logit = of->logits[id];
+    return logit == of->greatest ? 1.0 : np_exponential((logit - of->greatest) / of->temperature);
+}
+
+static double floored(const softmax *of, int32_t id) {
+    const double weight = weight_of(of, id);
+    return weight < of->floor ? 0.0 : weight;
 }
 
 /* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. There is one, since target is less
  * than the whole sum, which was added up in the same order. */
-static int32_t draw(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double target) {
+static int32_t draw(const softmax *of, const int32_t *ids, size_t count, double target) {
     double sum = 0.0;
     int32_t id = 0;
     for (size_t i = 0; i < count && sum <= target; i++) {
         id = ids ? ids[i] : (int32_t)i;
-        sum += weight_of(logits[id], greatest, temperature);
+        sum += floored(of, id);
     }
     return id;
 }
 
-int32_t np_sample(const float *logits, size_t n, float temperature, int32_t top_k, float top_p, double uniform,
-                  int32_t *scratch) {
-    if (n == 0 || n > INT32_MAX || isnan(temperature) || isnan(top_p) || top_k < 0 || !(uniform >= 0.0 && uniform < 1.0))
-        return NP_E_ARGUMENT;
+static int has_penalty(const np_sampling *how) {
+    return how->repetition_penalty != 1.0f || how->frequency_penalty != 0.0f || how->presence_penalty != 0.0f;
+}
+
+static int in_range(const np_sampling *how, size_t n) {
+    if (isnan(how->temperature) || isnan(how->top_p) || !(how->min_p <= 1.0f) || how->top_k < 0) return 0;
+    if (how->prompt_tokens > how->text_tokens || !(how->repetition_penalty > 0.0f) || !isfinite(how->repetition_penalty) ||
+        !isfinite(how->frequency_penalty) || !isfinite(how->presence_penalty))
+        return 0;
+    if (has_penalty(how))
+        for (size_t i = 0; i < how->text_tokens; i++)
+            if (how->text[i] < 0 || (size_t)how->text[i] >= n) return 0;
+    for (size_t i = 0; i < how->biased_count; i++)
+        if (how->biased[i] < 0 || (size_t)how->biased[i] >= n || isnan(how->biases[i])) return 0;
+    return 1;
+}
+
+/* Each token of the text once: how often it was generated is counted first. counts: zeroes, and zeroes again afterwards. */
+static void penalize(const np_sampling *how, float *logits, int32_t *counts) {
+    const int32_t seen = INT32_MIN; /* the top bit: in the text at all */
+    for (size_t i = 0; i < how->text_tokens; i++) {
+        int32_t *count = &counts[how->text[i]];
+        *count = (*count + (i >= how->prompt_tokens)) | seen;
+    }
+    for (size_t i = 0; i < how->text_tokens; i++) {
+        const int32_t id = how->text[i];
+        if (!counts[id]) continue;
+        const float times = (float)(counts[id] & INT32_MAX);
+        float logit = logits[id];
+        logit = logit > 0.0f ? logit / how->repetition_penalty : logit * how->repetition_penalty;
+        if (times > 0.0f) logit -= how->frequency_penalty * times + how->presence_penalty;
+        logits[id] = logit;
+        counts[id] = 0;
+    }
+}
+
+static void forbid(const uint8_t *allowed, size_t n, float *logits) {
+    for (size_t first = 0; first < n; first += 8) {
+        const unsigned bits = allowed[first / 8];
+        if (bits == 0xff) continue; /* a free text allows nearly all */
+        for (size_t j = 0; j < 8 && first + j < n; j++)
+            if (!(bits >> j & 1)) logits[first + j] = -INFINITY;
+    }
+}
+
+/* The logits to draw from: as they are, or a copy behind scratch[2*n]; NULL when one is NaN that the copy may not show. */
+static const float *adjusted(const float *logits, size_t n, const np_sampling *how, int32_t *scratch) {
+    const int penalties = has_penalty(how);
+    if (!penalties && !how->biased_count && !how->allowed) return logits;
+    float *copy = (float *)(scratch + 2 * n);
+    for (size_t i = 0; i < n; i++) {
+        if (isnan(logits[i])) return NULL;
+        copy[i] = logits[i];
+    }
+    if (penalties) {
+        memset(scratch, 0, n * sizeof *scratch);
+        penalize(how, copy, scratch);
+    }
+    for (size_t i = 0; i < how->biased_count; i++) copy[how->biased[i]] += how->biases[i];
+    if (how->allowed) forbid(how->allowed, n, copy);
+    return copy;
+}
+
+int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double uniform, int32_t *scratch) {
+    if (n == 0 || n > INT32_MAX || !in_range(how, n) || !(uniform >= 0.0 && uniform < 1.0)) return NP_E_ARGUMENT;
+    const float *from = adjusted(logits, n, how, scratch);
+    if (!from) return NP_E_ARGUMENT;
     int32_t best = 0;
     for (size_t i = 0; i < n; i++) {
-        if (isnan(logits[i])) return NP_E_ARGUMENT;
-        if (logits[i] > logits[best]) best = (int32_t)i;
+        if (isnan(from[i])) return NP_E_ARGUMENT;
+        if (from[i] > from[best]) best = (int32_t)i;
     }
-    if (temperature <= 0.0f) return best;
-    const float greatest = logits[best];
-    const size_t most = top_k && (size_t)top_k < n ? (size_t)top_k : n;
+    if (from != logits && from[best] == -INFINITY) return NP_E_BANNED;
+    if (how->temperature <= 0.0f) return best;
+    softmax of = {.logits = from, .greatest = from[best], .temperature = how->temperature, .floor = 0.0f};
+    const size_t most = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
     double total = 0.0;
     if (most == n) {
-        for (size_t i = 0; i < n; i++) total += weight_of(logits[i], greatest, temperature);
-        if (top_p >= 1.0f) return draw(logits, NULL, n, greatest, temperature, uniform * total);
+        if (how->top_p >= 1.0f) of.floor = how->min_p;
+        for (size_t i = 0; i < n; i++) total += floored(&of, (int32_t)i);
+        if (how->top_p >= 1.0f) return draw(&of, NULL, n, uniform * total);
     }
     /* A heap gives the candidates in order at log n each: few are needed, and sorting all would cost more than the softmax. */
     int32_t *heap = scratch, *kept = scratch + n;
     size_t left = n, count = 0;
     for (size_t i = 0; i < n; i++) heap[i] = (int32_t)i;
-    for (size_t i = n / 2; i-- > 0;) sift_down(heap, n, i, logits);
+    for (size_t i = n / 2; i-- > 0;) sift_down(heap, n, i, from);
     if (most < n) {
         for (; count < most; count++) {
-            kept[count] = take(heap, &left, logits);
-            total += weight_of(logits[kept[count]], greatest, temperature);
+            kept[count] = take(heap, &left, from);
+            total += weight_of(&of, kept[count]);
         }
     }
-    double sum = 0.0;
+    of.floor = how->min_p;
+    double sum = 0.0, reached = 0.0; /* of the weights, and of those that top_p counts: with the small ones */
     size_t cut = 0;
     do {
-        if (cut == count) kept[count++] = take(heap, &left, logits);
-        sum += weight_of(logits[kept[cut++]], greatest, temperature);
-    } while (cut < most && (top_p >= 1.0f || sum < top_p * total));
-    return draw(logits, kept, cut, greatest, temperature, uniform * sum);
+        if (cut == count) kept[count++] = take(heap, &left, from);
+        sum += floored(&of, kept[cut]);
+        reached += weight_of(&of, kept[cut++]);
+    } while (cut < most && (how->top_p >= 1.0f || reached < how->top_p * total));
+    return draw(&of, kept, cut, uniform * sum);
 }
 
 /* The output function of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output. */
@@ -92,10 +172,22 @@ double np_uniform(uint64_t seed, uint64_t counter) {
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) * 0x1p-53;
 }
 
-double np_log_probability(const float *logits, size_t n, int32_t id) {
-    if (id < 0 || (size_t)id >= n) return NAN;
+void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids) {
+    size_t known = 0;
+    for (size_t i = 0; i < n && count; i++) {
+        if (known == count && !comes_before(logits, (int32_t)i, ids[known - 1])) continue;
+        size_t at = known < count ? known++ : known - 1;
+        for (; at && comes_before(logits, (int32_t)i, ids[at - 1]); at--) ids[at] = ids[at - 1];
+        ids[at] = (int32_t)i;
+    }
+}
+
+void np_log_probabilities(const float *logits, size_t n, const int32_t *ids, size_t count, double *out) {
     double greatest = -INFINITY, sum = 0.0;
     for (size_t i = 0; i < n; i++) greatest = logits[i] > greatest ? logits[i] : greatest;
     for (size_t i = 0; i < n; i++) sum += logits[i] == greatest ? 1.0 : exp(logits[i] - greatest);
-    return logits[id] == greatest ? -log(sum) : logits[id] - greatest - log(sum);
+    for (size_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || (size_t)ids[i] >= n) out[i] = NAN;
+        else out[i] = logits[ids[i]] == greatest ? -log(sum) : logits[ids[i]] - greatest - log(sum);
+    }
 }

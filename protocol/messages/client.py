@@ -38,6 +38,20 @@ class Refused(Message):
 
 
 @message
+class Likely(Message):
+    """One of the tokens that the model found most likely, in `Token`.
+
+    token: its id
+    piece: its own bytes, which need not be whole characters
+    logprob: natural logarithm of its probability
+    """
+
+    token: int
+    piece: bytes
+    logprob: float
+
+
+@message
 class Token(Message):
     """One more token.
 
@@ -46,6 +60,10 @@ class Token(Message):
     token: its id
     text: what it adds to the text; empty while a character is incomplete or may become part of a stop text
     ms: time since the token before, or since `Generate` for the first
+    logprob: natural logarithm of its probability as the model has it, before temperature, penalties and the like; nil
+        unless `Generate.logprobs` asks for it, as for the two below
+    piece: its own bytes, as in `Likely`; those of an end token are its name
+    top: the most likely tokens, most likely first; the lower id among equals
     """
 
     request: str
@@ -53,6 +71,9 @@ class Token(Message):
     token: int
     text: str
     ms: float
+    logprob: float | None = None
+    piece: bytes = b""
+    top: tuple[Likely, ...] = ()
 
 
 @message

@@ -8,6 +8,18 @@ from neuronpipe.protocol.codec import Message, message
 
 
 @message
+class Bias(Message):
+    """What is added to the logit of one token, in `Generate`.
+
+    token: its id
+    bias: -100 to 100; -100 bans it
+    """
+
+    token: int
+    bias: float
+
+
+@message
 class Generate(Message):
     """Continue a text. Answered by `Accepted`, then one `Token` each, then `Finished`; or by `Refused` alone.
 
@@ -18,6 +30,15 @@ class Generate(Message):
     temperature: 0 takes the most likely token
     top_k: draw from the k most likely tokens; 0 from all
     top_p: draw from the smallest set of tokens whose probability reaches this; 1 from all
+    min_p: draw from tokens at least this fraction as likely as the most likely one, at this temperature; 0 from all
+    repetition_penalty: positive logits of tokens of the prompt or the answer are divided by it, others multiplied
+    frequency_penalty: taken off a token's logit for each time that it stands in the answer
+    presence_penalty: taken off a token's logit if it stands in the answer
+    logit_bias: added to the logits of these tokens, after the penalties
+    ignore_end: whether end tokens are never drawn
+    grammar: what the answer is to be: "json", any JSON object, or a JSON schema. Only tokens that go on with it are
+        drawn, an end token only where it may end; where nothing can follow, the answer ends with reason "end"
+    logprobs: of each token the logarithm of its probability, and so many most likely alternatives, up to 20; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
     """
@@ -29,6 +50,14 @@ class Generate(Message):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[Bias, ...] = ()
+    ignore_end: bool = False
+    grammar: str | None = None
+    logprobs: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from neuronpipe.protocol.messages.client import RefusalCode, Refused
 from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 from neuronpipe.services.coordinator.text import Tokenizer
 
 Problem = tuple[RefusalCode, str]
 
 WAITING_PER_SEQUENCE, WAITING_LEAST = 4, 64
+LOGPROBS_MOST = 20
+BIAS_MOST = PENALTY_MOST = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,10 @@ class Limits:
 class Admission:
     """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
+    def __init__(self, limits: Limits, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
+        self._grammars = grammars
 
     def check(self, ask: Generate | Score, waiting: int) -> list[int] | Refused:
         """The request's tokens, or its refusal. waiting: how many requests wait already."""
@@ -48,15 +51,39 @@ class Admission:
         """What is wrong with a request, before its text is looked at."""
         if waiting >= WAITING_PER_SEQUENCE * self._limits.sequences + WAITING_LEAST:
             return "busy", f"{waiting} requests are waiting already; try again later"
-        if isinstance(ask, Generate):
-            for name, good in (
-                ("max_tokens", ask.max_tokens >= 1),
-                ("temperature", math.isfinite(ask.temperature) and 0 <= ask.temperature <= 100),
-                ("top_k", 0 <= ask.top_k < 2**31),
-                ("top_p", 0 < ask.top_p <= 1),
-            ):
-                if not good:
-                    return "bad_request", f"{name} is out of range: {getattr(ask, name)}"
+        return self._problem_with_options(ask) if isinstance(ask, Generate) else None
+
+    def _problem_with_options(self, ask: Generate) -> Problem | None:
+        """What is wrong with how the text is to be drawn."""
+        for name, good in (
+            ("max_tokens", ask.max_tokens >= 1),
+            ("temperature", 0 <= ask.temperature <= 100),
+            ("top_k", 0 <= ask.top_k < 2**31),
+            ("top_p", 0 < ask.top_p <= 1),
+            ("min_p", 0 <= ask.min_p <= 1),
+            ("repetition_penalty", 1 / PENALTY_MOST <= ask.repetition_penalty <= PENALTY_MOST),
+            ("frequency_penalty", abs(ask.frequency_penalty) <= PENALTY_MOST),
+            ("presence_penalty", abs(ask.presence_penalty) <= PENALTY_MOST),
+            ("logprobs", ask.logprobs is None or 0 <= ask.logprobs <= LOGPROBS_MOST),
+        ):
+            if not good:
+                return "bad_request", f"{name} is out of range: {getattr(ask, name)}"
+        biased = {entry.token for entry in ask.logit_bias}
+        if len(biased) != len(ask.logit_bias):
+            return "bad_request", "logit_bias names a token twice"
+        for entry in ask.logit_bias:
+            if not 0 <= entry.token < self._limits.vocabulary:
+                return (
+                    "bad_request",
+                    f"logit_bias: token {entry.token} is outside the vocabulary of {self._limits.vocabulary}",
+                )
+            if not abs(entry.bias) <= BIAS_MOST:
+                return "bad_request", f"logit_bias: {entry.bias} for token {entry.token} is not within {BIAS_MOST:g}"
+        if ask.grammar is not None:
+            try:
+                self._grammars.start(ask.grammar)
+            except GrammarError as error:
+                return "bad_request", f"grammar: {error}"
         return None
 
     def _tokens_of(self, ask: Generate | Score) -> tuple[list[int], Problem | None]:

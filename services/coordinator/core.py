@@ -17,16 +17,23 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
-from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
+from neuronpipe.protocol.messages.client import (
+    Accepted,
+    Finished,
+    Refused,
+    Scored,
+    ScoreFinished,
+    Token,
+)
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator import drawing
 from neuronpipe.services.coordinator.admission import Admission, Limits
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
     Asked,
     Broken,
-    Draw,
     Eased,
     EpochChanged,
     Event,
@@ -41,6 +48,7 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
+from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.rest import Rest
 from neuronpipe.services.coordinator.sequences import Cost, Generation, Scoring, Work, add_cost, quantiles_ms
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
@@ -51,12 +59,13 @@ READING_MOST_S = 10.0
 class Core:
     """Requests, sequences and the one outstanding step."""
 
-    def __init__(self, limits: Limits, seats: Iterable[Seat], tokenizer: Tokenizer) -> None:
+    def __init__(self, limits: Limits, seats: Iterable[Seat], tokenizer: Tokenizer, grammars: Grammars) -> None:
         self._limits = limits
         self._seats = frozenset(seats)
         self._decoders = tuple(sorted(seat for seat in self._seats if seat[0] == "decode"))
         self._tokenizer = tokenizer
-        self._admission = Admission(limits, tokenizer)
+        self._grammars = grammars
+        self._admission = Admission(limits, tokenizer, grammars)
         self.ready: set[Seat] = set()
         self.waiting: list[tuple[bytes, Generate | Score, list[int], float]] = []
         self.works: list[Work] = []
@@ -100,9 +109,9 @@ class Core:
                 actions += self._left(event)
             case Broken():
                 actions += self._broken(event)
-            case Sampled(tokens, cost):
-                self._account(cost)
-                actions += self._sampled(tokens, now)
+            case Sampled():
+                self._account(event.cost)
+                actions += self._sampled(event, now)
             case Measured(nll):
                 actions += self._measured(nll, now)
             case Eased(share, until):
@@ -157,6 +166,7 @@ class Core:
                     arrived_at=arrived_at,
                     tokens=tokens,
                     ask=ask,
+                    grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
                     prompt_tokens=len(tokens),
                     most_tokens=most,
                 )
@@ -280,13 +290,9 @@ class Core:
         rows = range(len(self._outstanding_works))
         if isinstance(message, Prefill) and message.logits == "none":
             rows = range(0)
-        return [Sample(tuple(self._draw(row, self._outstanding_works[row]) for row in rows))]
-
-    @staticmethod
-    def _draw(row: int, work: Work) -> Draw:
-        assert isinstance(work, Generation)
-        ask = work.ask
-        return Draw(row, ask.temperature, ask.top_k, ask.top_p, ask.seed, len(work.tokens))
+        return [
+            Sample(tuple(drawing.draw_of(row, self._outstanding_works[row], self._limits.end_tokens) for row in rows))
+        ]
 
     def _account(self, measured: dict[str, float]) -> None:
         """The step is done: it goes to the account of everyone in it."""
@@ -303,15 +309,18 @@ class Core:
         return works
 
     # ---- results ---------------------------------------------------------------------------------------------
-    def _sampled(self, tokens: tuple[int, ...], now: float) -> list[Action]:
+    def _sampled(self, event: Sampled, now: float) -> list[Action]:
         works = self._take_step(now)
         actions: list[Action] = []
-        for work, token in zip(works, tokens, strict=False):
+        for number, (work, token) in enumerate(zip(works, event.tokens, strict=False)):
             assert isinstance(work, Generation)
-            if token < 0:
+            try:
+                complete = drawing.follow(work, token, self._limits.end_tokens)
+            except drawing.Undrawable as trouble:
                 self._drop(work)
-                broken = "the model's output is no number; the package is damaged, convert the model again"
-                actions.append(Tell(work.client, Refused(request=work.request, code="failed", message=broken)))
+                actions.append(
+                    Tell(work.client, Refused(request=work.request, code=trouble.code, message=str(trouble)))
+                )
                 continue
             work.token_times.append(now)
             ended = token in self._limits.end_tokens
@@ -323,19 +332,17 @@ class Core:
                 reason = "end"
             elif stream.stopped:
                 reason = "stop"
+            elif complete:
+                reason = "end"
             elif len(work.tokens) >= work.most_tokens:
                 reason = "context" if len(work.tokens) > self._limits.context_tokens else "length"
             if reason:
                 text += stream.finish()
             ms = 1000 * (now - (work.token_times[-2] if len(work.token_times) > 1 else work.arrived_at))
-            actions.append(
-                Tell(
-                    work.client,
-                    Token(
-                        request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3)
-                    ),
-                )
-            )
+            said = Token(request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3))
+            if number in event.ratings:
+                said = drawing.rated(said, event.ratings[number], self._tokenizer.piece)
+            actions.append(Tell(work.client, said))
             if reason:
                 actions += self._finish(work, reason, now)
         return actions

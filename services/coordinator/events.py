@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
 Seat = tuple[str, int]
@@ -57,11 +59,28 @@ class Broken:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rating:
+    """Logarithms of probabilities: of the token that was drawn, and of the most likely ones with their ids."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The shell's answer to Sample, in the same order. cost: what the shell measured of the step."""
+    """The shell's answer to Sample, in the same order.
+
+    tokens: BROKEN or BANNED where there is none
+    cost: what the shell measured of the step
+    ratings: of the draws that ask for one, by their number
+    """
+
+    BROKEN: ClassVar[int] = -1  # a logit is no number
+    BANNED: ClassVar[int] = -2  # nothing may be drawn
 
     tokens: tuple[int, ...]
     cost: dict[str, float] = dataclasses.field(default_factory=dict)
+    ratings: dict[int, Rating] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +125,20 @@ class Tell:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Sampling of one logit row; `counter` makes a repeated draw the same."""
+    """Sampling of one logit row, as the request says; `counter` makes a repeated draw the same.
+
+    text: the tokens so far, when a penalty asks for them; the first `prompt_tokens` are the prompt
+    biases: (token, what is added to its logit)
+    allowed: one bit for each token id, the lowest bit of a byte first; None: all
+    """
 
     row: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    ask: Generate
     counter: int
+    text: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    biases: tuple[tuple[int, float], ...] = ()
+    allowed: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True)

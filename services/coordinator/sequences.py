@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.services.coordinator.grammar import Grammar
 
 Cost = dict[str, float]
 """What steps took: figures by name, as in `Finished`."""
@@ -36,6 +37,7 @@ class Generation(Work):
     """A text being generated: the prompt, then a token per step."""
 
     ask: Generate
+    grammar: Grammar | None  # how far the answer has come in what `ask` wants it to be
     prompt_tokens: int
     most_tokens: int  # prompt included: what the context and the request allow
     token_times: list[float] = dataclasses.field(default_factory=list)

@@ -43,6 +43,7 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
+from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.meter import Meter
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.seats import Seats, SeatState
@@ -65,7 +66,7 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         manifest, compute = job.package.manifest, job.plan.compute
-        shape = manifest.shape
+        shape, tokenizer_path = manifest.shape, job.package.tokenizer_path
         limits = Limits(
             mode=compute.mode,
             sequences=compute.sequences,
@@ -81,7 +82,10 @@ class CoordinatorService:
         services = [place for place in places if place[0] != "coordinator"]
         self._seats = Seats(services)
         self._core = Core(
-            limits, [(role, index) for role, index, _ in services], FileTokenizer(job.package.tokenizer_path)
+            limits,
+            [(role, index) for role, index, _ in services],
+            FileTokenizer(tokenizer_path),
+            Grammars(tokenizer_path, shape.vocabulary, limits.end_tokens),
         )
         self._core.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)
@@ -237,8 +241,13 @@ class CoordinatorService:
                 self._tokens += len(draws)
                 began_ns = trace.now()
                 tokens = tuple(map(self._sampler.draw, draws))
+                ratings = {
+                    number: self._sampler.rate(draw, token)
+                    for number, (draw, token) in enumerate(zip(draws, tokens, strict=True))
+                    if draw.ask.logprobs is not None and token >= 0
+                }
                 self._meter.drawn(began_ns, len(draws))
-                return Sampled(tokens, cost)
+                return Sampled(tokens, cost, ratings)
             case Likelihoods(targets):
                 self._meter.step_done()
                 return Measured(self._sampler.negative_log_likelihoods(targets))

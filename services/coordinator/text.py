@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from neuronpipe.services.coordinator.spelling import Spelling
+
 
 class Tokenizer(Protocol):
     """What the core needs of a tokenizer. `tokenizer.json` alone decides about special tokens."""
@@ -23,6 +25,10 @@ class Tokenizer(Protocol):
         """Text of token ids."""
         ...
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token, as in `Token`; empty for an id that no token has."""
+        ...
+
 
 class FileTokenizer:
     """A package's tokenizer.json through the `tokenizers` library."""
@@ -33,6 +39,7 @@ class FileTokenizer:
         self._library = Library.from_file(str(path))
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
         # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
+        self._spelling: Spelling | None = None
         self._longest_token_bytes = max(16, *(len(name.encode()) for name in names if name))
 
     @property
@@ -47,6 +54,13 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return str(self._library.decode(list(tokens), skip_special_tokens=True))
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token: its name, as the file's decoder spells bytes."""
+        if self._spelling is None:
+            self._spelling = Spelling.of(self._library)
+        name = self._library.id_to_token(token)
+        return b"" if name is None else self._spelling.bytes_of(name)
 
 
 class TextStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.codec import Message
@@ -28,9 +29,11 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     Tick,
 )
+from neuronpipe.services.coordinator.grammar import Grammars
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
+NO_GRAMMARS = Grammars(Path("/nowhere"), 200, [END])
 
 
 class Letters:
@@ -53,7 +56,7 @@ def make_core(**changes: int) -> Core:
         "logit_rows": 3,
         "vocabulary": 200,
     } | changes
-    core = Core(Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters())
+    core = Core(Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters(), NO_GRAMMARS)
     for seat in SEATS:
         core.handle(SeatReady(seat), 0.0)
     return core
@@ -166,6 +169,7 @@ def test_no_step_is_sent_before_every_seat_is_ready() -> None:
         ),
         SEATS,
         Letters(),
+        NO_GRAMMARS,
     )
     assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
     for seat in SEATS[:-1]:

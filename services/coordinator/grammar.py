@@ -1,0 +1,114 @@
+"""Text that must follow a grammar: which tokens may come next, by the llguidance library.
+
+The library is loaded when the first request needs it (9 MB for a vocabulary of 4096).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+SCHEMA_BYTES_MOST = 64 << 10
+KEPT_COMPILED = 8
+SPACES_MOST = 16  # in a row: a model that has lost its way would write spaces for ever
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled, or has become too large; says why in one line."""
+
+
+class Grammar(Protocol):
+    """How far one text has come in its grammar.
+
+    allowed: one bit for each token id that may come next, the lowest bit of a byte first
+    """
+
+    allowed: bytes
+
+    def take(self, token: int) -> bool:
+        """The text goes on with this token, an allowed one. Returns whether nothing can follow. Raises GrammarError."""
+        ...
+
+
+class Grammars:
+    """The grammars that a package's tokens can follow.
+
+    vocabulary: how many ids there are, those included that no token has
+    end_tokens: allowed where the text may end, and nowhere else
+    """
+
+    def __init__(self, tokenizer_path: Path, vocabulary: int, end_tokens: Iterable[int]) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._vocabulary = vocabulary
+        self._end_tokens = sorted(end_tokens)
+        self._compiled = functools.lru_cache(KEPT_COMPILED)(self._compile)
+
+    def start(self, grammar: str) -> Grammar:
+        """The beginning of a text. grammar: as in `Generate`. Raises GrammarError."""
+        return _Following(self._compiled(grammar).deep_copy())
+
+    def _compile(self, grammar: str) -> Any:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise GrammarError("the llguidance package is not installed here: pip install llguidance") from None
+        text = '{"type": "object"}' if grammar == "json" else grammar
+        _check_schema(text)
+        options: Any = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{SPACES_MOST}}}"}
+        limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
+        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+        matcher = LLMatcher(self._tokens, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(_one_line(matcher.get_error()))
+        return matcher
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        from llguidance import LLTokenizer
+
+        try:
+            text = self._tokenizer_path.read_text(encoding="utf-8")
+            return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._end_tokens or None)
+        except Exception as error:  # the library's own kinds
+            raise GrammarError(
+                f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"
+            ) from None
+
+
+class _Following:
+    """One text's matcher. What may come next is found out at once: whatever goes wrong does so where it is expected."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self.allowed = self._next()
+
+    def take(self, token: int) -> bool:
+        """As in `Grammar`."""
+        self._matcher.consume_token(token)
+        self.allowed = self._next()
+        return bool(self._matcher.is_stopped())
+
+    def _next(self) -> bytes:
+        mask: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(_one_line(self._matcher.get_error()))
+        return mask
+
+
+def _check_schema(text: str) -> None:
+    """What the library would take for something else, or take too long over."""
+    if len(text.encode(errors="replace")) > SCHEMA_BYTES_MOST:
+        raise GrammarError(f"the schema is longer than {SCHEMA_BYTES_MOST} bytes")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is no JSON: {_one_line(error)}") from None
+    if not isinstance(schema, dict):
+        raise GrammarError("the schema is no JSON object")
+
+
+def _one_line(reason: object) -> str:
+    return " ".join(str(reason).split())[:300]

@@ -1,0 +1,168 @@
+"""Drawing tokens, against a plain reference in numpy: every option alone, and all of them together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from neuronpipe.native import lib
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.services.coordinator.events import Draw, Sampled
+from neuronpipe.services.coordinator.sampling import Sampler
+
+VOCABULARY = 50
+PROMPT = (3, 3, 7, 11)
+ANSWER = (7, 20, 20, 20, 41)
+
+
+def sampler_of(*rows: np.ndarray) -> Sampler:
+    return Sampler(memoryview(np.stack(rows).astype(np.float32)).cast("B").cast("f"), VOCABULARY)
+
+
+def logits_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, VOCABULARY).astype(np.float32)
+
+
+def draw_of(row: int = 0, counter: int = 0, **options: Any) -> Draw:
+    extra = {name: options.pop(name) for name in ("text", "prompt_tokens", "biases", "allowed") if name in options}
+    return Draw(row, Generate(request="r", prompt="", **options), counter, **extra)
+
+
+def changed(logits: np.ndarray, draw: Draw) -> np.ndarray:
+    """The logits that a draw looks at, token by token."""
+    ask, out = draw.ask, logits.astype(np.float64)
+    generated = draw.text[draw.prompt_tokens :]
+    for token in range(VOCABULARY):
+        if token in draw.text:
+            out[token] = out[token] / ask.repetition_penalty if out[token] > 0 else out[token] * ask.repetition_penalty
+        out[token] -= ask.frequency_penalty * generated.count(token) + ask.presence_penalty * (token in generated)
+    for token, bias in draw.biases:
+        out[token] += bias
+    if draw.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little")[:VOCABULARY]
+        out[bits == 0] = -math.inf
+    return out
+
+
+def probabilities(logits: np.ndarray, draw: Draw) -> np.ndarray:
+    """What the draw makes of them: zero for what may not be drawn."""
+    ask, out = draw.ask, changed(logits, draw)
+    order = sorted(range(VOCABULARY), key=lambda token: (-out[token], token))
+    weight = np.exp((out - out.max()) / ask.temperature)
+    kept = order[: ask.top_k or VOCABULARY]
+    total = weight[kept].sum()
+    count = next(n for n in range(1, len(kept) + 1) if n == len(kept) or weight[kept[:n]].sum() >= ask.top_p * total)
+    kept = [token for token in kept[:count] if weight[token] >= ask.min_p]
+    chances = np.zeros(VOCABULARY)
+    chances[kept] = weight[kept] / weight[kept].sum()
+    return chances
+
+
+OPTIONS = {
+    "min_p": {"min_p": 0.1},
+    "min_p with top_k and top_p": {"min_p": 0.05, "top_k": 20, "top_p": 0.9},
+    "min_p with top_k": {"min_p": 0.2, "top_k": 9},
+    "repetition": {"repetition_penalty": 1.7, "text": PROMPT + ANSWER, "prompt_tokens": 4},
+    "frequency": {"frequency_penalty": 0.8, "text": PROMPT + ANSWER, "prompt_tokens": 4},
+    "presence": {"presence_penalty": -1.5, "text": PROMPT + ANSWER, "prompt_tokens": 4},
+    "bias": {"biases": ((0, 4.0), (20, -2.5), (21, -math.inf))},
+    "allowed": {"allowed": bytes([0xFF, 0x81, 0, 0x10, 0, 0xFF, 0x03])},
+    "all": {
+        "min_p": 0.02,
+        "top_k": 30,
+        "top_p": 0.97,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.5,
+        "text": PROMPT + ANSWER,
+        "prompt_tokens": 4,
+        "biases": ((0, 2.0), (41, -math.inf)),
+        "allowed": bytes([0xFF, 0xFF, 0x7F, 0xFF, 0xFE, 0xFF, 0x03]),
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tokens_are_drawn_as_often_as_the_reference_says(options: dict[str, Any]) -> None:
+    draws = 4000
+    for temperature in (0.7, 2.0):
+        logits = logits_of(1)
+        sampler = sampler_of(logits)
+        draw = draw_of(temperature=temperature, seed=5, **options)
+        chances = probabilities(logits, draw)
+        tokens = [sampler.draw(dataclasses.replace(draw, counter=n)) for n in range(draws)]
+        counts = np.bincount(tokens, minlength=VOCABULARY)
+        assert not counts[chances == 0].any()
+        deviation = np.sqrt(draws * chances * (1 - chances)) + 1e-9
+        assert (np.abs(counts - draws * chances) <= 5 * deviation + 1).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_greedy_takes_the_greatest_after_penalties_biases_and_grammar(options: dict[str, Any]) -> None:
+    for seed in range(30):
+        logits = logits_of(seed)
+        draw = draw_of(temperature=0.0, **options)
+        assert sampler_of(logits).draw(draw) == int(changed(logits, draw).argmax())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.05, 5), st.integers(0, 60), st.floats(0.01, 1), st.integers(0, 2**64 - 1))
+def test_options_that_are_off_change_no_draw(
+    seed: int, temperature: float, top_k: int, top_p: float, draw_seed: int
+) -> None:
+    """The bits of the logits are not touched: a copy that is changed by nothing draws what no copy draws."""
+    sampler = sampler_of(logits_of(seed))
+    draw = draw_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=draw_seed, counter=seed)
+    copied = dataclasses.replace(draw, biases=((3, 0.0),), allowed=b"\xff" * 7)
+    assert sampler.draw(draw) == sampler.draw(copied) == sampler.draw(draw)
+
+
+def test_a_row_of_several_is_drawn_from_alone() -> None:
+    rows = [logits_of(n) for n in range(3)]
+    together = sampler_of(*rows)
+    draw = draw_of(temperature=1.0, repetition_penalty=1.5, text=(1, 2, 3))
+    assert [together.draw(dataclasses.replace(draw, row=n)) for n in range(3)] == [
+        sampler_of(row).draw(draw) for row in rows
+    ]
+
+
+def test_a_draw_that_nothing_is_left_for_and_one_of_broken_logits_say_so() -> None:
+    logits = logits_of(0)
+    sampler = sampler_of(logits)
+    assert sampler.draw(draw_of(allowed=bytes(7))) == Sampled.BANNED
+    assert sampler.draw(draw_of(allowed=b"\x01" + bytes(6), biases=((0, -math.inf),))) == Sampled.BANNED
+    logits[49] = math.nan
+    for options in ({}, {"allowed": b"\x01" + bytes(6)}, {"temperature": 1.0, "min_p": 0.5}):
+        assert sampler_of(logits).draw(draw_of(**options)) == Sampled.BROKEN
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_ratings_are_those_of_the_model_whatever_the_options(count: int) -> None:
+    logits = np.round(logits_of(3))  # with equals among them
+    draw = draw_of(temperature=0.3, logprobs=count, biases=((9, 50.0),), top_k=2)
+    token = sampler_of(logits).draw(draw)
+    rating = sampler_of(logits).rate(draw, token)
+    logs = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    order = sorted(range(VOCABULARY), key=lambda token: (-logits[token], token))[:count]
+    assert token == 9
+    assert rating.logprob == pytest.approx(logs[9], rel=1e-12)
+    assert [token for token, _ in rating.top] == order
+    assert [logprob for _, logprob in rating.top] == pytest.approx(logs[order].tolist(), rel=1e-12)
+
+
+def test_likelihoods_are_those_of_numpy() -> None:
+    rows = [logits_of(n) for n in range(4)]
+    targets = (0, 49, 7)
+    want = [
+        math.log(np.exp(row.astype(np.float64)).sum()) - float(row[t]) for row, t in zip(rows, targets, strict=False)
+    ]
+    assert sampler_of(*rows).negative_log_likelihoods(targets) == pytest.approx(want, rel=1e-12)
+
+
+def test_the_uniform_number_of_a_seed_and_a_place_is_fixed() -> None:
+    assert lib.np_uniform(0, 0) == lib.np_uniform(0, 0) != lib.np_uniform(0, 1) != lib.np_uniform(1, 1)
