@@ -201,7 +201,8 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
  *   from     to       by      ordering
  *   absent   loading  loader  claims the cluster; bits 0-23 say for which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
- *   loading  failed   loader  I/O error three times, or wrong checksum twice
+ *   loading  failed   loader  I/O error three times, or wrong checksum twice; bits 0-23 are those of the epoch
+ *   failed   absent   loader  in another epoch: whoever met it has been told, and it may be asked for again
  *   loading  absent   loader  to be read again after one of these; or after a restart (np_loader_create)
  *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
  *   bit 26   set      decode, prefill: by np_word_look alone; cleared by cache. It also keeps a slot from being taken
@@ -346,10 +347,12 @@ int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t 
 /* Take requests from these rings at every turn from now on, and wait for their doorbell and `asleep` word (the first ring's) in
  * np_loader_serve. Rings may hold anything: what names no cluster of the package is counted as refused, and dropped by itself; a ring
  * whose tail cannot be is emptied. A demand that finds its queue full stays in its ring. board: NULL, or where the first
- * NP_LOADER_BOARD counters of the state are stored after every turn. trace: NULL, or where np_loader_serve puts a span for every batch of
+ * NP_LOADER_BOARD counters of the state are stored after every turn. epoch: NULL, or the run's; every turn in a new one makes words absent
+ * that failed in another. trace: NULL, or where np_loader_serve puts a span for every batch of
  * reads, from their submission or the batch before. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
 enum { NP_LOADER_BOARD = 8 };
-int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board, const np_trace *trace);
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
+                     const uint32_t *epoch, const np_trace *trace);
 /* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be
  * read, or when a quarter of the free slots of a part that there were at the call is used, or clusters begin to wait for
  * slots; 0 after timeout_ms. Spins for at most spin_us, while reads are in flight, before it sleeps. NP_E_ARGUMENT; NP_E_IO when

@@ -15,7 +15,11 @@ REFERENCED = 0x04000000
 PINNED = 0x08000000
 
 BITS = (
-    ("0-23", "slot", "number of the slot; of a word that is present or loading"),
+    (
+        "0-23",
+        "slot",
+        "number of the slot; of a word that is present or loading. Of a failed one: bits 0-23 of the epoch then",
+    ),
     ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
     ("26", "referenced", "a worker looked it up since the cache last passed by"),
     ("27", "pinned", "never evicted"),
@@ -32,6 +36,7 @@ CHANGES = (
     ),
     ("loading", "present", "loader", "release, after the bytes are in the slot and match their checksum"),
     ("loading", "failed", "loader", "release, after the third I/O error or the second wrong checksum"),
+    ("failed", "absent", "loader", "compare and set, in another epoch than the word names; it may be asked for again"),
     (
         "loading",
         "absent",

@@ -49,7 +49,7 @@ def _corpus_tokens(package: Package) -> list[int]:
         text += document
         if len(text) > MOST_CHARACTERS:
             break
-    tokens = FileTokenizer(package.tokenizer_path).encode(text[:MOST_CHARACTERS])
+    tokens = FileTokenizer(package.tokenizer()).encode(text[:MOST_CHARACTERS])
     if not tokens:
         raise UserError(f"{package.tokenizer_path}: makes no tokens of Python source text; nothing to measure with")
     return tokens

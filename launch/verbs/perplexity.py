@@ -73,7 +73,7 @@ def _read_tokens(arguments: argparse.Namespace, package: Package) -> list[int]:
         text = arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{arguments.text}: cannot be read as text: {error}") from None
-    tokens = FileTokenizer(package.tokenizer_path).encode(text)[: arguments.tokens]
+    tokens = FileTokenizer(package.tokenizer()).encode(text)[: arguments.tokens]
     if len(tokens) < 2:
         raise UserError(f"{arguments.text}: {len(tokens)} token(s): a text needs two or more to be rated")
     return tokens

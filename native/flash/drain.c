@@ -49,7 +49,8 @@ int np_loader_is_asked(const np_loader *loader)
     return 0;
 }
 
-int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board, const np_trace *trace)
+int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
+                     const uint32_t *epoch, const np_trace *trace)
 {
     for (uint32_t i = 0; i < count; i++)
         if (!rings[i].tail || !rings[i].head || !rings[i].entries || !rings[i].asleep || rings[i].capacity == 0 ||
@@ -64,6 +65,8 @@ int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count
     loader->rings = copies;
     loader->ring_count = count;
     loader->board = board;
+    loader->epoch = epoch;
+    loader->has_failed = 1; /* an earlier loader may have left some */
     loader->trace = trace;
     return NP_OK;
 }

@@ -18,7 +18,7 @@
 
 enum {
     ANNOUNCED_MOST = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
-    ERRORS_MOST = 3,  /* this many make a cluster failed, for the whole run; fewer may pass */
+    ERRORS_MOST = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
     DAMAGED_MOST = 2, /* a bit may have flipped on the way here, not only in the file */
 };
 
@@ -47,7 +47,7 @@ static void land(np_loader *loader, const np_claim *landed, const uint8_t *data)
         return;
     }
     loader->unannounced++;
-    np_word_store(word, NP_WORD_FAILED);
+    np_loader_fail(loader, word);
 }
 
 /* A read has ended, with `result` bytes or -errno. */
@@ -163,6 +163,7 @@ static void submit(np_loader *loader)
 
 int np_loader_turn(np_loader *loader, int timeout_ms)
 {
+    np_loader_forgive(loader);
     int ended = land_some(loader, 0, 0); /* first, so that what they make room for is submitted by one call */
     np_loader_drain(loader);
     submit(loader);

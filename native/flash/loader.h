@@ -68,6 +68,9 @@ struct np_loader {
     np_ring *rings;           /* [ring_count] */
     uint32_t ring_count;
     uint64_t *board;          /* [NP_LOADER_BOARD] or NULL */
+    const uint32_t *epoch;    /* or NULL: then what failed stays failed */
+    uint32_t forgiven;        /* the epoch's low bits when failed words were last looked through */
+    int has_failed;           /* there may be failed words */
     const np_trace *trace;    /* or NULL */
     uint32_t unannounced;     /* clusters published or failed since `arrivals` was last advanced */
     np_loader_state counters; /* its gauges are filled in by np_loader_read_state */
@@ -83,6 +86,11 @@ int np_loader_settled(uint32_t *word, uint32_t flags);
 void np_loader_land_all(np_loader *loader);
 /* Clusters that wait for a part. */
 uint32_t np_loader_count_waiting(const np_loader *loader, int part);
+
+/* A cluster that cannot be had: its word says so, and in which epoch. */
+void np_loader_fail(np_loader *loader, uint32_t *word);
+/* What failed in an earlier epoch may be asked for again. */
+void np_loader_forgive(np_loader *loader);
 
 /* Queue what the rings hold. */
 void np_loader_drain(np_loader *loader);

@@ -83,18 +83,28 @@ class Package:
                 )
 
     def checksums(self) -> bytes:
-        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part. Verified
-        each time: a restarted loader reads it long after the package was opened."""
-        file = self.path / CHECKSUMS
+        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part."""
+        return self._verified(CHECKSUMS)
+
+    def tokenizer(self) -> str:
+        """The text of tokenizer.json."""
         try:
-            data = file.read_bytes()
+            return self._verified(TOKENIZER).decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{self.tokenizer_path}: not UTF-8 text; convert the model again") from None
+
+    def _verified(self, name: str) -> bytes:
+        """A whole file, compared with the manifest each time: a restarted process reads it long after the package was
+        opened. Raises UserError."""
+        file, entry = self.path / name, self.manifest.files[name]
+        try:
+            with file.open("rb") as opened:
+                data = opened.read(entry.bytes + 1)
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
-        if len(data) != 8 * self.manifest.words:
-            raise UserError(
-                f"{file}: {len(data)} bytes, but the manifest needs {8 * self.manifest.words}: truncated or replaced"
-            )
-        if hashlib.sha256(data).hexdigest() != self.manifest.files[CHECKSUMS].sha256:
+        if len(data) != entry.bytes:
+            raise UserError(f"{file}: not the {entry.bytes} bytes that the manifest says: truncated or replaced")
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise UserError(f"{file}: does not match the manifest's sha256: damaged; convert the model again")
         return data
 

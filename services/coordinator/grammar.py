@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 SCHEMA_BYTES_MOST = 64 << 10
@@ -36,12 +35,13 @@ class Grammar(Protocol):
 class Grammars:
     """The grammars that a package's tokens can follow.
 
+    tokenizer: reads tokenizer.json, when the first grammar is asked for
     vocabulary: how many ids there are, those included that no token has
     end_tokens: allowed where the text may end, and nowhere else
     """
 
-    def __init__(self, tokenizer_path: Path, vocabulary: int, end_tokens: Iterable[int]) -> None:
-        self._tokenizer_path = tokenizer_path
+    def __init__(self, tokenizer: Callable[[], str], vocabulary: int, end_tokens: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._end_tokens = sorted(end_tokens)
         self._compiled = functools.lru_cache(KEPT_COMPILED)(self._compile)
@@ -70,8 +70,7 @@ class Grammars:
         from llguidance import LLTokenizer
 
         try:
-            text = self._tokenizer_path.read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=self._end_tokens or None)
+            return LLTokenizer(self._tokenizer(), n_vocab=self._vocabulary, eos_token=self._end_tokens or None)
         except Exception as error:  # the library's own kinds
             raise GrammarError(
                 f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"

@@ -66,7 +66,7 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         manifest, compute = job.package.manifest, job.plan.compute
-        shape, tokenizer_path = manifest.shape, job.package.tokenizer_path
+        shape = manifest.shape
         limits = Limits(
             mode=compute.mode,
             sequences=compute.sequences,
@@ -84,8 +84,8 @@ class CoordinatorService:
         self._core = Core(
             limits,
             [(role, index) for role, index, _ in services],
-            FileTokenizer(tokenizer_path),
-            Grammars(tokenizer_path, shape.vocabulary, limits.end_tokens),
+            FileTokenizer(job.package.tokenizer()),
+            Grammars(job.package.tokenizer, shape.vocabulary, limits.end_tokens),
         )
         self._core.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from neuronpipe.services.coordinator.spelling import Spelling
@@ -33,10 +32,10 @@ class Tokenizer(Protocol):
 class FileTokenizer:
     """A package's tokenizer.json through the `tokenizers` library."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, text: str) -> None:
         from tokenizers import Tokenizer as Library  # 10 MB of code: only the process that reads text loads it
 
-        self._library = Library.from_file(str(path))
+        self._library = Library.from_str(text)
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
         # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
         self._spelling: Spelling | None = None

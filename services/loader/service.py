@@ -95,8 +95,9 @@ class Core:
         rings = Rings(memory, doorbell)
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
         members = ffi.new("np_requests[]", [rings.of(member)[0] for member in range(rings.members)])
-        self._keep += [rings, board, trace]
-        if lib.np_loader_attach(self._loader, members, rings.members, board, trace.native) < 0:
+        epoch = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
+        self._keep += [rings, board, epoch, trace]
+        if lib.np_loader_attach(self._loader, members, rings.members, board, epoch, trace.native) < 0:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def request(self, parts: int, clusters: bytes, priority: int, flags: int = 0) -> None:

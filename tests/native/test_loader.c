@@ -125,6 +125,32 @@ static void test_damage_is_marked_and_the_slot_returns(const char *engine)
     stop(loader);
 }
 
+static void test_a_failure_is_forgiven_in_another_epoch(void)
+{
+    np_loader *loader = start("threads");
+    uint32_t epoch = 7;
+    words[1][60] = NP_WORD_FAILED | 6; /* left by a loader before this one */
+    REQUIRE_EQUAL(np_loader_attach(loader, NULL, 0, NULL, &epoch, NULL), NP_OK);
+    grant(loader, 0, 0, 1);
+    const uint32_t id = 51;
+    checksums[0][id] ^= 1;
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1);
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    checksums[0][id] ^= 1;
+    REQUIRE_EQUAL(words[0][id], NP_WORD_FAILED | 7);
+    REQUIRE_EQUAL(words[1][60], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1); /* whoever waits for it must find it failed */
+    REQUIRE_EQUAL(run_dry(loader), 0);
+    REQUIRE_EQUAL(words[0][id], NP_WORD_FAILED | 7);
+    epoch = 8;
+    REQUIRE_EQUAL(np_loader_turn(loader, 0), 0);
+    REQUIRE_EQUAL(words[0][id], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1);
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    require_present(0, id);
+    stop(loader);
+}
+
 static void shorten_file(void)
 {
     REQUIRE(ftruncate(file, BASE + (off_t)(CLUSTERS - 1) * STRIDE + 100) == 0);
@@ -379,6 +405,7 @@ int main(void)
         test_neighbours_of_a_cluster_that_cannot_be_read_are_read_without_it(engines[i]);
     }
     test_nothing_is_read_twice();
+    test_a_failure_is_forgiven_in_another_epoch();
     test_reset_keeps_demands();
     test_a_dead_loaders_claims_are_forgotten();
     test_a_pair_whose_one_part_finds_no_slot_does_not_keep_the_other_waiting();

@@ -23,7 +23,7 @@ static np_loader *start_with_rings(const char *engine)
     memcpy(seen, rings, sizeof rings);
     seen[0].doorbell = doorbell[0]; /* a pipe has two ends; a FIFO's descriptor is both */
     np_loader *loader = start(engine);
-    REQUIRE_EQUAL(np_loader_attach(loader, seen, MEMBERS, board, NULL), NP_OK);
+    REQUIRE_EQUAL(np_loader_attach(loader, seen, MEMBERS, board, NULL, NULL), NP_OK);
     return loader;
 }
 
@@ -128,10 +128,10 @@ static void test_attaching_refuses_rings_that_cannot_be(void)
     np_loader *loader = start("threads");
     np_requests bad = rings[0];
     bad.capacity = 3;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL), NP_E_ARGUMENT);
     bad = rings[0];
     bad.tail = NULL;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL), NP_E_ARGUMENT);
     const int32_t many[9] = {0};
     REQUIRE_EQUAL(np_loader_serve(loader, many, 9, 0, 0), NP_E_ARGUMENT);
     stop(loader);

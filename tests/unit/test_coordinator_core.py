@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.codec import Message
@@ -33,7 +32,7 @@ from neuronpipe.services.coordinator.grammar import Grammars
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
-NO_GRAMMARS = Grammars(Path("/nowhere"), 200, [END])
+NO_GRAMMARS = Grammars(str, 200, [END])
 
 
 class Letters:

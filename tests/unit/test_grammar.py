@@ -26,12 +26,12 @@ PERSON = json.dumps(
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(PATH, VOCABULARY, [END])
+    return Grammars(PATH.read_text, VOCABULARY, [END])
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> FileTokenizer:
-    return FileTokenizer(PATH)
+    return FileTokenizer(PATH.read_text())
 
 
 def allowed(grammar: Grammar) -> list[int]:
@@ -124,10 +124,9 @@ def test_a_schema_that_cannot_be_compiled_says_why_in_one_line(grammars: Grammar
     assert len(str(caught.value)) < 500
 
 
-def test_a_tokenizer_that_the_library_does_not_understand_is_an_error_of_the_request(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+def test_a_tokenizer_that_the_library_does_not_understand_is_an_error_of_the_request() -> None:
     with pytest.raises(GrammarError, match="this package's tokenizer"):
-        Grammars(tmp_path / "tokenizer.json", 10, [0]).start("json")
+        Grammars(lambda: "{}", 10, [0]).start("json")
 
 
 def test_the_bytes_of_every_token_are_those_the_library_knows(tokenizer: FileTokenizer) -> None:
@@ -152,6 +151,6 @@ def test_names_with_byte_fallback_are_spelled_as_in_sentencepiece(tmp_path: Path
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    tokenizer = FileTokenizer((tmp_path / "tokenizer.json").read_text())
     pieces = [tokenizer.piece(token) for token in range(1, 7)]
     assert pieces == [b" ", b" a", b"\xc3", b"\xbc", b"b c", b"</s>"]
