@@ -15,11 +15,7 @@ REFERENCED = 0x04000000
 PINNED = 0x08000000
 
 BITS = (
-    (
-        "0-23",
-        "slot",
-        "number of the slot; of a word that is present or loading. Of a failed one: bits 0-23 of the epoch then",
-    ),
+    ("0-23", "slot", "of a present or loading word: number of the slot; of a failed one: bits 0-23 of the epoch"),
     ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
     ("26", "referenced", "a worker looked it up since the cache last passed by"),
     ("27", "pinned", "never evicted"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,11 +100,11 @@ class Package:
         file, entry = self.path / name, self.manifest.files[name]
         try:
             with file.open("rb") as opened:
-                data = opened.read(entry.bytes + 1)
+                found, data = os.fstat(opened.fileno()).st_size, opened.read(entry.bytes)
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
-        if len(data) != entry.bytes:
-            raise UserError(f"{file}: not the {entry.bytes} bytes that the manifest says: truncated or replaced")
+        if not found == len(data) == entry.bytes:
+            raise UserError(f"{file}: {found} bytes, but the manifest says {entry.bytes}: truncated or replaced")
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise UserError(f"{file}: does not match the manifest's sha256: damaged; convert the model again")
         return data

@@ -121,9 +121,9 @@ def test_one_changed_bit_is_found(name: str, package: Package) -> None:
     ("damage", "complaint"),
     [
         (lambda data: bytes([data[0] ^ 1]) + data[1:], "does not match the manifest's sha256"),
-        (lambda data: data[:-8], "bytes, but the manifest needs"),
-        (lambda data: data[:-3], "bytes, but the manifest needs"),
-        (lambda data: data + bytes(8), "bytes, but the manifest needs"),
+        (lambda data: data[:-8], "bytes, but the manifest says"),
+        (lambda data: data[:-3], "bytes, but the manifest says"),
+        (lambda data: data + bytes(8), "bytes, but the manifest says"),
         (lambda data: None, "cannot be read"),
     ],
 )
