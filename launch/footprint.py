@@ -9,27 +9,15 @@ last scan, and what the segments have grown by since.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-_PSS = re.compile(rb"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
+from neuronpipe.services.monitor.proportional import proportional_bytes
+
 BLOCK_BYTES = 512  # of st_blocks
 INTERVAL_S = 0.25
 COST_FACTOR = 50  # a scan that takes 10 ms is made every 500 ms at most
 EARLY_S, EARLY_INTERVAL_S, EARLY_FACTOR = 1.0, 0.05, 10  # while a run fills up, and for runs that are over soon
-
-
-def proportional_bytes(pid: int) -> tuple[int, int | None]:
-    """Proportional set size of one process, and how much of it is shared memory (None: before Linux 5.4); zeros when it
-    is gone or cannot be read."""
-    try:
-        sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
-    except OSError:
-        return 0, 0
-    shared = sizes.get(b"Pss_Shmem")
-    return 1024 * int(sizes.get(b"Pss", 0)), None if sizes and shared is None else 1024 * int(shared or 0)
 
 
 def _without_segments(sizes: Sequence[tuple[int, int | None]], held_bytes: int) -> int:

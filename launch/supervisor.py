@@ -33,6 +33,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
 from neuronpipe.protocol.version import VERSION
+from neuronpipe.services.facts import run_facts
 from neuronpipe.services.implementations import OURS, Implementations
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
@@ -123,6 +124,7 @@ class Supervisor:
                 segments=handles,
                 plan=self._plan.id,
                 package=str(self._package.path.resolve()),
+                facts=run_facts(self._package, self._plan, self._segments),
             ),
             self._plan.to_json(),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from neuronpipe.protocol.codec import Message, Vocabulary
-from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
+from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 
 WhenFull = Literal["wait", "refuse", "drop"]
 WAIT_MS = 2000
@@ -81,3 +81,13 @@ EVENTS = Link(
     outward=_direction(1024, "drop", event.Life, event.StepEvent, lifecycle.Beat),
 )
 LINKS = (CONTROL, CACHE, EVENTS)
+"""Those with a socket in the run directory."""
+
+WATCH = Link(
+    name="watch",
+    bound_by="monitor",
+    connected_by=("watcher",),
+    inward=_direction(1, "refuse"),
+    outward=_direction(64, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
+)
+"""Over TCP, to who has the keys: nothing can be sent towards the run."""

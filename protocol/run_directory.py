@@ -46,6 +46,51 @@ class SegmentHandle(Message):
 
 
 @message
+class RunFacts(Message):
+    """What does not change while a run lives, for monitors.
+
+    model: name of the package
+    mode: "exact" or "predicted"
+    quantization: of the neurons
+    seats: every process there is to be, "role.index", with blanks between them, in the order of the board's lines and
+        the trace's rings
+    layers: of the model
+    neurons: of one layer, of all its experts
+    clusters: of one layer: words of the residency segment, for each part
+    members: of the residency segment
+    gate_slots: slots for gate parts
+    rest_slots: slots for up and down parts
+    gate_slot_bytes: size of one
+    rest_slot_bytes: size of one
+    fixed_bytes: attention, norms, embeddings, predictor
+    kv_bytes: keys and values of all sequences
+    step_bytes: read from memory by every step, whatever its tokens are
+    row_bytes: of a neuron's gate, up or down
+    position_bytes: keys and values of one position, of all layers and heads
+    context_tokens: positions that a sequence has
+    """
+
+    model: str
+    mode: str
+    quantization: str
+    seats: str
+    layers: int
+    neurons: int
+    clusters: int
+    members: int
+    gate_slots: int
+    rest_slots: int
+    gate_slot_bytes: int
+    rest_slot_bytes: int
+    fixed_bytes: int
+    kv_bytes: int
+    step_bytes: int
+    row_bytes: int
+    position_bytes: int
+    context_tokens: int
+
+
+@message
 class RunFile(Message):
     """The content of run.json, in JSON.
 
@@ -57,6 +102,7 @@ class RunFile(Message):
     segments: the segments, by name
     plan: id of the plan, which lies beside this file as plan.json
     package: path of the package
+    facts: see `RunFacts`
     """
 
     protocol: str
@@ -67,6 +113,7 @@ class RunFile(Message):
     segments: dict[str, SegmentHandle]
     plan: str
     package: str = ""
+    facts: RunFacts | None = None
 
 
 class RunDirectory:
@@ -103,6 +150,14 @@ class RunDirectory:
         if path is not None:
             directory = cls(Path(os.path.abspath(path)))
             return directory, directory.read()
+        live = cls.live()
+        if len(live) > 1:
+            raise UserError(f"several runs are live, name one of: {', '.join(str(found.path) for found, _ in live)}")
+        return live[0]
+
+    @classmethod
+    def live(cls) -> list[tuple[RunDirectory, RunFile]]:
+        """Every live run of this user that has a directory of its own. Raises NotRunning when there is none."""
         live = []
         for place in sorted(base().glob(f"{PREFIX}*")):
             try:
@@ -111,9 +166,7 @@ class RunDirectory:
                 continue
         if not live:
             raise NotRunning(f"no run of yours in {base()}; start one with `neuronpipe up`")
-        if len(live) > 1:
-            raise UserError(f"several runs are live, name one of: {', '.join(str(found.path) for found, _ in live)}")
-        return live[0]
+        return live
 
     @property
     def doorbell(self) -> Path:

@@ -17,11 +17,11 @@ from typing import Any, get_args, get_type_hints
 
 from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments, spans
 from neuronpipe.protocol.codec import Message, Vocabulary, describe
-from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, worker
+from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 from neuronpipe.protocol.version import MAGIC, VERSION
 
 PATH = Path(__file__).parent / "SPEC.md"
-FILES: tuple[ModuleType, ...] = (lifecycle, worker, outcome, loader, cache, request, client, event)
+FILES: tuple[ModuleType, ...] = (lifecycle, worker, outcome, loader, cache, request, client, event, snapshot)
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -80,7 +80,7 @@ def _version() -> str:
 
 def _links() -> str:
     rows = []
-    for link in links.LINKS:
+    for link in (*links.LINKS, links.WATCH):
         for arrow, direction in (
             (f"{', '.join(link.connected_by)} → {link.bound_by}", link.inward),
             (f"{link.bound_by} → {', '.join(link.connected_by)}", link.outward),
@@ -111,7 +111,8 @@ def _message(cls: type[Message]) -> str:
 
 
 def _run_file() -> str:
-    return _message(run_directory.RunFile) + "\n" + _message(run_directory.SegmentHandle)
+    parts = (run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunFacts)
+    return "\n".join(_message(part) for part in parts)
 
 
 def _header() -> str:

@@ -57,6 +57,7 @@ class Service:
         self._beat_due = 0.0
         self._hello_due = 0.0
         self.step = 0
+        self.counters: Callable[[], dict[str, float]] = dict  # what beats tell monitors; set by the service
 
     def add(self, source: Channel | int, readable: Callable[[], None]) -> None:
         """Call `readable` whenever the channel or descriptor can be read."""
@@ -109,7 +110,7 @@ class Service:
                 self.answer(self._hello)
                 self._hello_due = now + 1.0
         elif now >= self._beat_due:
-            self.answer(Beat(role=self.role, index=self.index, state="ready", step=self.step, counters={}))
+            self.answer(Beat(role=self.role, index=self.index, state="ready", step=self.step, counters=self.counters()))
             self._beat_due = now + BEAT_MS / 1000
 
     def _take(self, message: Message, handle: Callable[[Message], None]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes
 from neuronpipe.plans.plan.plan import Plan
 
 ROWS = ("gate_rows", "up_rows", "down_rows")
@@ -54,14 +54,9 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     """
     manifest = package.manifest
     shape, layout = manifest.shape, manifest.layout
-    row_bytes = quant_bytes(manifest.quantization, shape.width) + scale_bytes(manifest.quantization, shape.width)
-    sizes = {name: entry.stop - entry.start for name, entry in package.fixed.items()}
-    fixed_bytes = sum(sizes.values())
-    if not manifest.tied_embeddings:  # of the embedding a step reads one row for each token
-        fixed_bytes -= sum(size for name, size in sizes.items() if name.startswith("embedding."))
-    if plan.compute.mode == "predicted" and package.predictor is not None:
-        fixed_bytes += sum(entry.stop - entry.start for entry in package.predictor.values())
-    kv_bytes = positions * shape.layers * shape.key_heads * 2 * shape.head_width * 2
+    row_bytes = neuron_row_bytes(manifest)
+    fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted")
+    kv_bytes = positions * position_bytes(manifest.shape)
     steps = cost.get("steps", 0.0)
     most_rows = steps * shape.layers * shape.experts * shape.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)

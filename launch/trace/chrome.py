@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-from neuronpipe.launch.trace.rings import Row
 from neuronpipe.protocol.spans import KINDS
+from neuronpipe.services.monitor.rings import Row
 
 _KINDS = {kind.number: kind for kind in KINDS}
 

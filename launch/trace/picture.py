@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from neuronpipe.launch.trace.rings import Row, Span
-from neuronpipe.launch.trace.window import NUMBER, Window, last_steps, middle_layers
+from neuronpipe.launch.trace.window import middle_layers
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
+from neuronpipe.services.monitor.groups import GROUP_OF, GROUPS, NUMBER
+from neuronpipe.services.monitor.rings import Row, Span
+from neuronpipe.services.monitor.window import Window, last_steps
 
 WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
 EDGE = 0.8
@@ -26,35 +27,6 @@ INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 
 
-@dataclass(frozen=True)
-class Group:
-    """Kinds that are drawn alike."""
-
-    label: str
-    kinds: tuple[str, ...]
-    colour: str
-    works: bool = True
-
-    @property
-    def dark(self) -> bool:
-        """Whether white letters on it are easier to read than black ones: by its lightness as sRGB weighs it."""
-        red, green, blue = (int(self.colour[n : n + 2], 16) for n in (1, 3, 5))
-        return 0.299 * red + 0.587 * green + 0.114 * blue < 120
-
-
-GROUPS = (
-    Group("attention", ("qkv", "attend", "project"), "#0072b2"),
-    Group("predictor", ("predict",), "#cc79a7"),
-    Group("neurons", ("neurons",), "#009e73"),
-    Group("sums and logits", ("combine", "logits"), "#56b4e9"),
-    Group("waiting for flash", ("flash",), "#d55e00", works=False),
-    Group("waiting for members", ("meet",), "#cfcfcf", works=False),
-    Group("reading flash", ("read",), "#e69f00"),
-    Group("evicting", ("evict",), "#5c4a00"),
-    Group("messages, sampling, text", ("send", "sample", "tell"), "#444444"),
-    Group("step under way", ("step", "await"), "#eef1f5", works=False),
-)
-_GROUP = {NUMBER[kind]: group for group in GROUPS for kind in group.kinds}
 _NAME = {kind.number: kind.name for kind in KINDS}
 _ORDER = ("coordinator", "decode", "prefill", "loader", "cache")
 
@@ -148,7 +120,7 @@ def _is_whole(span: Span) -> bool:
 def _span(
     svg: ElementTree.Element, span: Span, window: Window, scale: float, y: float, height: float, *, named: bool
 ) -> None:
-    group = _GROUP.get(span.kind)
+    group = GROUP_OF.get(span.kind)
     from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
     x, width = LEFT + (from_ns - window.from_ns) * scale, (to_ns - from_ns) * scale
     edge = EDGE if width > 8 * EDGE else 0.0  # a gap between neighbours, where they are wide enough to have one
@@ -176,8 +148,8 @@ def _span(
 
 def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> None:
     """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
-    spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in _GROUP]
-    waits = [span for span in spans if not _GROUP[span.kind].works]
+    spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in GROUP_OF]
+    waits = [span for span in spans if not GROUP_OF[span.kind].works]
     works_ns = _covered_ns(spans, window) - _covered_ns(waits, window)
     lines = [f"{'reading' if row.role == 'loader' else 'working'} {_percent(works_ns / window.ns)}"]
     words = []
@@ -219,7 +191,7 @@ def _step_marks(
 
 def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int) -> int:
     """What the colours mean, of those that occur."""
-    there = {_GROUP[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in _GROUP}
+    there = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
     x = float(LEFT)
     for group in GROUPS:
         if group.label not in there:

@@ -16,11 +16,11 @@ from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.launch.trace.rings import RunTrace
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.services.monitor.rings import RunTrace
 
 POLL_S = 0.02
 QUIET_S = 0.3
@@ -104,5 +104,5 @@ def _wait_until_warm(client: Client) -> None:
 
 
 def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:
-    with RunTrace.open(live.directory.read(), client.status()) as trace:
+    with RunTrace.open(live.directory.read(), client.status().processes) as trace:
         write_picture(file, trace.take(), title)

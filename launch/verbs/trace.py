@@ -11,9 +11,9 @@ from neuronpipe.launch.attached import attach
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.launch.trace.rings import Row, RunTrace
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.monitor.rings import Row, RunTrace
 
 POLL_S = 0.005  # a ring of 4096 spans holds tens of milliseconds of a small model
 MOST_SECONDS = 3600.0
@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.seconds <= MOST_SECONDS:
         raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MOST_SECONDS:g}")
     directory, run_file = RunDirectory.find(arguments.run)
-    with attach(directory.path) as client, RunTrace.open(run_file, client.status()) as trace:
+    with attach(directory.path) as client, RunTrace.open(run_file, client.status().processes) as trace:
         rows = _watch(trace, arguments.seconds)
     if not any(span.step for row in rows for span in row.spans):  # the cache evicts without a step as well
         when = f"in these {arguments.seconds:g} s" if arguments.seconds else "yet"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from neuronpipe.native import lib
 from neuronpipe.protocol.channel import Publisher
+from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts import BOARD_FLASH, BOARD_MEMORY
-from neuronpipe.protocol.messages.client import Finished
-from neuronpipe.protocol.messages.event import StepEvent
+from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.sequences import Cost, add_cost
+from neuronpipe.services.coordinator.step_event import step_event
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.trace import Trace
 
@@ -27,7 +28,10 @@ class Meter:
         self._sent: Step | Prefill | None = None
         self._sent_ns = 0
         self._sent_flash = (0, 0)
-        self._misses = 0.0
+        self._counters: Cost = {}  # of the members of the step under way
+        self._done: Cost | None = None  # what the last step took, until monitors are told of it
+        self._drawn = 0
+        self._gap_ms = 0.0
         self._drawn_ns = 0  # when the tokens of the last step were drawn, until what follows from it is done
         self._told = 0
 
@@ -43,7 +47,7 @@ class Meter:
     def sending(self, message: Step | Prefill) -> None:
         """A step is about to be sent, or to be sent again."""
         self.end_of_telling()
-        self._sent, self._sent_flash, self._misses = message, self.flash_now(), 0.0
+        self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
     def sent(self, began_ns: int, seats: int) -> None:
         """It is sent."""
@@ -51,7 +55,7 @@ class Meter:
 
     def answered(self, counters: Cost) -> None:
         """A member is done with it."""
-        self._misses += counters.get("gate_missed", 0.0) + counters.get("rest_missed", 0.0)
+        add_cost(self._counters, {**counters, "answers": 1.0})
 
     def step_done(self) -> Cost:
         """Every member is. What the step took since it was sent: milliseconds, and the loader's work."""
@@ -63,32 +67,29 @@ class Meter:
             "read_bytes": bytes_now - bytes_then,
             "reads": reads_now - reads_then,
         }
-        if self._events.watched:
-            self._events.send(
-                StepEvent(
-                    step=self._sent.step,
-                    batch=len(self._sent.tokens),
-                    prefill=isinstance(self._sent, Prefill),
-                    ms=round(cost["ms"], 3),
-                    misses=int(self._misses),
-                    read_bytes=int(cost["read_bytes"]),
-                )
-            )
+        self._done = cost
         return cost
 
     def drawn(self, began_ns: int, tokens: int) -> None:
         """Its tokens are drawn."""
+        self._drawn = tokens
         self._drawn_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step)
 
-    def told(self) -> None:
+    def told(self, message: Message) -> None:
         """A client was told of it."""
         self._told += 1
+        if isinstance(message, Token) and message.index:
+            self._gap_ms = max(self._gap_ms, message.ms)
 
     def end_of_telling(self) -> None:
         """Whatever a step's tokens led to is done: text and messages to clients."""
         if self._drawn_ns:
             self._spans.put(lib.NP_SPAN_TELL, self._drawn_ns, value=self._told, step=self._step)
-        self._drawn_ns = self._told = 0
+        if self._done is not None and self._sent is not None and self._events.watched:
+            self._events.send(step_event(self._sent, self._done, self._counters, self._drawn, self._gap_ms))
+        self._done = None
+        self._drawn_ns = self._told = self._drawn = 0
+        self._gap_ms = 0.0
 
     @property
     def _step(self) -> int:

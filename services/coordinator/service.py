@@ -227,7 +227,7 @@ class CoordinatorService:
         match action:
             case Tell(client, message):
                 self._tell(client.decode(), message)
-                self._meter.told()
+                self._meter.told(message)
             case SendStep(seats, message):
                 began_ns = trace.now()
                 self._meter.sending(message)

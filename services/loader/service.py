@@ -151,9 +151,21 @@ class LoaderService:
 
     def serve(self) -> None:
         """Serve until drained."""
+        self._service.counters = self._counters
         self._service.add(self._cache, self._from_cache)
         self._service.serve(lambda message: None, self._tell_stock, self._core.serve)
         self._context.close()
+
+    def _counters(self) -> dict[str, float]:
+        """For monitors: the queue."""
+        state = self._core.state()
+        return {
+            "in_flight": state.in_flight,
+            "gate_waiting": state.waiting[GATE],
+            "rest_waiting": state.waiting[REST],
+            "gate_free": state.free_slots[GATE],
+            "rest_free": state.free_slots[REST],
+        }
 
     def _tell_stock(self) -> int | None:
         """Before each wait: tell the cache what is left."""

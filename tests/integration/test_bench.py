@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from neuronpipe.launch.attached import attach
 from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.trace.rings import RunTrace
-from neuronpipe.launch.trace.window import NUMBER
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.monitor.groups import NUMBER
+from neuronpipe.services.monitor.rings import RunTrace
 
 from tests.pipeline import Shell
 
@@ -85,7 +85,10 @@ def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
         events_file, picture = tmp_path / "t.json", tmp_path / "t.svg"
         done = shell.call("trace", run.path, "--output", events_file, "--picture", picture)
         assert done.code == 0, done.errors
-        with attach(run.path) as client, RunTrace.open(RunDirectory(run.path).read(), client.status()) as trace:
+        with (
+            attach(run.path) as client,
+            RunTrace.open(RunDirectory(run.path).read(), client.status().processes) as trace,
+        ):
             rows = trace.take()
             assert not any(row.spans for row in trace.take() if row.role == "coordinator")  # each is given once
     ElementTree.parse(picture)

@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 from neuronpipe.launch.trace.chrome import write_chrome
-from neuronpipe.launch.trace.picture import GROUPS, LEFT, RIGHT, WIDTH, draw, write_picture
-from neuronpipe.launch.trace.rings import Row, Span
-from neuronpipe.launch.trace.window import NUMBER, Window, last_steps, middle_layers
+from neuronpipe.launch.trace.picture import LEFT, RIGHT, WIDTH, draw, write_picture
+from neuronpipe.launch.trace.window import middle_layers
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
+from neuronpipe.services.monitor.groups import GROUPS, NUMBER
+from neuronpipe.services.monitor.rings import Row, Span
+from neuronpipe.services.monitor.window import Window, last_steps
 
 SVG = "{http://www.w3.org/2000/svg}"
 MS = 1_000_000

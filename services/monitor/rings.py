@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Status
+from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
 from neuronpipe.protocol.segments import Mapping, Segment
+
+SPANS = np.dtype(
+    [("start_ns", "<u8"), ("end_ns", "<u8"), ("kind", "<u2"), ("layer", "<u2"), ("value", "<u4"), ("step", "<u8")]
+)
+"""One span, as it lies in memory."""
 
 
 class Span(NamedTuple):
@@ -42,15 +49,16 @@ class Row:
 
 
 class RunTrace:
-    """The trace segment of a run. `take` gives what was put since it was asked last; at first, all that is there."""
+    """The trace segment of a run. `take` and `take_arrays` give what was put since either was asked last; at first, all
+    that is there."""
 
-    def __init__(self, segment: Segment, status: Status) -> None:
+    def __init__(self, segment: Segment, processes: Sequence[ProcessStatus]) -> None:
         self._mapping: Mapping = segment.map()
-        self._processes = status.processes
+        self._processes = processes
         field = segment.layout["spans"]
         rings, self._capacity, _ = field.shape
-        if len(status.processes) != rings:
-            raise UserError(f"the run has {len(status.processes)} processes and {rings} rings; is it of this version?")
+        if len(processes) != rings:
+            raise UserError(f"the run has {len(processes)} processes and {rings} rings; is it of this version?")
         counters = ffi.from_buffer("uint64_t[]", self._mapping.view("next"))
         spans = ffi.from_buffer("np_span[]", self._mapping.view("spans"))
         stride = layouts.LINE_BYTES // 8
@@ -67,31 +75,37 @@ class RunTrace:
         self._out = ffi.new("np_span[]", self._capacity)
 
     @classmethod
-    def open(cls, run_file: RunFile, status: Status) -> RunTrace:
-        """The trace of the run that this file names. Raises UserError when the run is of another version, or gone."""
+    def open(cls, run_file: RunFile, processes: Sequence[ProcessStatus]) -> RunTrace:
+        """The trace of the run that this file names; processes: as in `Status`. Raises UserError when the run is of
+        another version, or gone."""
         handle = run_file.segments.get("trace")
         if handle is None:
             raise UserError("this run keeps no trace; is it of this version?")
         layout = layouts.trace(rings=layouts.trace_rings(handle.total_bytes))
         with Segment.open(layout, run_file.supervisor_pid, handle.fd) as segment:
-            return cls(segment, status)
+            return cls(segment, processes)
 
     def take(self) -> list[Row]:
         """A row for each process."""
         rows = []
-        for n, (ring, process) in enumerate(zip(self._rings, self._processes, strict=True)):
+        for process, (spans, lost) in zip(self._processes, self.take_arrays(), strict=True):
+            rows.append(Row(process.role, process.index, process.pid, [Span(*one) for one in spans.tolist()], lost))
+        return rows
+
+    def take_arrays(self) -> list[tuple[Any, int]]:
+        """For each process its spans, [n] of SPANS, and how many were overwritten unseen."""
+        taken = []
+        for n, ring in enumerate(self._rings):
             asked = ffi.new("uint64_t *", self._from[n])
             count = lib.np_trace_take(ring, asked, self._out)
             if count < 0:
                 raise UserError("the trace went backwards; was the run ended and another one started?")
-            spans = [
-                Span(one.start_ns, one.end_ns, one.kind, one.layer, one.value, one.step) for one in self._out[0:count]
-            ]
             lost = asked[0] - self._from[n] if self._begun else 0
             self._from[n] = asked[0] + count
-            rows.append(Row(process.role, process.index, process.pid, spans, lost))
+            spans = np.frombuffer(ffi.buffer(self._out, count * SPANS.itemsize), SPANS) if count else np.empty(0, SPANS)
+            taken.append((spans.copy(), lost))
         self._begun = True
-        return rows
+        return taken
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,147 @@
+"""What watchers of a run receive: snapshots, which a monitor beside it makes of what anybody may see."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.messages.lifecycle import State
+
+
+@message
+class ProcessView(Message):
+    """One process, in `Snapshot`.
+
+    role: as in `Hello`
+    index: as in `Hello`
+    pid: process id; 0 when there is none at the moment
+    state: the coordinator's verdict
+    core: the processor it is pinned to
+    step: as in `Beat`
+    restarts: how often it was started again
+    cpu: processor time it used over the time that passed, of late; 1 is one core
+    memory_bytes: its own, shared memory left out and pages shared by several processes by their share
+    doing: shares of the time of late by what it did, by the labels of groups of spans
+    """
+
+    role: str
+    index: int
+    pid: int
+    state: State
+    core: int | None = None
+    step: int = 0
+    restarts: int = 0
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    doing: dict[str, float]
+
+
+@message
+class Region(Message):
+    """A part of the run's shared memory, in `Snapshot`.
+
+    name: "fixed" tensors, keys and values ("kv"), "hot" neurons that stay for good, "cold" ones that come and go
+    total_bytes: its size
+    used_bytes: of it holds something
+    """
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+
+
+@message
+class StripRow(Message):
+    """A process in the strip of the last steps, in `Snapshot`.
+
+    name: "role.index"
+    cells: a letter for each of equal stretches of time: what the process did for most of it, by the letters of groups
+        of spans; "." is nothing
+    """
+
+    name: str
+    cells: str
+
+
+@message
+class Snapshot(Message):
+    """A run at one moment. Figures "of late" are over the last seconds of work.
+
+    run: id of the run
+    model: name of the package
+    mode: "exact" or "predicted"
+    quantization: of the neurons
+    plan: id of the plan
+    at_s: when, in seconds since 1970
+    ready: whether requests are served
+    silent_s: for how long the coordinator has not answered
+    uptime_s: since the coordinator started
+    steps: steps done
+    tokens: tokens generated
+    sequences_active: sequences that hold a KV slot
+    sequences_most: KV slots there are
+    sequences_waiting: requests that wait for one
+    tokens_per_s: generated, over the time between tokens of late; 0 when nothing is
+    prompt_tokens_per_s: computed by prefill, over the time of its steps, likewise
+    tbt_ms: time between tokens of late: p50, p90, p99; empty when there were none
+    memory_bytes: processes and segments together
+    memory_peak_bytes: the most it was
+    memory_limit_bytes: what the plan allows
+    regions: of shared memory
+    slots: for cluster parts, of the hot and cold regions together
+    slots_free: of them hold nothing
+    hit_rate: share of the cluster parts that computing came to and found, of late
+    flash_bytes_per_s: read of late
+    flash_reads_per_s: likewise
+    flash_bytes_per_token: of late
+    flash_waiting: cluster parts asked for and not being read yet
+    flash_in_flight: reads under way
+    dram_bytes_per_s: what computing had to read from memory of late, by its counters
+    dram_bytes_per_token: likewise
+    flash_wait: share of step time that workers waited for flash, of late
+    member_wait: share of step time that workers waited for each other, of late
+    fired: of each layer, the share of its neurons that fired, of late
+    resident: of each layer, the share of its cluster parts that are in memory
+    strip_ms: stretch of time that the strip shows
+    strip_steps: numbers of the steps in it
+    strip: what the processes did in the last steps
+    processes: one for each seat of the plan
+    """
+
+    run: str
+    model: str
+    mode: str
+    quantization: str
+    plan: str
+    at_s: float
+    ready: bool = False
+    silent_s: float = 0.0
+    uptime_s: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    sequences_active: int = 0
+    sequences_most: int = 0
+    sequences_waiting: int = 0
+    tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    tbt_ms: dict[str, float]
+    memory_bytes: int = 0
+    memory_peak_bytes: int = 0
+    memory_limit_bytes: int = 0
+    regions: tuple[Region, ...] = ()
+    slots: int = 0
+    slots_free: int = 0
+    hit_rate: float | None = None
+    flash_bytes_per_s: float = 0.0
+    flash_reads_per_s: float = 0.0
+    flash_bytes_per_token: float | None = None
+    flash_waiting: int = 0
+    flash_in_flight: int = 0
+    dram_bytes_per_s: float = 0.0
+    dram_bytes_per_token: float | None = None
+    flash_wait: float | None = None
+    member_wait: float | None = None
+    fired: tuple[float, ...] = ()
+    resident: tuple[float, ...] = ()
+    strip_ms: float = 0.0
+    strip_steps: tuple[int, ...] = ()
+    strip: tuple[StripRow, ...] = ()
+    processes: tuple[ProcessView, ...] = ()

@@ -1,0 +1,1 @@
+"""Watching a live run without privilege: what it tells everybody, made into snapshots."""

@@ -1,0 +1,157 @@
+"""Attached to a live run as any monitor may be: a client's status, the published events, and read-only descriptors.
+
+Nothing here can hold the run up. The coordinator answers a status when it comes to it, events that are not read are
+dropped at its end, and shared memory is read without a lock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from neuronpipe.native import lib
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.channel import Connection, Subscriber, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Full, UserError
+from neuronpipe.protocol.links import CONTROL, EVENTS
+from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.request import AskStatus
+from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
+from neuronpipe.protocol.run_directory import RunDirectory, RunFacts, RunFile
+from neuronpipe.protocol.segments import Mapping, Segment
+from neuronpipe.services.monitor.activity import Activity
+from neuronpipe.services.monitor.core import Monitor
+from neuronpipe.services.monitor.processes import Processes
+from neuronpipe.services.monitor.regions import Regions
+from neuronpipe.services.monitor.rings import RunTrace
+
+RESIDENCY_EVERY_S = 1.0
+ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
+
+
+class Observer:
+    """One live run. `poll` often, so that events are not dropped; `snapshot` as often as somebody looks. Both raise
+    NotRunning when the run has ended."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.directory, run_file = RunDirectory.find(path)
+        facts = run_file.facts
+        if facts is None:
+            raise UserError(f"{self.directory.path}: an older neuronpipe started this run; watch it with that one")
+        self.run_file, self.facts = run_file, facts
+        self._monitor = Monitor(run_file.run, run_file.plan, facts)
+        self._processes = Processes()
+        self._context = open_context()
+        self._control = Connection(
+            self._context, CONTROL, run_file.endpoints[CONTROL.name], f"client-{os.urandom(6).hex()}"
+        )
+        self._events = Subscriber(self._context, EVENTS, run_file.endpoints[EVENTS.name])
+        self._asked_at: float | None = None
+        self._counted_at = float("-inf")
+        self._close: list[Callable[[], None]] = [self._context.close]
+        try:
+            self._map(run_file, facts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self, run_file: RunFile, facts: RunFacts) -> None:
+        self._seats = tuple(_seat(name) for name in facts.seats.split())
+        self._trace = RunTrace.open(run_file, self._seats)
+        self._close.append(lambda: self._trace.__exit__(None, None, None))
+        self._activity = Activity(facts.seats.split(), layouts.TRACE_SPANS)
+        self._regions = Regions(run_file, facts)
+        self._close.append(lambda: self._regions.__exit__(None, None, None))
+        handle = run_file.segments["board"]
+        with Segment.open(layouts.board(processes=len(self._seats)), run_file.supervisor_pid, handle.fd) as segment:
+            self._board: Mapping = segment.map()
+        self._close.append(self._board.close)
+        self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
+
+    def poll(self) -> list[Message]:
+        """Events since the last call, oldest first; and the next question to the coordinator, if it is due."""
+        self.directory.read()  # raises when the run is over
+        now_s = time.monotonic()
+        events = []
+        while (event := self._events.receive()) is not None:
+            self._monitor.take_event(event, now_s)
+            events.append(event)
+        while (answer := self._control.receive()) is not None:
+            if isinstance(answer, Status):
+                self._monitor.take_status(answer, now_s)
+                self._asked_at = None
+        return events
+
+    def snapshot(self) -> Snapshot:
+        """The run now, after a `poll`. Status is that of the last answer; the next one is asked for."""
+        self._ask()
+        now_s = time.monotonic()
+        self._activity.add(self._trace.take_arrays())
+        flash = dict(zip(layouts.BOARD_FLASH, self._flash, strict=False))
+        self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
+        if now_s - self._counted_at >= RESIDENCY_EVERY_S:
+            self._monitor.take_residency(self._regions.count())
+            self._counted_at = now_s
+        processes = self._see(now_s)
+        window, steps, rows = self._activity.strip()
+        fired = self._activity.fired(self.facts.layers, self.facts.neurons)
+        return self._monitor.snapshot(now_s, time.time(), processes, fired, (window.ns / 1e6, steps, rows))
+
+    def _ask(self) -> None:
+        now_s = time.monotonic()
+        if self._asked_at is None or now_s - self._asked_at > ASK_AGAIN_S:
+            self._asked_at = now_s
+            try:
+                self._control.send(AskStatus())
+            except Full:
+                return  # nobody answers: the snapshots say for how long
+
+    def _see(self, now_s: float) -> tuple[ProcessView, ...]:
+        """The processes: pids from the board, which is right at any moment; the rest as the coordinator last said."""
+        pids = [self._pids[line * layouts.LINE_WORDS] for line in range(len(self._seats))]
+        self._processes.sample(pids, now_s)
+        said = self._monitor.processes or self._seats
+        views: list[ProcessView] = []
+        for one, pid, doing in zip(said, pids, self._activity.doing(lib.np_trace_now()), strict=True):
+            views.append(
+                ProcessView(
+                    role=one.role,
+                    index=one.index,
+                    pid=pid,
+                    state=one.state if pid == one.pid else "starting",
+                    core=one.core,
+                    step=one.step,
+                    restarts=self._pids[len(views) * layouts.LINE_WORDS + 1],
+                    cpu=_rounded(self._processes.cpu(pid)),
+                    memory_bytes=self._processes.memory_bytes(pid),
+                    doing=doing,
+                )
+            )
+        return tuple(views)
+
+    def close(self) -> None:
+        """Let go of the run."""
+        while self._close:
+            self._close.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _seat(name: str) -> ProcessStatus:
+    role, _, index = name.partition(".")
+    return ProcessStatus(role=role, index=int(index), pid=0, state="starting")
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,63 @@
+"""What the kernel says of a run's processes: processor time, and memory of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from neuronpipe.services.monitor.proportional import proportional_bytes
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+OVER_S = 1.0
+MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at a time
+
+
+class Processes:
+    """Samples of some processes, by process id. Those that are gone are forgotten."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, list[tuple[float, float]]] = {}
+        self._memory: dict[int, int] = {}
+        self._memory_at = float("-inf")
+        self._turn = 0
+
+    def sample(self, pids: Iterable[int], now_s: float) -> None:
+        """Look at these processes now; processor time of them all, memory of the next one in turn."""
+        live = [pid for pid in pids if pid]
+        self._times = {pid: self._times.get(pid, []) for pid in live}
+        self._memory = {pid: size for pid, size in self._memory.items() if pid in self._times}
+        for pid, times in self._times.items():
+            used_s = processor_s(pid)
+            if used_s is not None:
+                times.append((now_s, used_s))
+                while len(times) > 2 and times[1][0] <= now_s - OVER_S:
+                    times.pop(0)
+        unseen = [pid for pid in live if pid not in self._memory]
+        if live and (unseen or now_s - self._memory_at >= MEMORY_EVERY_S):
+            for pid in unseen or live[self._turn % len(live) :][:1]:
+                total, shared = proportional_bytes(pid)
+                self._memory[pid] = total - (shared or 0)
+            self._turn += 1
+            self._memory_at = now_s
+
+    def cpu(self, pid: int) -> float | None:
+        """Processor time over time, in the last second or so; None when that is not known yet."""
+        times = self._times.get(pid, [])
+        if len(times) < 2 or times[-1][0] <= times[0][0]:
+            return None
+        return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+
+    def memory_bytes(self, pid: int) -> int | None:
+        """Memory of its own."""
+        return self._memory.get(pid)
+
+
+def processor_s(pid: int) -> float | None:
+    """Processor time that a process has used, all threads together; None when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S

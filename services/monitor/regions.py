@@ -1,0 +1,72 @@
+"""What of the model is in memory, counted in the residency words: read through a mapping that cannot write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
+from neuronpipe.protocol.run_directory import RunFacts, RunFile
+from neuronpipe.protocol.segments import Segment
+
+PARTS = ("gate", "rest")
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Cluster parts in memory. pinned, cold, loading: (gates, rests); by_layer: share of each layer's parts; asked:
+    entries of the workers' rings that the loader has not taken."""
+
+    pinned: tuple[int, int]
+    cold: tuple[int, int]
+    loading: tuple[int, int]
+    by_layer: tuple[float, ...]
+    asked: int
+
+
+class Regions:
+    """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
+
+    def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
+        layout = layouts.residency(words=facts.layers * facts.clusters, members=facts.members)
+        with Segment.open(layout, run_file.supervisor_pid, run_file.segments["residency"].fd) as segment:
+            self._mapping = segment.map()
+        self._layers = facts.layers
+        self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_words"), np.uint32) for part in PARTS]
+        self._tails, self._heads = (
+            np.frombuffer(self._mapping.view(f"request_{name}"), np.uint32) for name in ("tails", "heads")
+        )
+
+    def count(self) -> Residency:
+        """What is there now."""
+        pinned, cold, loading = [], [], []
+        by_layer = np.zeros(self._layers)
+        for shared in self._words:
+            words = shared.copy()  # one look: the parts of the count belong together
+            state = words & STATE_MASK
+            present = state == PRESENT
+            hot = int(np.count_nonzero(present & (words & PINNED != 0)))
+            pinned.append(hot)
+            cold.append(int(np.count_nonzero(present)) - hot)
+            loading.append(int(np.count_nonzero(state == LOADING)))
+            by_layer += present.reshape(self._layers, -1).mean(axis=1) / len(PARTS)
+        waiting = (self._tails - self._heads)[:: layouts.LINE_WORDS].astype(np.int64)
+        return Residency(
+            (pinned[0], pinned[1]),
+            (cold[0], cold[1]),
+            (loading[0], loading[1]),
+            tuple(round(float(share), 4) for share in by_layer),
+            int(waiting.clip(0, layouts.REQUEST_ENTRIES).sum()),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._words, self._tails, self._heads
+        self._mapping.close()

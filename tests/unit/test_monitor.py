@@ -1,0 +1,251 @@
+"""What a monitor makes of what it sees: rates, shares, regions; pure, with times and spans made up here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.event import StepEvent
+from neuronpipe.protocol.messages.lifecycle import Beat
+from neuronpipe.protocol.messages.snapshot import Snapshot
+from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT
+from neuronpipe.protocol.run_directory import RunFacts, RunFile, SegmentHandle, started
+from neuronpipe.protocol.segments import Segment
+from neuronpipe.services.monitor.activity import CELLS, Activity
+from neuronpipe.services.monitor.core import MOST_EVENTS, Monitor
+from neuronpipe.services.monitor.groups import NUMBER
+from neuronpipe.services.monitor.processes import Processes
+from neuronpipe.services.monitor.regions import Regions, Residency
+from neuronpipe.services.monitor.rings import SPANS
+
+FACTS = RunFacts(
+    model="m",
+    mode="exact",
+    quantization="q8",
+    seats="coordinator.0 loader.0 decode.0",
+    layers=2,
+    neurons=10,
+    clusters=4,
+    members=2,
+    gate_slots=5,
+    rest_slots=3,
+    gate_slot_bytes=100,
+    rest_slot_bytes=200,
+    fixed_bytes=1000,
+    kv_bytes=500,
+    step_bytes=1000,
+    row_bytes=10,
+    position_bytes=4,
+    context_tokens=64,
+)
+STRIP: Any = (0.0, (), ())
+
+
+def monitor() -> Monitor:
+    return Monitor("r", "p", FACTS)
+
+
+def shot(watched: Monitor, now_s: float) -> Snapshot:
+    return watched.snapshot(now_s, 0.0, (), (), STRIP)
+
+
+def step(number: int, **fields: Any) -> StepEvent:
+    return StepEvent(**{"step": number, "batch": 1, "ms": 9.0, "misses": 0, "read_bytes": 0, "tokens": 1, **fields})
+
+
+def spans(*rows: tuple[int, int, str, int, int, int]) -> Any:
+    return np.array([(a, b, NUMBER[kind], layer, value, step) for a, b, kind, layer, value, step in rows], SPANS)
+
+
+def in_us(spans: Any) -> Any:
+    spans["start_ns"] *= 1000
+    spans["end_ns"] *= 1000
+    return spans
+
+
+def test_speed_is_that_of_the_steps_and_does_not_count_the_rest_between_texts() -> None:
+    watched = monitor()
+    for number in range(10):
+        watched.take_event(step(number, tbt_ms=10.0), 1.0)
+    watched.take_event(step(10, prefill=True, batch=64, ms=32.0, tokens=1), 1.0)
+    seen = shot(watched, 3.0)
+    assert seen.tokens_per_s == 100
+    assert seen.prompt_tokens_per_s == 2000
+    assert seen.tbt_ms == {"p50": 10.0, "p90": 10.0, "p99": 10.0}
+
+
+def test_a_run_at_rest_has_no_speed_and_keeps_the_figures_of_its_last_text() -> None:
+    watched = monitor()
+    watched.take_event(step(1, tbt_ms=10.0, looked_up=10, misses=1, flash_ms=3.0, read_bytes=70), 1.0)
+    seen = shot(watched, 60.0)
+    assert (seen.tokens_per_s, seen.dram_bytes_per_s) == (0, 0)
+    assert (seen.hit_rate, seen.flash_bytes_per_token) == (0.9, 70)
+    assert seen.flash_wait == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_memory_traffic_counts_a_row_once_in_a_step() -> None:
+    watched = monitor()
+    watched.take_event(step(1, rows=7, positions=5), 1.0)
+    assert shot(watched, 1.0).dram_bytes_per_token == 1000 + 70 + 20
+    watched = monitor()
+    watched.take_event(step(1, rows=1000, positions=0), 1.0)  # as several tokens of a step count them
+    assert shot(watched, 1.0).dram_bytes_per_token == 1000 + 3 * 2 * 10 * 10
+
+
+def test_flash_rates_survive_a_loader_that_counts_from_zero_again() -> None:
+    watched = monitor()
+    for now_s, size, reads in ((0.0, 0, 0), (1.0, 1000, 10), (2.0, 50, 1), (3.0, 150, 2)):
+        watched.take_flash(size, reads, now_s)
+    seen = shot(watched, 3.0)
+    assert (seen.flash_bytes_per_s, seen.flash_reads_per_s) == (100, 1)
+
+
+def test_what_is_kept_of_events_is_bounded() -> None:
+    watched = monitor()
+    for number in range(2 * MOST_EVENTS):
+        watched.take_event(step(number), 1.0)
+    assert len(watched._events) == MOST_EVENTS
+
+
+def test_a_coordinator_that_does_not_answer_is_silent() -> None:
+    watched = monitor()
+    process = ProcessStatus(role="decode", index=0, pid=1, state="ready")
+    status = Status(
+        run="r",
+        ready=True,
+        plan="p",
+        mode="exact",
+        processes=(process,),
+        memory_bytes=1,
+        memory_peak_bytes=2,
+        memory_limit_bytes=3,
+        sequences_active=0,
+        sequences_most=4,
+        sequences_waiting=0,
+        steps=5,
+        tokens=6,
+        uptime_s=7.0,
+    )
+    watched.take_status(status, 10.0)
+    assert shot(watched, 10.5).silent_s == 0
+    seen = shot(watched, 14.0)
+    assert (seen.silent_s, seen.ready, seen.tokens, seen.memory_limit_bytes) == (4.0, True, 6, 3)
+
+
+def test_regions_and_the_queue() -> None:
+    watched = monitor()
+    watched.take_residency(Residency(pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3))
+    counters = {"in_flight": 4, "gate_waiting": 2, "rest_waiting": 1}
+    watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
+    seen = shot(watched, 1.0)
+    assert {one.name: (one.used_bytes, one.total_bytes) for one in seen.regions} == {
+        "fixed": (1000, 1000),
+        "kv": (500, 500),
+        "hot": (400, 400),
+        "cold": (300, 700),
+    }
+    assert (seen.slots, seen.slots_free) == (8, 2)
+    assert (seen.flash_in_flight, seen.flash_waiting) == (4, 6)
+
+
+def test_words_are_counted_by_state_and_layer() -> None:
+    layout = layouts.residency(words=8, members=2)
+    with Segment.create(layout) as segment, segment.map(writable=True) as mapping:
+        gates, rests = mapping.view("gate_words"), mapping.view("rest_words")
+        gates[0], gates[1], gates[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
+        rests[7] = PRESENT
+        mapping.view("request_tails")[layouts.LINE_WORDS] = 9
+        mapping.view("request_heads")[layouts.LINE_WORDS] = 4
+        handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes)
+        run_file = RunFile(
+            protocol="1.0",
+            run="r",
+            supervisor_pid=os.getpid(),
+            supervisor_started=started(os.getpid()),
+            endpoints={},
+            segments={"residency": handle},
+            plan="p",
+        )
+        with Regions(run_file, FACTS) as regions:
+            counted = regions.count()
+        gates.release()
+        rests.release()
+    assert counted == Residency((1, 0), (1, 1), (1, 0), (0.25, 0.125), 5)
+
+
+def seen_activity() -> Activity:
+    """Two decode steps of a worker that waits inside its neurons, and a third one under way; times in us."""
+    activity = Activity(FACTS.seats.split(), 100)
+    coordinator = spans(
+        (0, 5, "send", 0, 1, 1),
+        (5, 100, "await", 0, 1, 1),
+        (100, 110, "send", 0, 1, 2),
+        (110, 200, "await", 0, 1, 2),
+        (200, 210, "send", 0, 1, 3),
+    )
+    worker = spans(
+        (10, 30, "attend", 0, 0, 1),
+        (30, 100, "neurons", 1, 4, 1),
+        (110, 130, "attend", 0, 0, 2),
+        (140, 180, "flash", 1, 1, 2),
+        (130, 200, "neurons", 1, 6, 2),
+        (210, 220, "neurons", 0, 9, 3),
+    )
+    loader = spans((145, 175, "read", 0, 64, 0))
+    activity.add([(in_us(one), 0) for one in (coordinator, loader, worker)])
+    return activity
+
+
+def test_the_strip_shows_the_last_whole_steps_and_waiting_inside_work() -> None:
+    window, steps, rows = seen_activity().strip()
+    assert (window.from_ns, window.to_ns, steps) == (100_000, 200_000, (2,))  # the first one's beginning is lost
+    cells = {row.name: row.cells for row in rows}
+    assert {name: len(row) for name, row in cells.items()} == dict.fromkeys(
+        ("coordinator.0", "loader.0", "decode.0"), CELLS
+    )
+    at = {name: {us: row[(us - 100) * CELLS // 100] for us in (105, 115, 135, 160, 190)} for name, row in cells.items()}
+    assert at["decode.0"] == {105: ".", 115: "a", 135: "n", 160: "f", 190: "n"}
+    assert at["loader.0"][160] == "r"
+    assert at["loader.0"][190] == "."
+    assert at["coordinator.0"][105] == "c"
+
+
+def test_neurons_that_fired_are_counted_over_whole_steps() -> None:
+    assert seen_activity().fired(2, 10) == (0.0, 0.6)
+
+
+def test_what_a_process_does_is_shares_of_the_last_second() -> None:
+    activity = Activity(["decode.0"], 100)
+    ms = 1_000_000
+    activity.add([(spans((0, 1, "step", 0, 0, 1), (3000 * ms, 3250 * ms, "attend", 0, 0, 2)), 0)])
+    assert activity.doing(3500 * ms) == [{"attention": 0.25}]
+    assert activity.doing(9000 * ms) == [{}]
+
+
+def test_spans_behind_a_gap_take_the_place_of_the_older_ones() -> None:
+    activity = Activity(["decode.0"], 3)
+    activity.add([(spans((0, 1, "attend", 0, 0, 1), (1, 2, "attend", 0, 0, 1)), 0)])
+    activity.add([(spans((9, 10, "attend", 0, 0, 5)), 7)])
+    assert activity._spans[0]["step"].tolist() == [5]
+    activity.add([(spans(*((n, n + 1, "attend", 0, 0, n) for n in range(10, 20))), 0)])
+    assert activity._spans[0]["step"].tolist() == [17, 18, 19]
+
+
+def test_processor_time_and_memory_of_this_very_process() -> None:
+    seen = Processes()
+    own = os.getpid()
+    seen.sample([own, 0], 100.0)
+    assert seen.cpu(own) is None
+    before = sum(os.times()[:2])
+    while sum(os.times()[:2]) - before < 0.1:
+        pass
+    seen.sample([own], 101.0)
+    assert 0.08 <= (seen.cpu(own) or 0) <= 1.0
+    assert (seen.memory_bytes(own) or 0) > 1 << 20
+    seen.sample([], 102.0)
+    assert seen.cpu(own) is None
+    assert seen.memory_bytes(own) is None
