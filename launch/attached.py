@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
@@ -13,12 +14,17 @@ from neuronpipe.protocol.run_directory import RunDirectory
 def attach(path: Path | None) -> Client:
     """A client of the run at `path`, or of the only live one. Raises NotRunning when there is none."""
     directory, run_file = RunDirectory.find(path)
+    return Client(run_file.endpoints[CONTROL.name], run_ended(directory))
 
-    def failed() -> str | None:
+
+def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
+    """What tells whether a run is over: the reason, None while it lives."""
+
+    def reason() -> str | None:
         try:
             directory.read()
         except UserError as error:
             return str(error)
         return None
 
-    return Client(run_file.endpoints[CONTROL.name], failed)
+    return reason

@@ -15,6 +15,7 @@ from neuronpipe.protocol.errors import UserError
 
 VERBS = {
     "run": "generate text from a prompt, with a pipeline started for it",
+    "serve": "talk to a model over HTTP: OpenAI's API, and a page",
     "up": "start a run that stays",
     "ask": "generate text with a run that is up",
     "status": "show a live run's processes, memory and counters",

@@ -15,6 +15,7 @@ from neuronpipe.launch.supervisor import STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import Implementations
 
 
@@ -43,7 +44,13 @@ class LiveRun:
 
 @contextlib.contextmanager
 def started_run(
-    package: Package, plan: Plan, path: Path | None, *, stays: bool, uses: Implementations | None = None
+    package: Package,
+    plan: Plan,
+    path: Path | None,
+    *,
+    stays: bool,
+    uses: Implementations | None = None,
+    listener: Listener | None = None,
 ) -> Iterator[LiveRun]:
     """A new run, by a forked supervisor; it ends with the context. stays: it outlives a context that was left without
     an error, and this command; otherwise this process's memory counts as the run's. uses: what does the roles' work,
@@ -56,7 +63,7 @@ def started_run(
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        live = _fork(package, plan, path, stays, uses or Implementations())
+        live = _fork(package, plan, path, stays, uses or Implementations(), listener)
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
             yield live
@@ -69,7 +76,9 @@ def started_run(
         live.stop()
 
 
-def _fork(package: Package, plan: Plan, path: Path | None, stays: bool, uses: Implementations) -> LiveRun:
+def _fork(
+    package: Package, plan: Plan, path: Path | None, stays: bool, uses: Implementations, listener: Listener | None
+) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -79,7 +88,7 @@ def _fork(package: Package, plan: Plan, path: Path | None, stays: bool, uses: Im
         os.setsid()
         if stays:
             _detach()
-        supervise(directory, package, plan, write_end, () if stays else (client,), uses)
+        supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener)
     os.close(write_end)
     return LiveRun(directory, pid, read_end)
 

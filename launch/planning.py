@@ -11,7 +11,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
-from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
@@ -71,14 +71,22 @@ def _parse_techniques(text: str) -> frozenset[Technique]:
     return known
 
 
-def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tuple[Package, Plan]:
-    """Open the package and make its plan, or read and check the one that was given."""
+def package_and_plan(
+    arguments: argparse.Namespace, *, sequences: int = 1, gateway: bool = False
+) -> tuple[Package, Plan]:
+    """Open the package and make its plan, or read and check the one that was given; with a gateway or without."""
     package = Package.open(arguments.package)
     device: Device = probe(package.path)
     if arguments.plan is not None:
         given = read_plan(arguments.plan)
         given.check(package_id=package.manifest.id, device_id=device.id, where=str(arguments.plan))
         validate(given, package.manifest, str(arguments.plan))
+        if gateway != any(seat.role == GATEWAY for seat in given.compute.seats):
+            raise UserError(
+                f"{arguments.plan}: field 'compute.seats': "
+                + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
+                + " such a plan"
+            )
         return package, given
     if arguments.workers is not None and not 1 <= arguments.workers <= 64:
         raise UserError(f"--workers {arguments.workers}: between 1 and 64")
@@ -93,4 +101,4 @@ def package_and_plan(arguments: argparse.Namespace, *, sequences: int = 1) -> tu
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    return package, plan(package.manifest, device_facts(device, arguments.workers), wanted)
+    return package, plan(package.manifest, device_facts(device, arguments.workers, gateway=gateway), wanted)

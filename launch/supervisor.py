@@ -8,7 +8,7 @@ not survive a fork.
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
     it dies too often         the run ends with a message
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
-    SIGTERM, SIGINT           coordinator drains the services; who is left is ended, then killed
+    SIGTERM, SIGINT           coordinator and gateway come to an end; who is left is ended, then killed
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from collections import deque
 from neuronpipe.launch.footprint import Footprint
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan, Seat
+from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.facts import run_facts
+from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementations
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
@@ -54,13 +55,19 @@ def preload() -> None:
 
 class Supervisor:
     """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run. uses: what does the roles' work."""
+    run. uses: what does the roles' work. listener: the gateway's, if the plan has one."""
 
     def __init__(
-        self, directory: RunDirectory, package: Package, plan: Plan, watched: tuple[int, ...], uses: Implementations
+        self,
+        directory: RunDirectory,
+        package: Package,
+        plan: Plan,
+        watched: tuple[int, ...],
+        uses: Implementations,
+        listener: Listener | None = None,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
-        self._watched = watched
+        self._watched, self._listener = watched, listener
         self._seats = sorted(plan.compute.seats, key=lambda seat: (START_ORDER.index(seat.role), seat.index))
         self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
         self._processes: dict[int, Seat] = {}
@@ -162,6 +169,7 @@ class Supervisor:
                 plan=self._plan,
                 directory=self._directory,
                 segments=self._segments,
+                listener=self._listener,
             )
             self._implementations[(seat.role, seat.index)].serve(job)
             code = 0
@@ -181,10 +189,13 @@ class Supervisor:
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
             os.dup2(source, target)
+        kept = {0, 1, 2}
+        if seat.role == GATEWAY and self._listener is not None:
+            kept.add(self._listener.descriptor)
         for name in os.listdir("/proc/self/fd"):  # the client's pipes and terminals stay with the client
             number = int(name)
             try:
-                if number > 2 and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
+                if number not in kept and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
                     os.close(number)
             except OSError:
                 continue  # the descriptor that listed the directory
@@ -204,7 +215,8 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         self._incarnations[key] += 1
         self._board[line], self._board[line + 1] = 0, self._incarnations[key]  # who was lost, before that somebody was
-        self._epoch.advance()
+        if seat.role != GATEWAY:  # no step waits for it
+            self._epoch.advance()
         if self._stopping:
             return
         failure = self._directory.path / FAILURE
@@ -241,10 +253,10 @@ class Supervisor:
     def _shut_down(self) -> None:
         """Drain, then terminate, then kill; then remove the run directory."""
         self._stopping = True
-        coordinators = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
+        first = [pid for pid, seat in self._processes.items() if seat.role in ("coordinator", GATEWAY)]
         for pids, number, patience_s in (
             (
-                coordinators,
+                first,
                 signal.SIGTERM,
                 DRAIN_S if self.failure is None else 0.0,
             ),  # a failed run has nothing to finish
@@ -268,13 +280,14 @@ def supervise(
     report: int,
     watched: tuple[int, ...],
     uses: Implementations,
+    listener: Listener | None = None,
 ) -> None:
     """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
     could not go on; its end means that the run is over. Never returns."""
     message = ""
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses)
+        supervisor = Supervisor(directory, package, plan, watched, uses, listener)
         supervisor.run()
         message = supervisor.failure or ""
     except UserError as error:

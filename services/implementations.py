@@ -29,6 +29,7 @@ OURS = {
     "decode": "neuronpipe.services.decode.service:DecodeService",
     "prefill": "neuronpipe.services.prefill.service:PrefillService",
     "coordinator": "neuronpipe.services.coordinator.service:CoordinatorService",
+    "gateway": "neuronpipe.services.gateway.service:GatewayService",
 }
 """The class that does each role's work unless another one is asked for, in the order in which they start."""
 

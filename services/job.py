@@ -10,6 +10,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, Seat
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
+from neuronpipe.services.gateway.listener import Listener
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class Job:
     plan: Plan
     directory: RunDirectory
     segments: Mapping[str, Segment]
+    listener: Listener | None = None  # of a run with a gateway
 
     @property
     def endpoints(self) -> Mapping[str, str]:

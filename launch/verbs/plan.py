@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `plan`."""
     add_package_argument(parser)
     add_plan_arguments(parser)
+    parser.add_argument("--gateway", action="store_true", help="with a gateway, as `serve` obeys")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan, for --plan FILE")
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--diff", type=Path, metavar="FILE", help="show where the plan differs from this one")
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Make the plan and show it."""
-    _, made = package_and_plan(arguments)
+    _, made = package_and_plan(arguments, gateway=arguments.gateway)
     if arguments.output is not None:
         try:
             arguments.output.write_text(made.to_json(), encoding="utf-8")

@@ -12,6 +12,7 @@ MIB = 1 << 20
 # Measured on the demo, with some room: see plans/README.md, "Interpreters".
 INTERPRETER_BASE_BYTES = 34 * MIB
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
+GATEWAY_BYTES = 32 * MIB  # the HTTP server and what checks requests
 # A loaded tokenizer takes 6 to 11 times its file (measured with 32,000 and 150,000 tokens).
 TOKENIZER_FACTOR = 12
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
@@ -37,6 +38,7 @@ class Seating:
     sequences: int
     context_tokens: int
     logit_rows: int
+    gateways: int = 0  # of the processes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,10 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
         private += _prediction_bytes(prefill_tokens, manifest.predictor.rank, hidden_floats)
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
     return Account(
-        interpreters_bytes=INTERPRETER_BASE_BYTES + INTERPRETER_PER_PROCESS_BYTES * seating.processes + tokenizer,
+        interpreters_bytes=INTERPRETER_BASE_BYTES
+        + INTERPRETER_PER_PROCESS_BYTES * seating.processes
+        + GATEWAY_BYTES * seating.gateways
+        + tokenizer,
         fixed_bytes=manifest.files["fixed.safetensors"].bytes + PAGE_BYTES,  # and the segment's header page
         kv_bytes=shape.layers * sequences * shape.key_heads * 2 * seating.context_tokens * shape.head_width * 2,
         exchange_bytes=exchange,

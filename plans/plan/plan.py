@@ -19,6 +19,9 @@ VERSION = 2
 
 Mode = Literal["exact", "predicted"]
 
+GATEWAY = "gateway"
+"""The one role that a run does not need: towards the coordinator it is a client."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:

@@ -21,7 +21,7 @@ from neuronpipe.plans.plan.account import (
     usable_bytes,
 )
 from neuronpipe.plans.plan.activity import rates
-from neuronpipe.plans.plan.plan import VERSION, Compute, Flash, Memory, Mode, Plan, Seat
+from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, Mode, Plan, Seat
 from neuronpipe.plans.plan.reading import Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
 from neuronpipe.plans.plan.speed import expected
@@ -96,6 +96,7 @@ class _Planning:
             sequences=wanted.sequences,
             context_tokens=context_tokens,
             logit_rows=max(8, wanted.sequences),
+            gateways=sum(seat.role == GATEWAY for seat in device.seats),
         )
         self._rates = rates(manifest, self._seating.mode)
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes

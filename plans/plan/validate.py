@@ -20,7 +20,7 @@ from neuronpipe.plans.plan.account import (
     least_limit_bytes,
     slot_sizes,
 )
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.protocol.errors import UserError
 
 ENGINES = ("io_uring", "threads")
@@ -63,11 +63,13 @@ class _Check:
         workers = len(self._plan.compute.decode_workers())
         self._within("compute.seats", workers, 1, MOST_WORKERS)
         expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
+        expected += [(GATEWAY, 0)] if any(seat.role == GATEWAY for seat in seats) else []
         decode = [seat.index for seat in seats if seat.role == "decode"]
         if sorted((seat.role, seat.index) for seat in seats) != sorted(expected) or decode != sorted(decode):
             self._fail(
                 "compute.seats",
-                f"expected one each of {', '.join(SINGLE_ROLES)}, and decode 0 to {workers - 1} in order",
+                f"expected one each of {', '.join(SINGLE_ROLES)}, decode 0 to {workers - 1} in order, "
+                "and at most one gateway",
             )
         cores = os.sched_getaffinity(0)
         for number, seat in enumerate(seats):
@@ -146,6 +148,7 @@ class _Check:
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
             logit_rows=compute.logit_rows,
+            gateways=sum(seat.role == GATEWAY for seat in compute.seats),
         )
         others = account(
             self._manifest,

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+from neuronpipe.plans.plan.plan import GATEWAY, Seat
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost
@@ -18,7 +19,7 @@ from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused, Status
 from neuronpipe.protocol.messages.event import Life
-from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, State, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Ease, Generate, Next, Score
 from neuronpipe.protocol.version import VERSION
@@ -79,7 +80,7 @@ class CoordinatorService:
         )
         places = [(seat.role, seat.index, seat.core) for seat in compute.seats]
         self._lines = {(role, index): number for number, (role, index, _) in enumerate(places)}
-        services = [place for place in places if place[0] != "coordinator"]
+        services = [place for place in places if place[0] not in ("coordinator", GATEWAY)]
         self._seats = Seats(services)
         self._core = Core(
             limits,
@@ -295,7 +296,8 @@ class CoordinatorService:
             step=self._core.steps,
             restarts=self._job.incarnation,
         )
-        processes = (me, *(self._process_status(seat, now) for seat in self._seats))
+        gateways = [self._gateway_status(seat) for seat in self._job.plan.compute.seats if seat.role == GATEWAY]
+        processes = (me, *(self._process_status(seat, now) for seat in self._seats), *gateways)
         return Status(
             run=self._job.run,
             ready=self._core.all_ready,
@@ -327,3 +329,10 @@ class CoordinatorService:
             outstanding=outstanding,
             restarts=self._board[self._line(seat) + 1],
         )
+
+    def _gateway_status(self, seat: Seat) -> ProcessStatus:
+        """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
+        line = self._lines[seat.role, seat.index] * LINE_WORDS
+        pid, restarts = self._board[line], self._board[line + 1]
+        state: State = "ready" if pid else "starting"
+        return ProcessStatus(role=seat.role, index=seat.index, pid=pid, state=state, core=seat.core, restarts=restarts)

@@ -1,0 +1,116 @@
+"""`neuronpipe serve [PACKAGE]`: a run with a gateway, until Ctrl-C; or a gateway onto a run that is live."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import time
+from pathlib import Path
+
+from neuronpipe.launch.attached import run_ended
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.live import LiveRun, started_run
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import NotRunning, UserError
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile
+from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, chosen_key
+from neuronpipe.services.gateway.service import serve
+
+HOST, PORT = "127.0.0.1", 8080
+SEQUENCES = 4
+POLL_S = 0.02
+WATCH_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `serve`."""
+    add_package_argument(parser)
+    parser.add_argument(
+        "--host",
+        default=HOST,
+        help="address to listen on; one that others can reach needs a key (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, default=PORT, help="0 for any that is free (default: %(default)s)")
+    parser.add_argument(
+        "--key", metavar="KEY", help=f"what clients have to show (default: {KEY_VARIABLE} of the environment)"
+    )
+    add_plan_arguments(parser)
+    add_use_argument(parser)
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="a live run to serve, or run directory of the new one (default: a new one)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object when it is ready")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Serve."""
+    key = chosen_key(arguments.key)
+    if (found := _live(arguments.run)) is not None:
+        return _attach(arguments, *found, key)
+    package, plan = package_and_plan(arguments, sequences=SEQUENCES, gateway=True)
+    uses = implementations(arguments.use, plan)
+    listener = bind(arguments.host, arguments.port, key)
+    with started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live:
+        os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
+        _wait_until_ready(live, listener)
+        _say(arguments, listener, package, live.directory)
+        while (reason := live.failed(WATCH_S)) is None:
+            pass
+    raise UserError(reason)
+
+
+def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
+    if path is None:
+        return None
+    try:
+        return RunDirectory.find(path)
+    except NotRunning:
+        return None
+
+
+def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> int:
+    """Be the gateway of a run that somebody else started."""
+    package = Package.open(Path(run_file.package))
+    if arguments.package not in (DEMO, package.path) and arguments.package.resolve() != package.path.resolve():
+        raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
+    listener = bind(arguments.host, arguments.port, key)
+    _say(arguments, listener, package, directory)
+    ended = run_ended(directory)
+    serve(package, run_file.endpoints[CONTROL.name], listener, ended)
+    raise UserError(ended() or "stopped")
+
+
+def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
+    """Until the gateway says that requests are served."""
+    place = listener.address.removeprefix("http://")
+    while True:
+        if (reason := live.failed()) is not None:
+            raise UserError(reason)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection(place, timeout=WATCH_S)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(POLL_S)
+
+
+def _say(arguments: argparse.Namespace, listener: Listener, package: Package, directory: RunDirectory) -> None:
+    if arguments.json:
+        print(
+            json.dumps({"address": listener.address, "model": package.manifest.name, "run": str(directory.path)}),
+            flush=True,
+        )
+        return
+    print(f"serving {package.manifest.name} at {listener.address}")
+    print(f"  OpenAI clients:  base URL {listener.address}/v1, {'the key' if listener.key else 'any key'}")
+    print(f"  look inside:     neuronpipe status --run {directory.path}")
+    print("  end:             Ctrl-C", flush=True)

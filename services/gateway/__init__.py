@@ -1,0 +1,1 @@
+"""The gateway: HTTP for clients that speak OpenAI's API, towards the run a client like any other."""

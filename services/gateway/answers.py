@@ -1,0 +1,134 @@
+"""Sending an answer, whole or as a stream, for as long as somebody is there to take it.
+
+Whoever closes the connection, or takes nothing for STALLED_S, has their texts given up at once: the next step is made
+without them. A stream waits for its reader, and what arrives meanwhile is sent as one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
+from neuronpipe.services.gateway.forms import DONE, Form, usage
+from neuronpipe.services.gateway.metrics import Metrics
+from neuronpipe.services.gateway.problems import Problem
+from starlette.types import Receive, Scope, Send
+
+STALLED_S = 30.0
+log = logging.getLogger(__name__)
+
+
+class Stalled(Exception):
+    """The reader takes nothing."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do the work; leave it when the client goes away."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def patiently(send: Awaitable[None]) -> None:
+    """Send to a reader who may be slow. Raises Stalled when nothing moves."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await send
+    except TimeoutError:
+        raise Stalled from None
+
+
+class Answer:
+    """The response to one request for texts: an ASGI application. A refusal is raised before anything is sent."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        metrics: Metrics,
+        form: Form,
+        asks: Sequence[Generate],
+        *,
+        texts_per_prompt: int,
+        stream: bool,
+    ) -> None:
+        self._coordinator, self._metrics, self._form = coordinator, metrics, form
+        self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask, and send what comes."""
+        mailbox, names = await self._coordinator.generate(self._asks)
+        try:
+            await while_connected(receive, (self._in_pieces if self._stream else self._in_one)(mailbox, send))
+        except Stalled:
+            log.info("a client took nothing for %.0f s; its texts are given up", STALLED_S)
+            raise
+        finally:
+            self._coordinator.give_up(names)
+
+    async def _in_one(self, mailbox: Mailbox, send: Send) -> None:
+        finished = await self._all(mailbox, None)
+        body = self._form.whole(finished, usage(finished, self._texts_per_prompt))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await patiently(send({"type": "http.response.start", "status": 200, "headers": headers}))
+        await patiently(send({"type": "http.response.body", "body": body}))
+
+    async def _in_pieces(self, mailbox: Mailbox, send: Send) -> None:
+        begun = False
+
+        async def pass_on(events: bytes) -> None:
+            nonlocal begun
+            if not begun:
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+                await patiently(send({"type": "http.response.start", "status": 200, "headers": headers}))
+                begun = True
+            await patiently(send({"type": "http.response.body", "body": events, "more_body": True}))
+
+        try:
+            finished = await self._all(mailbox, pass_on)
+        except Problem as problem:
+            if not begun:
+                raise
+            await pass_on(b"data: " + problem.body() + b"\n\n")
+        else:
+            await pass_on(self._form.counted(usage(finished, self._texts_per_prompt)) + DONE)
+        await patiently(send({"type": "http.response.body", "body": b""}))
+
+    async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:
+        """Wait for all texts, and pass on their pieces as they come."""
+        finished: dict[int, Finished] = {}
+        form, begun = self._form, set[int]()
+        while len(finished) < len(self._asks):
+            events = b""
+            for number, message in await mailbox.take():
+                if isinstance(message, Token):
+                    if pass_on is None:
+                        continue
+                    if number not in begun:
+                        begun.add(number)
+                        events += form.first(number)
+                    if message.text:
+                        events += form.piece(number, message.text)
+                elif isinstance(message, Finished):
+                    finished[number] = message
+                    self._metrics.finished(message)
+                    events += form.last(number, message)
+            if pass_on is not None and events:
+                await pass_on(events)
+        return [finished[number] for number in range(len(self._asks))]

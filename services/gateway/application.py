@@ -1,0 +1,156 @@
+"""The application: which path does what."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.services.gateway.answers import Answer
+from neuronpipe.services.gateway.bodies import read_body
+from neuronpipe.services.gateway.chat import prompt_of
+from neuronpipe.services.gateway.coordinator import Coordinator
+from neuronpipe.services.gateway.door import Door, respond
+from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
+from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.gateway.metrics import Metrics
+from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.requests import MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+HEALTH_S = 2.0
+
+
+class Gateway:
+    """What the endpoints share."""
+
+    def __init__(self, package: Package, coordinator: Coordinator, listener: Listener) -> None:
+        self._package, self._coordinator, self._listener = package, coordinator, listener
+        self._metrics = Metrics()
+        self._name = package.manifest.name
+        self._fingerprint = f"np_{package.manifest.id[:12]}"
+        self._created = int(time.time())
+
+    def application(self) -> ASGIApp:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        app = Starlette(
+            routes=routes,
+            exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
+        )
+        app.router.redirect_slashes = False
+        return Door(app, self._listener, self._metrics, frozenset(route.path for route in routes))
+
+    # ---- texts -----------------------------------------------------------------------------------------------
+    async def chat(self, request: Request) -> Answer:
+        """Answer a conversation."""
+        body = await read_body(request, ChatRequest)
+        prompt = prompt_of(self._package, body.messages)
+        limit = body.max_completion_tokens or body.max_tokens or MOST_TOKENS
+        return self._answer(body, [prompt], limit, ChatForm)
+
+    async def completions(self, request: Request) -> Answer:
+        """Continue a text."""
+        body = await read_body(request, CompletionRequest)
+        return self._answer(body, body.prompts, body.max_tokens, TextForm)
+
+    def _answer(self, body: Sampling, prompts: list[str | list[int]], max_tokens: int, form: type[Form]) -> Answer:
+        if body.model not in (None, self._name):
+            raise Problem(
+                404,
+                "model_not_found",
+                f"the model {body.model!r} is not served here; {self._name!r} is",
+                param="model",
+            )
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        asks = [
+            Generate(
+                request=self._coordinator.name(),
+                prompt=prompt if isinstance(prompt, str) else None,
+                tokens=None if isinstance(prompt, str) else tuple(prompt),
+                max_tokens=max_tokens,
+                temperature=body.temperature,
+                top_k=body.top_k,
+                top_p=body.top_p,
+                seed=(seed + number) % (1 << 63),
+                stop=body.stops,
+            )
+            for prompt in prompts
+            for number in range(body.n)
+        ]
+        counts = body.stream_options is not None and body.stream_options.include_usage
+        return Answer(
+            self._coordinator,
+            self._metrics,
+            form(self._name, self._fingerprint, counts=counts),
+            asks,
+            texts_per_prompt=body.n,
+            stream=body.stream,
+        )
+
+    # ---- about the run ---------------------------------------------------------------------------------------
+    async def models(self, request: Request) -> Response:
+        """The one model there is."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model, by its name."""
+        name = request.path_params["name"]
+        if name != self._name:
+            raise Problem(404, "model_not_found", f"the model {name!r} is not served here; {self._name!r} is")
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "neuronpipe"}
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
+        status = await self._coordinator.fresh_status(HEALTH_S)
+        if not status.ready:
+            raise Problem(
+                503, "starting", "not all processes of the run are ready", kind="server_error", retry_after_s=1
+            )
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Figures for Prometheus."""
+        page = self._metrics.page(await self._coordinator.fresh_status(HEALTH_S))
+        return Response(page, headers={"content-type": self._metrics.content_type})
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(json.dumps(content), media_type="application/json")
+
+
+async def _problem(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, Problem)
+    return respond(problem)
+
+
+async def _http_problem(request: Request, error: Exception) -> Response:
+    """No such path, or not that method there."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    headers = tuple((error.headers or {}).items())
+    return respond(Problem(error.status_code, code, text, headers=headers))
+
+
+async def _trouble(request: Request, error: Exception) -> Response:
+    """A mistake of ours; Starlette logs it."""
+    return respond(Problem(500, "internal", "the server made a mistake; its log says which", kind="server_error"))

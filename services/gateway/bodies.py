@@ -1,0 +1,74 @@
+"""Reading a request's body: bounded in size and time, JSON, and what a model of requests.py describes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from neuronpipe.services.gateway.problems import Problem
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+MOST_BODY_BYTES = 4 << 20
+BODY_S = 30.0
+CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unsupported_parameter",
+    "json_invalid": "invalid_json",
+}
+Wanted = TypeVar("Wanted", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[Wanted]) -> Wanted:
+    """The body as `kind`. Raises Problem naming the parameter."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        # A page from elsewhere could send anything else without asking first.
+        raise Problem(415, "unsupported_media_type", "expected the header `Content-Type: application/json`")
+    try:
+        return kind.model_validate_json(await _bytes(request))
+    except ValidationError as error:
+        raise _problem(error) from None
+
+
+async def _bytes(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_BODY_BYTES:
+                    raise Problem(
+                        413, "body_too_large", f"the body has more than {MOST_BODY_BYTES} bytes", headers=_CLOSE
+                    )
+    except TimeoutError:
+        raise Problem(408, "body_too_slow", f"the body took more than {BODY_S:.0f} s", headers=_CLOSE) from None
+    except ClientDisconnect:
+        raise Problem(400, "disconnected", "the body is not complete") from None
+    return bytes(body)
+
+
+_CLOSE = (("connection", "close"),)
+
+
+def _problem(error: ValidationError) -> Problem:
+    """The first thing that is wrong, and where."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(_path(first["loc"])) or None
+    code = CODES.get(first["type"], "invalid_value")
+    message = first["msg"].removeprefix("Value error, ")
+    if code == "unsupported_parameter":
+        message = f"unsupported parameter: {param!r}"
+    elif param is not None:
+        message = f"{param}: {message[:1].lower()}{message[1:]}"
+    return Problem(400, code, message, param=param)
+
+
+def _path(place: tuple[int | str, ...]) -> list[str]:
+    """The way to a field; what follows names the kinds that a value could have had."""
+    names: list[str] = []
+    for part in place:
+        if isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part):
+            break
+        names.append(str(part))
+    return names

@@ -1,0 +1,220 @@
+"""The gateway's end of the control link: many requests on one connection, on the event loop's own thread.
+
+ZeroMQ's descriptor tells that something may have come; everything there is then is taken at once. A descriptor tells
+only once, and sending may use that up, so the channel is looked at after every send too.
+
+A coordinator that was restarted does not know our requests. Once one has heard nothing for a while we ask who the
+coordinator is; if it is not the one that accepted the request, the request is made again. The same tokens come again,
+and those that were passed on already are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+
+from neuronpipe.protocol.channel import Connection, Poller, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Full
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Status, Token
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
+from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
+
+QUIET_S = 0.5
+TICK_S = 0.25
+FIRST_ANSWER_S = 5.0
+MOST_REQUESTS = 128
+MOST_UNANSWERED = 60  # with two messages each they stay below the link's limit: a send never waits
+
+
+class Mailbox:
+    """What has arrived for one HTTP request, whose texts are numbered."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[int, Message]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, number: int, message: Message) -> None:
+        """Add one, and wake who waits."""
+        self._messages.append((number, message))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[tuple[int, Message]]:
+        """All that is there; waits for the first. Raises Problem when a text was refused."""
+        while not self._messages:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        taken, self._messages = self._messages, []
+        for _, message in taken:
+            if isinstance(message, Refused):
+                raise from_refusal(message)
+        return taken
+
+
+class Text:
+    """One text being generated. `home`: process id of the coordinator that accepted it."""
+
+    def __init__(self, ask: Generate, mailbox: Mailbox, number: int, now: float) -> None:
+        self.ask, self.mailbox, self.number, self.heard_at = ask, mailbox, number, now
+        self.home: int | None = None
+        self.accepted = False
+        self.tokens = 0
+
+
+class Coordinator:
+    """The connection. `run_ended` is asked now and then: the reason when the run is over."""
+
+    def __init__(self, endpoint: str, run_ended: Callable[[], str | None] = lambda: None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._context = open_context()
+        self._channel = Connection(self._context, CONTROL, endpoint, f"client-{os.urandom(6).hex()}")
+        self._poller = Poller()
+        self._poller.add(self._channel)
+        self._poller.wait(0)
+        (self._descriptor,) = self._poller.descriptors
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._run_ended = run_ended
+        self._texts: dict[str, Text] = {}
+        self._count = 0
+        self._unanswered = 0
+        self._pid: int | None = None
+        self._news = asyncio.Event()
+        self.status: Status | None = None
+        self.ended: str | None = None
+        self._ticking = self._loop.create_task(self._tick())
+
+    @property
+    def active(self) -> int:
+        """Texts under way."""
+        return len(self._texts)
+
+    async def close(self) -> None:
+        """Give the texts up and close the connection."""
+        self.give_up(list(self._texts))
+        self._ticking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._ticking
+        self._loop.remove_reader(self._descriptor)
+        self._context.close()
+
+    # ---- asking ----------------------------------------------------------------------------------------------
+    async def generate(self, asks: Iterable[Generate]) -> tuple[Mailbox, list[str]]:
+        """Ask for these texts, numbered in this order; returns where their tokens arrive, and their names, as soon as
+        all of them are accepted. Raises Problem when one is not."""
+        asks = list(asks)
+        await self._require_run(len(asks))
+        mailbox, names = Mailbox(), []
+        self._ask_status()  # so that it is known which coordinator accepts
+        for number, ask in enumerate(asks):
+            names.append(ask.request)
+            self._texts[ask.request] = Text(ask, mailbox, number, self._loop.time())
+            self._send(ask)
+        self._loop.call_soon(self._receive)
+        return mailbox, names
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Nobody waits for these texts any more; what has ended already is passed over."""
+        for name in names:
+            if self._texts.pop(name, None) is not None:
+                self._send(Cancel(request=name))
+        self._loop.call_soon(self._receive)
+
+    def name(self) -> str:
+        """A name for the next request."""
+        self._count += 1
+        return f"r{self._count}"
+
+    async def fresh_status(self, within_s: float) -> Status:
+        """How the run is now. Raises Problem when nobody answers in time."""
+        self._news.clear()
+        self._ask_status()
+        self._loop.call_soon(self._receive)
+        try:
+            async with asyncio.timeout(within_s):
+                await self._news.wait()
+        except TimeoutError:
+            raise unavailable("starting", "the run does not answer at the moment; try again") from None
+        assert self.status is not None
+        return self.status
+
+    async def _require_run(self, texts: int) -> None:
+        if self.ended is not None:
+            raise unavailable("ended", self.ended)
+        if len(self._texts) + texts > MOST_REQUESTS:
+            raise Problem(
+                429,
+                "rate_limit_exceeded",
+                f"{len(self._texts)} texts are being generated or wait; try again later",
+                kind="rate_limit_error",
+                retry_after_s=1,
+            )
+        if self.status is None:
+            await self.fresh_status(FIRST_ANSWER_S)
+        if self._unanswered > MOST_UNANSWERED:
+            raise unavailable("starting", "the run's coordinator is being restarted; try again")
+
+    def _ask_status(self) -> None:
+        if self._unanswered <= MOST_UNANSWERED:
+            self._unanswered += 1
+            self._send(AskStatus())
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except Full:
+            raise unavailable("starting", "the run does not take requests at the moment; try again") from None
+
+    # ---- answers ---------------------------------------------------------------------------------------------
+    def _receive(self) -> None:
+        """Take everything there is."""
+        while (message := self._channel.receive()) is not None:
+            if isinstance(message, Status):
+                self._take_status(message)
+                continue
+            text = self._texts.get(getattr(message, "request", ""))
+            if text is None:
+                if isinstance(message, Token) and message.index == 0:
+                    self._send(Cancel(request=message.request))  # asked for twice while it ended
+                continue
+            text.heard_at = self._loop.time()
+            if isinstance(message, Token):
+                if message.index != text.tokens:
+                    continue  # it came before the coordinator was restarted
+                text.tokens += 1
+            elif isinstance(message, Accepted):
+                text.home = self._pid
+                if text.accepted:
+                    continue
+                text.accepted = True
+            elif isinstance(message, Finished | Refused):
+                del self._texts[message.request]
+            text.mailbox.put(text.number, message)
+
+    def _take_status(self, status: Status) -> None:
+        pid = next(process.pid for process in status.processes if process.role == "coordinator")
+        self._unanswered = 0 if pid != self._pid else max(0, self._unanswered - 1)
+        self._pid, self.status = pid, status
+        self._news.set()
+        now = self._loop.time()
+        for text in self._texts.values():
+            if text.home != pid and now - text.heard_at > QUIET_S:
+                text.home, text.heard_at = None, now
+                self._send(text.ask)
+
+    async def _tick(self) -> None:
+        """Notice silence, and the run's end."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._receive()
+            now = self._loop.time()
+            if any(now - text.heard_at > QUIET_S for text in self._texts.values()):
+                self._ask_status()
+            if self.ended is None and (reason := self._run_ended()) is not None:
+                self.ended = reason
+                for name, text in list(self._texts.items()):
+                    del self._texts[name]
+                    text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))

@@ -1,0 +1,81 @@
+"""Where the gateway listens, decided and bound before any of its processes exists: a gateway that is started again
+takes the same socket, and who came meanwhile waits in its queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import socket
+
+from neuronpipe.protocol.errors import UserError
+
+BACKLOG = 128
+KEY_VARIABLE = "NEURONPIPE_KEY"
+LEAST_KEY_CHARACTERS = 16
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listener:
+    """A bound socket, and the key that is asked for; None on loopback: whoever is on this machine may come in."""
+
+    descriptor: int
+    host: str
+    port: int
+    key: str | None
+
+    @property
+    def address(self) -> str:
+        """What a browser on this machine is given."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def chosen_key(given: str | None) -> str | None:
+    """The key of the command line, else that of the environment. Raises UserError for one that is easily guessed, or
+    that no header could carry."""
+    key = os.environ.get(KEY_VARIABLE) if given is None else given
+    if key is None:
+        return None
+    if len(key) < LEAST_KEY_CHARACTERS or not all("!" <= c <= "~" for c in key):
+        raise UserError(
+            f"the key: expected {LEAST_KEY_CHARACTERS} or more visible ASCII characters without blanks; "
+            "make one with `openssl rand -hex 16`"
+        )
+    return key
+
+
+def bind(host: str, port: int, key: str | None) -> Listener:
+    """Take the port; 0 takes any that is free. Raises UserError when it cannot be had, or would let strangers in."""
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"--port {port}: between 0 and 65535")
+    if key is None and not is_loopback(host):
+        raise UserError(
+            f"--host {host}: other machines can reach it, so a key is needed; "
+            f"set {KEY_VARIABLE} or --key, for instance to what `openssl rand -hex 16` prints"
+        )
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(place)
+            made.listen(BACKLOG)
+        except OSError:
+            made.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"--host {host} --port {port}: cannot be listened on: {error.strerror}; name another, or --port 0 for any"
+        ) from None
+    bound = made.getsockname()[1]
+    return Listener(descriptor=made.detach(), host=host, port=bound, key=key)

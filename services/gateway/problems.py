@@ -1,0 +1,55 @@
+"""What goes wrong, in the words of OpenAI's error format."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from neuronpipe.protocol.messages.client import Refused
+
+REFUSALS = {
+    "bad_request": (400, "invalid_request_error", "invalid_value"),
+    "too_long": (400, "invalid_request_error", "context_length_exceeded"),
+    "busy": (429, "rate_limit_error", "rate_limit_exceeded"),
+    "starting": (503, "server_error", "starting"),
+    "draining": (503, "server_error", "draining"),
+    "cancelled": (503, "server_error", "cancelled"),
+    "failed": (500, "server_error", "failed"),
+}
+
+
+class Problem(Exception):
+    """A request answered with an error. param: the field at fault; retry_after_s: when trying again may help."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.kind, self.param = status, code, message, kind, param
+        self.headers = headers
+        if retry_after_s is not None:
+            self.headers += (("retry-after", str(max(1, math.ceil(retry_after_s)))),)
+
+    def body(self) -> bytes:
+        """The JSON object."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def from_refusal(refused: Refused) -> Problem:
+    """The run's refusal as HTTP says it."""
+    status, kind, code = REFUSALS[refused.code]
+    return Problem(status, code, refused.message, kind=kind, retry_after_s=1 if status in (429, 503) else None)
+
+
+def unavailable(code: str, message: str) -> Problem:
+    """There is no run to ask at the moment."""
+    return Problem(503, code, message, kind="server_error", retry_after_s=1)

@@ -1,0 +1,65 @@
+"""The gateway process: an HTTP server on a socket that it was given, and a client of the run.
+
+What it needs from elsewhere (the HTTP server, the validation of requests) is imported here and not before the fork:
+no other process of a run pays for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.job import Job
+
+KEEP_ALIVE_S = 30
+LAST_WORDS_S = 1
+
+
+class GatewayService:
+    """The gateway of a run that `serve` started."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def serve(self) -> None:
+        """Serve until told to stop."""
+        assert self._job.listener is not None
+        serve(self._job.package, self._job.endpoints[CONTROL.name], self._job.listener)
+
+
+def serve(
+    package: Package, endpoint: str, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT. Raises UserError when the run ends first."""
+    asyncio.run(_serve(package, endpoint, listener, run_ended))
+
+
+async def _serve(package: Package, endpoint: str, listener: Listener, run_ended: Callable[[], str | None]) -> None:
+    import uvicorn
+    from neuronpipe.services.gateway.application import Gateway
+    from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, BoundedProtocol
+    from neuronpipe.services.gateway.coordinator import Coordinator
+
+    coordinator = Coordinator(endpoint, run_ended)
+    config = uvicorn.Config(
+        Gateway(package, coordinator, listener).application(),
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+    )
+    with socket.socket(fileno=listener.descriptor) as listening:
+        try:
+            await uvicorn.Server(config).serve(sockets=[listening])
+        finally:
+            await coordinator.close()

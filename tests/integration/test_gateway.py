@@ -1,0 +1,159 @@
+"""The gateway as its clients see it: OpenAI's own client, and sockets that keep to no manners."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.http_client import PATIENCE_S, Server, read_reply, request, served
+from tests.pipeline import Shell, eventually
+
+MODEL = "neuronpipe-demo"
+PROMPT = "def fibonacci(n):"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}]}
+LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 400, "stop": None}
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell) -> Iterator[Server]:
+    with served(long_shell, "--sequences", "2") as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def test_a_completion_is_what_the_command_line_gives(server: Server, client: openai.OpenAI) -> None:
+    asked = server.run.ask(PROMPT, 40)
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40)
+    assert answer.choices[0].text == asked["text"]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (asked["prompt_tokens"], 40)
+
+
+def test_a_stream_gives_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**GREEDY, **CHAT, "max_tokens": 30}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == whole.usage
+    assert len(chunks) > 20
+
+
+def test_several_texts_of_several_prompts_are_each_what_they_are_alone(client: openai.OpenAI) -> None:
+    prompts = [PROMPT, "import os"]
+    both = client.completions.create(model=MODEL, prompt=prompts, n=2, seed=7, max_tokens=12)
+    alone = [
+        client.completions.create(model=MODEL, prompt=prompt, seed=7 + number, max_tokens=12).choices[0].text
+        for prompt in prompts
+        for number in range(2)
+    ]
+    assert [choice.text for choice in both.choices] == alone
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert len(set(alone)) == 4
+
+
+def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: openai.OpenAI) -> None:
+    whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
+    stop = whole[20:24]
+    stream = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop], stream=True)
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_token_ids_are_a_prompt(server: Server, client: openai.OpenAI) -> None:
+    answer = client.completions.create(**GREEDY, prompt=[5, 6, 7], max_tokens=5)
+    assert answer.choices[0].text == server.run.ask([5, 6, 7], 5)["text"]
+
+
+def test_the_model_is_listed_and_no_other_is_served(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="neuronpipe-demo"):
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "code"),
+    [
+        ({"tools": []}, "tools", "unsupported_parameter"),
+        ({"temperature": -1}, "temperature", "invalid_value"),
+        ({"temperature": "hot"}, "temperature", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "invalid_value"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"stop": ["x", 3]}, "stop", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, None, "context_length_exceeded"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_its_name(
+    server: Server, wrong: dict[str, Any], param: str | None, code: str
+) -> None:
+    reply = server.post("/v1/chat/completions", **{**CHAT, **wrong})
+    assert reply.status == 400
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_client_that_leaves_stops_its_generation(server: Server) -> None:
+    for stream in (True, False):
+        with server.connect() as line:
+            line.sendall(request("POST", "/v1/completions", {**LONG, "stream": stream}))
+            assert eventually(lambda: server.run.status().sequences_active == 1)
+            if stream:
+                assert line.recv(1 << 16)
+            before = server.run.status().tokens
+        assert eventually(lambda: server.run.status().sequences_active == 0)
+        assert server.run.status().tokens - before < 300  # of 400
+
+
+def test_a_run_can_be_served_by_a_gateway_of_its_own_command(server: Server, shell: Shell) -> None:
+    with served(shell, "--run", server.run.path) as second:
+        answers = [one.post("/v1/completions", prompt=PROMPT, temperature=0).json() for one in (server, second)]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert second.call("GET", "/health").json() == {"status": "ok"}
+    assert server.call("GET", "/health").status == 200
+
+
+def test_figures_are_counted(server: Server) -> None:
+    server.post("/v1/completions", prompt=PROMPT, max_tokens=3)
+    page = server.call("GET", "/metrics").body.decode()
+    figures = {name: float(value) for name, value in (line.split() for line in page.splitlines() if line[0] != "#")}
+    assert figures['neuronpipe_http_responses_total{path="/v1/completions",status="200"}'] >= 1
+    assert figures["neuronpipe_generated_tokens_total"] >= 3
+    assert figures["neuronpipe_run_memory_bytes"] > 0
+
+
+def test_a_gateway_that_dies_is_started_again_on_the_same_port(server: Server) -> None:
+    os.kill(server.run.pid("gateway"), signal.SIGKILL)
+    assert server.call("GET", "/health").status == 200  # it waited for the new one
+    assert eventually(lambda: server.run.status().processes[-1].restarts == 1)
+
+
+def test_a_stream_goes_on_with_the_same_tokens_when_the_coordinator_dies(server: Server) -> None:
+    body = {**LONG, "temperature": 0, "stream": True}
+    whole = server.call("POST", "/v1/completions", body).events()
+    with server.connect() as line:
+        line.settimeout(PATIENCE_S)
+        line.sendall(request("POST", "/v1/completions", body))
+        assert eventually(lambda: server.run.status().sequences_active == 1)
+        os.kill(server.run.pid("coordinator"), signal.SIGKILL)
+        again = read_reply(line).events()
+    assert [chunk["choices"] for chunk in again] == [chunk["choices"] for chunk in whole]
+    assert json.dumps(whole[-1]).count("length") == 1
