@@ -119,12 +119,12 @@ class Answer:
             for number, message in await mailbox.take():
                 if isinstance(message, Token):
                     if pass_on is None:
+                        form.keep(number, message)
                         continue
                     if number not in begun:
                         begun.add(number)
                         events += form.first(number)
-                    if message.text:
-                        events += form.piece(number, message.text)
+                    events += form.piece(number, message)
                 elif isinstance(message, Finished):
                     finished[number] = message
                     self._metrics.finished(message)

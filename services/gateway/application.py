@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.protocol.messages.request import Bias, Generate
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.chat import prompt_of
@@ -17,6 +17,7 @@ from neuronpipe.services.gateway.door import Door, respond
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.metrics import Metrics
+from neuronpipe.services.gateway.pages import page_routes
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
@@ -50,7 +51,7 @@ class Gateway:
             Route("/metrics", self.metrics),
         ]
         app = Starlette(
-            routes=routes,
+            routes=[*routes, *page_routes()],
             exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
         )
         app.router.redirect_slashes = False
@@ -77,6 +78,8 @@ class Gateway:
                 f"the model {body.model!r} is not served here; {self._name!r} is",
                 param="model",
             )
+        biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
+        grammar = body.grammar
         seed = secrets.randbits(62) if body.seed is None else body.seed
         asks = [
             Generate(
@@ -88,6 +91,14 @@ class Gateway:
                 top_k=body.top_k,
                 top_p=body.top_p,
                 seed=(seed + number) % (1 << 63),
+                min_p=body.min_p,
+                repetition_penalty=body.repetition_penalty,
+                frequency_penalty=body.frequency_penalty,
+                presence_penalty=body.presence_penalty,
+                logit_bias=biases,
+                ignore_end=body.ignore_eos,
+                grammar=grammar,
+                logprobs=body.rated,
                 stop=body.stops,
             )
             for prompt in prompts
@@ -97,7 +108,13 @@ class Gateway:
         return Answer(
             self._coordinator,
             self._metrics,
-            form(self._name, self._fingerprint, counts=counts),
+            form(
+                self._name,
+                self._fingerprint,
+                counts=counts,
+                rates=body.rated is not None,
+                end_tokens=self._package.manifest.end_tokens,
+            ),
             asks,
             texts_per_prompt=body.n,
             stream=body.stream,

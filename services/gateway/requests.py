@@ -5,6 +5,7 @@ A field that is null counts as not given, as in OpenAI's API. The descriptions a
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -12,8 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 MOST_STOPS = 16
 MOST_CHOICES = 16
 MOST_TOKENS = 1 << 24
+MOST_LOGPROBS = 20
+MOST_BIASES = 4096
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_TOKENS)]], Field(min_length=1)]
 
 
@@ -34,6 +39,34 @@ class StreamOptions(Body):
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
 
 
+class JsonSchema(Body):
+    """The schema of an answer."""
+
+    schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
+    name: str | None = Field(None, description="accepted, and without effect")
+    description: str | None = Field(None, description="accepted, and without effect")
+    strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Body):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
 class Sampling(Body):
     """What chat and plain completions share."""
 
@@ -42,6 +75,22 @@ class Sampling(Body):
     temperature: float = Field(1.0, ge=0, le=100, description="0 takes the most likely token")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this probability")
     top_k: int = Field(0, ge=0, lt=1 << 31, description="draw from this many likeliest tokens; 0 from all")
+    min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens this fraction as likely as the likeliest")
+    repetition_penalty: float = Field(
+        1.0,
+        ge=0.01,
+        le=100,
+        description="positive logits of tokens of prompt or answer are divided, others multiplied",
+    )
+    frequency_penalty: Penalty = Field(0.0, description="off a token's logit for each time it stands in the answer")
+    presence_penalty: Penalty = Field(0.0, description="off a token's logit if it stands in the answer")
+    logit_bias: dict[TokenKey, Penalty] = Field(
+        default={}, max_length=MOST_BIASES, description="token id to what is added to its logit; -100 bans it"
+    )
+    ignore_eos: bool = Field(False, description="never draw an end token")
+    response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
+        None, description="what the answer is to be"
+    )
     seed: int | None = Field(
         None, ge=0, lt=1 << 63, description="the same request with the same seed gives the same text"
     )
@@ -59,6 +108,18 @@ class Sampling(Body):
         return self
 
     @property
+    def grammar(self) -> str | None:
+        """The answer's grammar, as `Generate` has it."""
+        if isinstance(self.response_format, SchemaFormat):
+            return json.dumps(self.response_format.json_schema.schema_)
+        return "json" if isinstance(self.response_format, JsonFormat) else None
+
+    @property
+    def rated(self) -> int | None:
+        """How many likely tokens to name beside each token, None to rate none."""
+        raise NotImplementedError
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -74,6 +135,14 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_CHOICES)]
     ) = Field(description="a text, its token ids, or a list of either")
     max_tokens: int = Field(16, ge=1, le=MOST_TOKENS, description="most tokens to generate")
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="rate each token, and name this many likely ones beside it"
+    )
+
+    @property
+    def rated(self) -> int | None:
+        """How many likely tokens to name beside each token, None to rate none."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -114,8 +183,20 @@ class ChatRequest(Sampling):
         None, ge=1, le=MOST_TOKENS, description="the same, by its newer name; without either, up to the context's end"
     )
 
+    logprobs: bool = Field(False, description="rate each token")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="name this many likely tokens beside each; only with `logprobs`"
+    )
+
+    @property
+    def rated(self) -> int | None:
+        """How many likely tokens to name beside each token, None to rate none."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens, max_completion_tokens: give one of the two")
         return self

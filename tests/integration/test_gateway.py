@@ -157,3 +157,60 @@ def test_a_stream_goes_on_with_the_same_tokens_when_the_coordinator_dies(server:
         again = read_reply(line).events()
     assert [chunk["choices"] for chunk in again] == [chunk["choices"] for chunk in whole]
     assert json.dumps(whole[-1]).count("length") == 1
+
+
+def test_tokens_are_rated_in_chat_and_in_plain_completions_alike(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**GREEDY, **CHAT, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    chat = client.chat.completions.create(**options).choices[0]
+    assert chat.logprobs is not None
+    entries = chat.logprobs.content or []
+    assert len(entries) == 12
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == chat.message.content
+    for entry in entries:
+        assert [likely.logprob for likely in entry.top_logprobs] == sorted(
+            (likely.logprob for likely in entry.top_logprobs), reverse=True
+        )
+        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**options, stream=True)
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert streamed == entries
+    plain = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=12, logprobs=3).choices[0]
+    assert plain.logprobs is not None
+    assert plain.logprobs.tokens == [entry.token for entry in entries]
+    assert plain.logprobs.token_logprobs == [entry.logprob for entry in entries]
+    assert [plain.text[at:] for at in plain.logprobs.text_offset or []][3].startswith(entries[3].token)
+
+
+def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(model=MODEL, **CHAT, seed=3, response_format=form, max_tokens=120)
+    assert answer.choices[0].finish_reason == "stop"
+    made = json.loads(answer.choices[0].message.content or "")
+    assert set(made) == {"name", "age"}
+    assert isinstance(made["age"], int)
+    form["json_schema"]["schema"] = {"type": "unheard-of"}
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        client.chat.completions.create(model=MODEL, **CHAT, response_format=form)
+
+
+def test_biases_and_penalties_change_what_is_drawn(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {**GREEDY, "prompt": PROMPT, "max_tokens": 60}
+    plain = client.completions.create(**options, logprobs=0).choices[0]
+    assert plain.logprobs is not None
+    first = client.completions.create(**options, logit_bias={"5": 100}).choices[0].text
+    assert len(set(first)) < 4  # one token, again and again
+    held = client.completions.create(**options, frequency_penalty=2.0, presence_penalty=2.0, logprobs=0).choices[0]
+    assert held.logprobs is not None
+    assert len(set(held.logprobs.tokens or ())) > len(set(plain.logprobs.tokens or ()))
+    beyond = {"repetition_penalty": 1.5, "min_p": 0.1, "top_k": 5, "ignore_eos": True}
+    assert client.completions.create(**options, extra_body=beyond).choices[0].text != plain.text
