@@ -122,6 +122,7 @@ def to_json(finished: Finished, tokens: list[int]) -> dict[str, Any]:
         "tokens": finished.tokens,
         "token_ids": tokens,
         "prompt_tokens": finished.prompt_tokens,
+        "cached_tokens": finished.cached_tokens,
         "reason": finished.reason,
         "ttft_ms": finished.ttft_ms,
         "tokens_per_s": finished.tokens_per_s,

@@ -119,6 +119,10 @@ class Worker:
             return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
         return done(step=step, epoch=epoch, index=index, counters=self._counters())
 
+    def is_stale(self, ask: Step | Prefill) -> bool:
+        """Whether the epoch has changed since the step was sent: nothing may be written for it any more."""
+        return int(lib.np_word_load(self._epoch_word)) != ask.epoch
+
     def _compute_together(self, work: tuple[Any, ...]) -> None:
         """All members, a thread each. One that cannot go on is answered for at once: the new epoch that follows calls
         away the others, who wait for it."""

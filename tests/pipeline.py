@@ -133,10 +133,15 @@ class Run:
     def ask(
         self, prompt: str | list[int], max_tokens: int = 12, seen: Callable[[Token], None] | None = None, **options: Any
     ) -> dict[str, Any]:
-        """The object `ask --json` prints; `seen` is called with every token."""
+        """The object `ask --json` prints; `seen` is called with every token. Unless `share_prefix` is among the options
+        the whole prompt is computed, whatever was asked before."""
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
         ask = Generate(
-            request="test", prompt=text, tokens=ids, max_tokens=max_tokens, **{"temperature": 0.0, **options}
+            request="test",
+            prompt=text,
+            tokens=ids,
+            max_tokens=max_tokens,
+            **{"temperature": 0.0, "share_prefix": False, **options},
         )
         tokens: list[int] = []
         with attach(self.path) as client:

@@ -82,7 +82,13 @@ class Bench:
 
     def _ask(self, case: Case, number: int) -> Repetition:
         prompt = self.prompts.take(number, case.prompt_tokens, case.context_tokens)
-        ask = Generate(request=f"{case.name}-{number}", tokens=prompt, max_tokens=case.max_tokens, temperature=0.0)
+        ask = Generate(
+            request=f"{case.name}-{number}",
+            tokens=prompt,
+            max_tokens=case.max_tokens,
+            temperature=0.0,
+            share_prefix=False,
+        )
         times: list[float] = []
         for message in self.client.request(ask):
             if isinstance(message, Token) and message.index == len(times):

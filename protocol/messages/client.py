@@ -95,6 +95,7 @@ class Finished(Message):
     decode: the same of its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact" or "predicted"
+    cached_tokens: how many of the prompt's tokens were not computed: another text with this beginning had been
     """
 
     request: str
@@ -111,6 +112,7 @@ class Finished(Message):
     decode: dict[str, float]
     plan: str
     mode: Literal["exact", "predicted"]
+    cached_tokens: int = 0
 
 
 @message
@@ -192,6 +194,7 @@ class Status(Message):
     uptime_s: since the coordinator started
     flash_bytes: read since the loader started
     rest_share: share of the time in which the run rests, by `Ease`
+    cached_tokens: prompt tokens that were not computed, as in `Finished`
     """
 
     run: str
@@ -210,3 +213,4 @@ class Status(Message):
     uptime_s: float
     flash_bytes: int = 0
     rest_share: float = 0.0
+    cached_tokens: int = 0

@@ -41,6 +41,8 @@ class Generate(Message):
     logprobs: of each token the logarithm of its probability, and so many most likely alternatives, up to 20; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
+    share_prefix: whether keys and values of its beginning may be taken from other texts that begin so; the tokens are
+        the same either way
     """
 
     request: str
@@ -60,6 +62,7 @@ class Generate(Message):
     logprobs: int | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
+    share_prefix: bool = True
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):

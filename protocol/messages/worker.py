@@ -41,6 +41,7 @@ class Prefill(Message):
     position: position of the first token
     tokens: at most as many as the plan's prefill chunk
     logits: of which tokens logits are wanted
+    copy_from: another KV slot with the same tokens before `position`: their keys and values are copied from there first
     """
 
     step: int
@@ -49,7 +50,10 @@ class Prefill(Message):
     position: int
     tokens: tuple[int, ...]
     logits: Literal["none", "last", "all"]
+    copy_from: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError("tokens: expected at least one")
+        if self.copy_from == self.sequence:
+            raise ValueError("copy_from: expected another slot than that of the sequence")

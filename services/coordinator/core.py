@@ -49,11 +49,13 @@ from neuronpipe.services.coordinator.events import (
     Tick,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, longest_match
 from neuronpipe.services.coordinator.rest import Rest
 from neuronpipe.services.coordinator.sequences import Cost, Generation, Scoring, Work, add_cost, quantiles_ms
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
 READING_MOST_S = 10.0
+BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
 
 
 class Core:
@@ -69,6 +71,8 @@ class Core:
         self.ready: set[Seat] = set()
         self.waiting: list[tuple[bytes, Generate | Score, list[int], float]] = []
         self.works: list[Work] = []
+        self._free = FreeSlots(limits.sequences)
+        self.cached_tokens = 0  # prompt tokens that were not computed
         self._texts: dict[int, TextStream] = {}
         self.epoch = 0
         self.steps = 0
@@ -152,10 +156,12 @@ class Core:
         return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
 
     def _seat_waiting(self) -> None:
-        """Give free KV slots to waiting requests, in order of arrival."""
-        while self.waiting and len(self.works) < self._limits.sequences:
+        """Give free KV slots to waiting requests, in order of arrival. What a slot still holds of a text stays."""
+        while self.waiting and self._free.contents:
             client, ask, tokens, arrived_at = self.waiting.pop(0)
-            slot = min(set(range(self._limits.sequences)) - {work.slot for work in self.works})
+            place = self._free.take(tokens, shares=isinstance(ask, Generate) and ask.share_prefix)
+            assert place is not None
+            slot, kept = place
             work: Work
             if isinstance(ask, Generate):
                 most = min(self._limits.context_tokens + 1, len(tokens) + ask.max_tokens)
@@ -167,9 +173,12 @@ class Core:
                     tokens=tokens,
                     ask=ask,
                     grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
+                    computed_tokens=kept,
                     prompt_tokens=len(tokens),
                     most_tokens=most,
+                    cached_tokens=kept,
                 )
+                self.cached_tokens += kept
                 self._texts[slot] = TextStream(self._tokenizer, tokens, ask.stop)
             else:
                 work = Scoring(
@@ -207,7 +216,7 @@ class Core:
         decodes = [w for w in self.works if self._wants_decode(w)]
         if prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
-            return actions + self._send_prefill(prefills[0])
+            return actions + self._send_prefill(prefills[0], beside_decode=bool(decodes))
         self._prefill_turn = True
         scorings = [w for w in decodes if isinstance(w, Scoring)]
         texts = [w for w in decodes if not isinstance(w, Scoring)]
@@ -229,20 +238,42 @@ class Core:
             return work.ask.path == "decode"
         return isinstance(work, Generation) and not work.prefilling
 
-    def _send_prefill(self, work: Work) -> list[Action]:
+    def _send_prefill(self, work: Work, *, beside_decode: bool) -> list[Action]:
         first = work.computed_tokens
+        copy_from: int | None = None
         if isinstance(work, Scoring):
             chunk = list(work.next_chunk(self._limits.logit_rows))
             logits: Literal["none", "last", "all"] = "all"
         else:
             assert isinstance(work, Generation)
-            chunk = work.tokens[first : min(work.prompt_tokens, first + self._limits.prefill_chunk_tokens)]
+            match = self._match(work)
+            if match is not None:
+                copy_from, first = match
+                self._free.touch(copy_from)
+            most = self._limits.prefill_chunk_tokens
+            most = min(most, BESIDE_DECODE_TOKENS) if beside_decode else most
+            chunk = work.tokens[first : min(work.prompt_tokens, first + most)]
             logits = "last" if first + len(chunk) == work.prompt_tokens else "none"
         self.steps += 1
         message = Prefill(
-            step=self.steps, epoch=self.epoch, sequence=work.slot, position=first, tokens=tuple(chunk), logits=logits
+            step=self.steps,
+            epoch=self.epoch,
+            sequence=work.slot,
+            position=first,
+            tokens=tuple(chunk),
+            logits=logits,
+            copy_from=copy_from,
         )
         return self._send(SendStep((("prefill", 0),), message), [work])
+
+    def _match(self, work: Generation) -> Match | None:
+        """The slot, of a text or free, that holds more of the prompt than was computed. Asked before every chunk: the
+        texts that came together with this one have got on since it was admitted."""
+        if not work.ask.share_prefix:
+            return None
+        live = {other.slot: other.tokens[: other.computed_tokens] for other in self.works if other is not work}
+        match = longest_match(work.tokens[: work.prompt_tokens], {**self._free.contents, **live})
+        return match if match is not None and match.tokens > work.computed_tokens else None
 
     def _send_decode(self, works: list[Work]) -> list[Action]:
         works = works[: self._limits.logit_rows]
@@ -282,6 +313,11 @@ class Core:
         self._reading = True
         count = len(message.tokens) if isinstance(message, Prefill) else 1
         for work in self._outstanding_works:
+            if isinstance(message, Prefill) and isinstance(work, Generation):
+                copied = message.position - work.computed_tokens
+                work.cached_tokens += copied
+                self.cached_tokens += copied
+                work.computed_tokens = message.position
             work.computed_tokens += count
         first = self._outstanding_works[0]
         if isinstance(first, Scoring):
@@ -361,7 +397,7 @@ class Core:
         return actions
 
     def _score_finished(self, work: Scoring, now: float) -> list[Action]:
-        self.works.remove(work)
+        self._drop(work)
         targets = len(work.tokens) - 1
         mean = work.total_nll / targets if targets else 0.0
         seconds = round(now - work.arrived_at, 3)
@@ -383,6 +419,7 @@ class Core:
     def _drop(self, work: Work) -> None:
         self.works.remove(work)
         self._texts.pop(work.slot, None)
+        self._free.give_back(work.slot, work.tokens[: work.computed_tokens])
 
     def _finish(self, work: Work, reason: str, now: float) -> list[Action]:
         text = self._texts[work.slot].shown if work.slot in self._texts else ""
@@ -397,6 +434,7 @@ class Core:
             text=text,
             tokens=work.generated_tokens,
             prompt_tokens=work.prompt_tokens,
+            cached_tokens=work.cached_tokens,
             ttft_ms=round(1000 * (times[0] - work.arrived_at), 3) if times else 0.0,
             tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
             tbt_ms=quantiles_ms(times),

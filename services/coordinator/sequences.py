@@ -40,6 +40,7 @@ class Generation(Work):
     grammar: Grammar | None  # how far the answer has come in what `ask` wants it to be
     prompt_tokens: int
     most_tokens: int  # prompt included: what the context and the request allow
+    cached_tokens: int = 0  # of the prompt: their keys and values were there already
     token_times: list[float] = dataclasses.field(default_factory=list)
     prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
     decode_cost: Cost = dataclasses.field(default_factory=dict)

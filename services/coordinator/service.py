@@ -315,6 +315,7 @@ class CoordinatorService:
             uptime_s=round(now - self._started_at, 3),
             flash_bytes=self._meter.flash_now()[0],
             rest_share=self._core.rest.share(now),
+            cached_tokens=self._core.cached_tokens,
         )
 
     def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:

@@ -13,6 +13,7 @@ from neuronpipe.protocol.messages.outcome import Prefilled
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.prefill.keys_values import KeysValues
 from neuronpipe.services.service import Service
 from neuronpipe.services.worker import Outcome, Worker, place_of
 
@@ -34,7 +35,16 @@ class PrefillService:
             for number in range(threads)
         ]
         first_window = len(compute.decode_workers()) + threads * job.seat.index
-        self._worker = Worker(job, RunMemory.open("prefill", job.segments), places, first_window)
+        memory, shape = RunMemory.open("prefill", job.segments), job.package.manifest.shape
+        self._keys_values = KeysValues(
+            memory.view("kv", "kv"),
+            layers=shape.layers,
+            sequences=compute.sequences,
+            head_values=shape.key_heads * 2,
+            context_tokens=compute.context_tokens,
+            head_width=shape.head_width,
+        )
+        self._worker = Worker(job, memory, places, first_window)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1)
 
@@ -54,4 +64,6 @@ class PrefillService:
     def _handle(self, message: Message) -> None:
         if isinstance(message, Prefill):
             self._service.step = message.step
+            if message.copy_from is not None and not self._worker.is_stale(message):
+                self._keys_values.copy(message.copy_from, message.sequence, message.position)
             self._service.answer(self.compute(message))

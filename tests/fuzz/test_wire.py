@@ -73,6 +73,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         fields["sequences"] = fields["positions"] = fields["tokens"] = (*fields["tokens"], 1)
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
+        fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
     for packed in ("clusters", "slots"):
         if isinstance(fields.get(packed), bytes):
             fields[packed] = fields[packed] * 4

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.core import Core
+from neuronpipe.services.coordinator.admission import WAITING_LEAST, WAITING_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.core import BESIDE_DECODE_TOKENS, Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -348,3 +349,144 @@ def test_a_run_that_is_to_rest_sends_the_next_step_after_its_pause_and_cancels_m
     (finished,) = told(core.handle(Asked(b"c", Cancel(request="r")), 15.5))
     assert isinstance(finished, Finished)
     assert finished.reason == "cancelled"
+
+
+class Driven:
+    """A core whose steps are done at once; every drawn token is an x."""
+
+    def __init__(self, **limits: int) -> None:
+        self.core = make_core(**limits)
+        self.steps: list[Step | Prefill] = []
+        self.told: list[Message] = []
+
+    def ask(self, name: str, prompt: str, most: int = 2, **options: object) -> list[Action]:
+        ask = Generate(request=name, prompt=prompt, max_tokens=most, **options)  # type: ignore[arg-type]
+        return self.core.handle(Asked(b"c", ask), 0.0)
+
+    def run(
+        self, actions: list[Action], until: Callable[[Step | Prefill], bool] = lambda message: False
+    ) -> list[Action]:
+        """Do what is wanted, until nothing is or a certain step is to be sent; returns what is left to do."""
+        pending = list(actions)
+        while pending:
+            action = pending.pop(0)
+            if isinstance(action, SendStep):
+                if until(action.message):
+                    return [action, *pending]
+                self.steps.append(action.message)
+                pending += finish(self.core, action.message)
+            elif isinstance(action, Sample):
+                pending += self.core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
+            elif isinstance(action, Likelihoods):
+                pending += self.core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+            elif isinstance(action, Tell):
+                self.told.append(action.message)
+        return []
+
+    def finished(self) -> dict[str, Finished]:
+        return {message.request: message for message in self.told if isinstance(message, Finished)}
+
+    def prefills(self) -> list[Prefill]:
+        return [step for step in self.steps if isinstance(step, Prefill)]
+
+
+def test_a_text_that_goes_on_where_another_ended_computes_only_what_is_new() -> None:
+    driven = Driven()
+    driven.run(driven.ask("1", "abcdef"))
+    driven.run(driven.ask("2", "abcdefxyz"))  # an x was drawn, and computed for the second one
+    last = driven.prefills()[-1]
+    assert (last.sequence, last.position, last.copy_from) == (driven.prefills()[0].sequence, 7, None)
+    assert driven.finished()["2"].cached_tokens == 7
+    assert driven.finished()["1"].cached_tokens == 0
+    assert driven.core.cached_tokens == 7
+
+
+def test_the_same_prompt_again_computes_its_last_token() -> None:
+    driven = Driven()
+    driven.run(driven.ask("1", "abcd"))
+    driven.run(driven.ask("2", "abcd"))
+    last = driven.prefills()[-1]
+    assert (last.position, last.tokens, last.logits) == (3, (ord("d"),), "last")
+
+
+def test_texts_that_come_together_share_what_the_first_of_them_computed() -> None:
+    driven = Driven()
+    actions = driven.ask("1", "abcdefgh") + driven.ask("2", "abcdefgi")
+    driven.run(actions)
+    shared = [prefill for prefill in driven.prefills() if prefill.copy_from is not None]
+    assert [(prefill.position, prefill.tokens, prefill.logits) for prefill in shared] == [(7, (ord("i"),), "last")]
+    assert shared[0].copy_from == driven.prefills()[0].sequence != shared[0].sequence
+    assert driven.finished()["2"].cached_tokens == 7
+
+
+def test_a_copy_is_made_again_with_the_voided_step_and_counts_once() -> None:
+    driven = Driven()
+    pending = driven.run(driven.ask("1", "abcdef", most=9), until=lambda message: message.step == 2)
+    driven.ask("2", "abcdeg")
+    pending = driven.run(pending, until=lambda message: isinstance(message, Prefill) and message.copy_from is not None)
+    (prefill,) = sent(pending)
+    driven.core.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
+    again = driven.core.handle(SeatReady(("prefill", 0)), 0.3)
+    assert sent(again) == [dataclasses.replace(prefill, epoch=1)]
+    driven.run(again)
+    assert driven.finished()["2"].cached_tokens == 5
+
+
+def test_nothing_that_an_unfinished_step_writes_is_shared() -> None:
+    """The first text's chunk is under way, or abandoned: the second one may not count on its keys."""
+    driven = Driven(prefill_chunk_tokens=8)
+    (chunk,) = sent(driven.ask("1", "abcdef"))
+    driven.ask("2", "abcdef")
+    driven.core.handle(Asked(b"c", Cancel(request="1")), 0.1)
+    driven.core.handle(Broken(("prefill", 0), chunk.step, 0, "damaged"), 0.2)
+    (next_chunk,) = sent(driven.core.handle(EpochChanged(1, ()), 0.3))
+    assert isinstance(next_chunk, Prefill)
+    assert (next_chunk.position, next_chunk.copy_from) == (0, None)
+
+
+def test_a_request_that_does_not_share_computes_its_whole_prompt() -> None:
+    driven = Driven()
+    driven.run(driven.ask("1", "abcdef"))
+    driven.run(driven.ask("2", "abcdef", share_prefix=False))
+    assert [prefill.position for prefill in driven.prefills()] == [0, 4, 0, 4]
+    assert driven.finished()["2"].cached_tokens == 0
+
+
+def test_a_scored_text_computes_every_token_and_leaves_its_keys_to_others() -> None:
+    driven = Driven()
+    driven.run(driven.ask("1", "abcdef"))
+    driven.run(driven.core.handle(Asked(b"c", Score(request="s", text="abcdef")), 0.0))
+    assert [prefill.position for prefill in driven.prefills()] == [0, 4, 0, 3]
+    driven.run(driven.ask("2", "abcdef"))
+    assert driven.finished()["2"].cached_tokens == 5
+
+
+def test_a_long_prompt_lets_the_others_have_a_token_after_every_chunk() -> None:
+    driven = Driven(context_tokens=400, prefill_chunk_tokens=300)
+    pending = driven.run(driven.ask("1", "ab", most=50), until=lambda message: message.step == 4)
+    driven.ask("2", "c" * 300)
+    driven.run(pending)
+    kinds = ["prefill" if isinstance(step, Prefill) else "decode" for step in driven.steps[3:]]
+    assert kinds[:8] in (["prefill", "decode"] * 4, ["decode", "prefill"] * 4)
+    assert all(len(prefill.tokens) <= BESIDE_DECODE_TOKENS for prefill in driven.prefills())
+
+
+def test_a_cancelled_text_takes_part_in_no_further_step_and_its_slot_goes_to_the_next() -> None:
+    driven = Driven(sequences=1)
+    pending = driven.run(driven.ask("1", "ab", most=9), until=lambda message: message.step == 3)
+    driven.ask("2", "cd")
+    driven.core.handle(Asked(b"c", Cancel(request="1")), 0.5)  # the third step is on its way
+    driven.run(pending)
+    assert driven.finished()["1"].reason == "cancelled"
+    assert driven.finished()["1"].tokens == 3
+    assert [type(step) for step in driven.steps] == [Prefill, Step, Step, Prefill, Step]
+    assert driven.finished()["2"].tokens == 2
+
+
+def test_requests_beyond_the_bound_of_those_that_wait_are_refused_at_once() -> None:
+    driven = Driven(sequences=1)
+    answers = [told(driven.ask(str(number), "ab")) for number in range(1 + WAITING_LEAST + WAITING_PER_SEQUENCE + 1)]
+    assert all(isinstance(answer[-1], Accepted) for answer in answers[:-1])
+    (refused,) = answers[-1]
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"

@@ -56,6 +56,7 @@ def test_a_specification_that_drifted_is_noticed(tmp_path: Any, monkeypatch: pyt
         (Step, {"sequences": (0, 1), "positions": (0,), "tokens": (1, 2)}),
         (Step, {"sequences": (), "positions": (), "tokens": ()}),
         (Prefill, {"tokens": ()}),
+        (Prefill, {"copy_from": 1}),
         (Grant, {"slots": b"12345"}),
         (Warm, {"clusters": b"1"}),
         (Generate, {"prompt": None, "tokens": None}),

@@ -1,0 +1,112 @@
+"""What batching is worth: the same texts one after the other, and all at once, through a run that is up.
+
+    python tests/bench/concurrent.py [--run DIR] [--clients 4] [--tokens 256] [--rounds 5]
+
+Every client is a ZeroMQ connection of its own with a prompt of its own. Rounds take turns, one after the other and
+together, so that a change of the machine's mood meets both; the first of each warms up. Every text must have the same
+tokens either way. Not a test otherwise: it asserts nothing about speed. Nothing else may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuronpipe.protocol.channel import Connection, Poller, open_context
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.messages.client import Finished, Refused, Token
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.protocol.run_directory import RunDirectory
+
+PROMPTS = (
+    "def fibonacci(n):",
+    "class Stack:\n    def push(self, item):",
+    "import os\n\ndef walk(path):",
+    "for line in open(name):",
+    'def test_parse(self):\n    """',
+    "try:\n    value = int(text)",
+    "class Server(Thread):",
+    "def merge(left, right):",
+)
+Texts = dict[int, list[int]]
+
+
+class Clients:
+    """Connections, each with a prompt of its own."""
+
+    def __init__(self, endpoint: str, count: int, tokens: int) -> None:
+        context = open_context()
+        names = [f"client-{os.urandom(6).hex()}" for _ in range(count)]
+        self._lines = [Connection(context, CONTROL, endpoint, name) for name in names]
+        self._numbers = itertools.count()
+        self._tokens = tokens
+        self.count = count
+
+    def generate(self, clients: Sequence[int]) -> tuple[Texts, float]:
+        """Have these clients' texts generated at once; the tokens of each, and the seconds that it took."""
+        texts: Texts = {client: [] for client in clients}
+        began = time.perf_counter()
+        poller = Poller()
+        for client in clients:
+            poller.add(self._lines[client])
+            prompt = PROMPTS[client % len(PROMPTS)] + "\n" * (client // len(PROMPTS))
+            name = f"r{next(self._numbers)}"
+            ask = Generate(request=name, prompt=prompt, max_tokens=self._tokens, share_prefix=False)
+            self._lines[client].send(ask)
+        open_texts = set(clients)
+        while open_texts:
+            poller.wait()
+            for client in tuple(open_texts):
+                while (message := self._lines[client].receive()) is not None:
+                    if isinstance(message, Token):
+                        texts[client].append(message.token)
+                    elif isinstance(message, Refused):
+                        sys.exit(f"client {client}: {message.message}")
+                    elif isinstance(message, Finished):
+                        open_texts.discard(client)
+        return texts, time.perf_counter() - began
+
+    def one_after_the_other(self) -> tuple[Texts, float]:
+        """The same of all clients, none before the last one is done."""
+        texts, seconds = {}, 0.0
+        for client in range(self.count):
+            own, took = self.generate([client])
+            texts |= own
+            seconds += took
+        return texts, seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
+    parser.add_argument("--clients", type=int, default=4, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each text (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of either kind (default: %(default)s)")
+    arguments = parser.parse_args()
+    _, run_file = RunDirectory.find(arguments.run)
+    clients = Clients(run_file.endpoints[CONTROL.name], arguments.clients, arguments.tokens)
+    alone: list[float] = []
+    together: list[float] = []
+    for number in range(arguments.rounds + 1):
+        expected, seconds = clients.one_after_the_other()
+        texts, seconds_together = clients.generate(range(clients.count))
+        if texts != expected:
+            sys.exit("a text has other tokens among others than alone")
+        tokens = sum(map(len, texts.values()))
+        if number:
+            alone.append(tokens / seconds)
+            together.append(tokens / seconds_together)
+    ratios = [all_at_once / single for all_at_once, single in zip(together, alone, strict=True)]
+    for name, values in (("one after the other", alone), ("together", together), ("ratio", ratios)):
+        print(f"{name:20} {statistics.median(values):8.2f}   {min(values):.2f} to {max(values):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Which slot a text gets and what it shares: the rules, for any texts in any order."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, Place, common_tokens, longest_match
+from neuronpipe.services.prefill.keys_values import KeysValues
+
+texts = st.lists(st.integers(0, 2), max_size=12)  # few tokens, so that texts often begin alike
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+def begin_alike(first: list[int], second: list[int]) -> int:
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
+
+
+@given(texts, texts)
+def test_the_common_beginning_is_what_comparing_token_by_token_finds(first: list[int], second: list[int]) -> None:
+    assert common_tokens(first, second) == begin_alike(first, second)
+
+
+@given(prompts, st.dictionaries(st.integers(0, 5), texts))
+def test_the_longest_match_leaves_the_last_token_to_compute(prompt: list[int], contents: dict[int, list[int]]) -> None:
+    most = max((begin_alike(prompt[:-1], content) for content in contents.values()), default=0)
+    match = longest_match(prompt, contents)
+    if match is None:
+        assert most == 0
+    else:
+        assert match.tokens == most == begin_alike(prompt[:-1], contents[match.slot])
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(prompts, st.booleans(), st.integers(0, 12)), max_size=30))
+def test_a_slot_has_one_text_and_what_it_kept_are_that_texts_own_tokens(
+    count: int, story: list[tuple[list[int], bool, int]]
+) -> None:
+    """Texts come, and the oldest one ends at some length whenever all slots are taken."""
+    slots = FreeSlots(count)
+    live: list[tuple[int, list[int]]] = []
+    held: dict[int, list[int]] = {}
+    for prompt, shares, length in story:
+        if len(live) == count:
+            assert slots.take(prompt) is None
+            slot, tokens = live.pop(0)
+            slots.give_back(slot, tokens[:length])
+            held[slot] = tokens[:length]
+        place = slots.take(prompt, shares=shares)
+        assert place is not None
+        assert place.slot not in {slot for slot, _ in live}
+        assert place.kept_tokens <= len(prompt) - 1
+        assert held.get(place.slot, [])[: place.kept_tokens] == prompt[: place.kept_tokens]
+        assert shares or place.kept_tokens == 0
+        live.append((place.slot, prompt))
+        assert set(slots.contents) == set(range(count)) - {slot for slot, _ in live}
+
+
+def test_a_text_goes_on_in_the_slot_that_holds_its_beginning() -> None:
+    slots = FreeSlots(3)
+    slot, _ = slots.take([7])  # type: ignore[misc]
+    slots.give_back(slot, [1, 2, 3])
+    assert slots.take([1, 2, 3, 4]) == Place(slot, 3)
+
+
+def test_a_long_text_is_not_given_up_for_the_few_tokens_that_another_shares_with_it() -> None:
+    slots = FreeSlots(2)
+    long, _ = slots.take([7])  # type: ignore[misc]
+    slots.give_back(long, [1, 2, 3, 4, 5, 6, 7])
+    assert slots.take([1, 2, 3, 9]) == Place(1 - long, 0)
+    assert longest_match([1, 2, 3, 9], slots.contents) == Match(long, 3)
+
+
+def test_the_slot_used_least_recently_is_taken_first() -> None:
+    slots = FreeSlots(3)
+    used = [slots.take([number]).slot for number in range(3)]  # type: ignore[union-attr]
+    for slot in reversed(used):
+        slots.give_back(slot, [slot])
+    slots.touch(used[2])
+    slots.touch(99)
+    assert [slots.take([9]).slot for _ in range(3)] == [used[1], used[0], used[2]]  # type: ignore[union-attr]
+    assert slots.take([9]) is None
+
+
+def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else() -> None:
+    layers, sequences, head_values, context_tokens, head_width = 2, 3, 4, 5, 2
+    values = list(range(layers * sequences * head_values * context_tokens * head_width))
+    view = memoryview(bytearray(2 * len(values))).cast("H")
+    view[:] = memoryview(b"".join(value.to_bytes(2, "little") for value in values)).cast("H")
+    keys_values = KeysValues(
+        view,
+        layers=layers,
+        sequences=sequences,
+        head_values=head_values,
+        context_tokens=context_tokens,
+        head_width=head_width,
+    )
+    for _ in range(2):  # a step that is sent again copies again
+        keys_values.copy(2, 0, 3)
+        for at, value in enumerate(view.tolist()):
+            line, position = divmod(at // head_width, context_tokens)
+            sequence = line // head_values % sequences
+            copied = sequence == 0 and position < 3
+            assert value == values[at] + (2 * head_values * context_tokens * head_width if copied else 0)
+    for source, target, tokens in ((-1, 0, 1), (0, 3, 1), (0, 1, 6)):
+        with pytest.raises(ValueError, match="there is no such place"):
+            keys_values.copy(source, target, tokens)
