@@ -38,6 +38,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementations
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.pinning import pin
 
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S = 1.5, 1.0
@@ -159,8 +160,7 @@ class Supervisor:
             lib.np_process_die_with(parent)
             lib.np_process_name(f"np-{seat.role}.{seat.index}".encode())
             self._redirect(seat)
-            if seat.core is not None:
-                os.sched_setaffinity(0, {seat.core})
+            pin(seat.core)
             job = Job(
                 run=self._run,
                 seat=seat,

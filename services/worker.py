@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.member import Abandoned, Damaged, Member, Place
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.pinning import pin
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.view import Stage, exchange_stage, member_view, private_stage
@@ -152,6 +152,5 @@ class Worker:
 
 
 def _compute_pinned(member: Member, core: int | None, work: tuple[Any, ...]) -> None:
-    if core is not None:
-        os.sched_setaffinity(0, {core})  # of this thread alone
+    pin(core)
     member.compute(*work)

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +46,20 @@ class Shell:
         self.folder = folder
         self._mark = f"{os.getpid()}-{next(_marks)}"
 
-    def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
-        """Start a command; its standard input is empty."""
-        environment = {**os.environ, "TMPDIR": str(self.folder), MARK: self._mark}
-        environment.pop("XDG_RUNTIME_DIR", None)
+    def start(
+        self,
+        *words: str | Path,
+        program: Sequence[str | Path] = COMMAND,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Start a command; its standard input is empty. environment: what differs from ours."""
+        variables = {**os.environ, "TMPDIR": str(self.folder), MARK: self._mark, **(environment or {})}
+        variables.pop("XDG_RUNTIME_DIR", None)
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen([*COMMAND, *map(str, words)], env=environment, text=True, **{**defaults, **options})
+        return subprocess.Popen(
+            [*map(str, program), *map(str, words)], env=variables, text=True, **{**defaults, **options}
+        )
 
     def call(self, *words: str | Path, **options: Any) -> Done:
         """Run a command to its end."""
@@ -59,9 +67,9 @@ class Shell:
         out, errors = process.communicate(timeout=PATIENCE_S)
         return Done(process.returncode, out, errors)
 
-    def json(self, *words: str | Path) -> dict[str, Any]:
+    def json(self, *words: str | Path, **options: Any) -> dict[str, Any]:
         """The one JSON object of a command that succeeds."""
-        done = self.call(*words, "--json")
+        done = self.call(*words, "--json", **options)
         assert done.code == 0, done.errors
         return dict(json.loads(done.out))
 
