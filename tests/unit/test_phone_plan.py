@@ -1,0 +1,73 @@
+"""A plan for a phone that is not here: its device profile, unequal cores, no io_uring, little that may be locked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.plans.device.cores import classify
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, device_from_json
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.facts import device_facts
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.planner import Wanted, plan
+
+GIB = 1 << 30
+CAPACITIES = {0: 325, 1: 325, 2: 830, 3: 830, 4: 830, 5: 830, 6: 830, 7: 1024}
+PHONE = Device(
+    architecture="aarch64",
+    instruction_set="dotprod",
+    cores=classify(CAPACITIES, "capacity", CAPACITIES),
+    cpu_quota=None,
+    memory_total_bytes=12 * GIB,
+    memory_available_bytes=2 * GIB,
+    page_bytes=4096,
+    memlock_bytes=64 << 10,
+    io_uring=False,
+    flash=FlashCurve(
+        engine="threads",
+        direct=True,
+        points=tuple(
+            FlashPoint(request_bytes=size << 10, depth=depth, bytes_per_s=speed * 1e6)
+            for size, speeds in ((4, (60, 850)), (8, (110, 1200)), (64, (600, 2500)))
+            for depth, speed in zip((1, 32), speeds, strict=True)
+        ),
+    ),
+)
+
+
+def planned(device: Device) -> Plan:
+    return plan(Package.open(DEMO).manifest, device_facts(device), Wanted())
+
+
+def cores(made: Plan) -> dict[str, int | None]:
+    return {f"{seat.role}.{seat.index}": seat.core for seat in made.compute.seats}
+
+
+def test_fast_cores_compute_and_slow_ones_pass_messages_on() -> None:
+    seats = cores(planned(PHONE))
+    assert [seats[f"decode.{n}"] for n in range(5)] == [2, 3, 4, 5, 6]
+    assert "decode.5" not in seats
+    assert seats["loader.0"] == 7
+    assert {seats["coordinator.0"], seats["cache.0"]} == {0, 1}
+
+
+def test_flash_is_read_by_threads_and_memory_is_a_share_of_what_is_available() -> None:
+    made = planned(PHONE)
+    assert made.flash.engine == "threads"
+    assert made.memory.limit_bytes == int(0.7 * 2 * GIB)
+
+
+def test_an_app_out_of_sight_is_planned_on_the_slow_cores_it_is_left_with() -> None:
+    left = dataclasses.replace(PHONE, cores=classify(CAPACITIES, "capacity", {0, 1}))
+    assert set(cores(planned(left)).values()) <= {0, 1, None}
+    assert left.id != PHONE.id
+
+
+def test_a_quota_of_less_than_the_fast_cores_means_fewer_workers() -> None:
+    seats = cores(planned(dataclasses.replace(PHONE, cpu_quota=2.5)))
+    assert [name for name in seats if name.startswith("decode")] == ["decode.0", "decode.1"]
+
+
+def test_the_profile_survives_its_file() -> None:
+    assert device_from_json(PHONE.to_json()) == PHONE
