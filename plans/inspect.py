@@ -40,6 +40,7 @@ def describe(package: Package) -> dict[str, Any]:
         "attention_bias": manifest.attention_bias,
         "tied_embeddings": manifest.tied_embeddings,
         "end_tokens": list(manifest.end_tokens),
+        "chat_template": manifest.chat is not None,
         "bytes": bytes_by_kind(manifest),
         "layout": {
             "cluster_neurons": layout.cluster_neurons,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from neuronpipe.plans.convert.chat_template import ChatTemplate
 from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.package.manifest import Activation, Shape, Source
 from neuronpipe.protocol.errors import UserError
@@ -168,6 +169,7 @@ class Checkpoint:
     attention_bias: bool
     end_tokens: tuple[int, ...]
     tokenizer: bytes
+    chat_template: ChatTemplate | None
     inverse_frequency: NDArray[np.float32]
     matrices: Stack
     vectors: Stack

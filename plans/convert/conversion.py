@@ -14,7 +14,7 @@ from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.convert.source import open_checkpoint
 from neuronpipe.plans.package.fixed import fixed_matrices
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Activation, Manifest
+from neuronpipe.plans.package.manifest import Activation, Chat, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.protocol.errors import UserError
@@ -55,6 +55,7 @@ def convert(
         _require_groups(checkpoint, quantization, source)
         shares = None if frequencies is None else read_frequencies(frequencies, shape)
         layout = compute_layout(quantization, shape.width, shape.neurons, "source" if shares is None else "frequency")
+        chat = checkpoint.chat_template
         manifest = Manifest(
             name=name or checkpoint.source.name,
             source=checkpoint.source,
@@ -67,6 +68,7 @@ def convert(
             layout=layout,
             files={},
             quantization_error={},
+            chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
             activity_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
         )
         with PackageWriter(target, manifest, overwrite=overwrite) as writer:
@@ -74,7 +76,7 @@ def convert(
             work.fixed()
             for layer in range(shape.layers):
                 work.neurons(layer, np.arange(shape.neurons) if shares is None else hot_first(shares[layer, 0]))
-            return writer.finish(checkpoint.tokenizer, work.errors())
+            return writer.finish(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:

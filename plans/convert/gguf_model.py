@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.activations import ACTIVATION_NAMES, sounds_like_relu
+from neuronpipe.plans.convert.chat_template import gguf_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
     Inventory,
@@ -55,6 +56,7 @@ def open_gguf(path: Path, options: Options) -> Checkpoint:
             attention_bias=bias,
             end_tokens=end_tokens(metadata, shape.vocabulary),
             tokenizer=package_tokenizer(path, metadata, options.tokenizer, shape.vocabulary),
+            chat_template=gguf_template(metadata),
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,

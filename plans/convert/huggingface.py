@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from neuronpipe.plans.convert.activations import ACTIVATION_NAMES
+from neuronpipe.plans.convert.chat_template import huggingface_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, SourceFile, Stack, StoredMatrix
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
@@ -41,6 +42,7 @@ def open_huggingface(path: Path, options: Options) -> Checkpoint:
             attention_bias=bias,
             end_tokens=_end_tokens(path, config, shape.vocabulary),
             tokenizer=read_tokenizer(options.tokenizer or path / "tokenizer.json", shape.vocabulary),
+            chat_template=huggingface_template(path),
             inverse_frequency=scaled_frequencies(config, shape.head_width),
             matrices=matrices,
             vectors=vectors,

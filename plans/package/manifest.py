@@ -16,14 +16,16 @@ from neuronpipe.plans.package.layout import Layout, Quantization
 
 FORMAT = "neuronpipe-package"
 VERSION = 2
-MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR = (
+MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
     "manifest.json",
     "tokenizer.json",
     "fixed.safetensors",
     "bundles.bin",
     "checksums.bin",
     "predictor.safetensors",
+    "chat_template.jinja",
 )
+MOST_TEMPLATE_BYTES = 1 << 20
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
@@ -112,6 +114,14 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class Chat:
+    """What the chat template calls `bos_token` and `eos_token`; "" where the model has none."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
 class FileEntry:
     """Size and hash of one file; bundles.bin has no hash, its clusters have checksums."""
 
@@ -138,6 +148,7 @@ class Manifest:
     gate_fired_by_layer: tuple[float, ...] | None = None  # mean share of gates above zero, measured on the same text
     predictor: Predictor | None = None
     workload: Workload | None = None
+    chat: Chat | None = None  # of a package with a chat template
     id: str = ""
 
     @property
@@ -214,6 +225,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
             values["activity"]["gate_fired_by_layer"] = list(manifest.gate_fired_by_layer)
     if manifest.predictor is not None:
         values["predictor"] = asdict(manifest.predictor)
+    if manifest.chat is not None:
+        values["chat"] = asdict(manifest.chat)
     if manifest.workload is not None:
         values["workload"] = {
             "seed": manifest.workload.seed,

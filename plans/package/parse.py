@@ -10,6 +10,7 @@ from neuronpipe.plans.package.layout import MOST_BLOCK_CLUSTERS, PAGE_BYTES, Lay
 from neuronpipe.plans.package.manifest import (
     ACTIVATIONS,
     BUNDLES,
+    CHAT_TEMPLATE,
     CHECKSUMS,
     ERROR_KINDS,
     FIXED,
@@ -21,6 +22,7 @@ from neuronpipe.plans.package.manifest import (
     TOKENIZER,
     VERSION,
     Activation,
+    Chat,
     FileEntry,
     Manifest,
     Shape,
@@ -56,6 +58,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     activation = cast(Activation, record.choice("activation", *ACTIVATIONS))
     activity = _parse_activity(record.record("activity"), shape.layers) if record.has("activity") else (None, None)
     predictor = parse_predictor(record.record("predictor"), shape, activation) if record.has("predictor") else None
+    chat = _parse_chat(record.record("chat")) if record.has("chat") else None
     manifest = Manifest(
         name=record.text("name"),
         source=_parse_source(record.record("source")),
@@ -66,12 +69,13 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         tied_embeddings=record.boolean("tied_embeddings"),
         end_tokens=_parse_end_tokens(record.record("special_tokens"), shape.vocabulary),
         layout=_parse_layout(record.record("layout"), shape, quantization),
-        files=_parse_files(record.record("files"), predicted=predictor is not None),
+        files=_parse_files(record.record("files"), predicted=predictor is not None, chats=chat is not None),
         quantization_error=_parse_errors(record.record("quantization_error")),
         activity_by_layer=activity[0],
         gate_fired_by_layer=activity[1],
         predictor=predictor,
         workload=_parse_workload(record.record("workload"), shape.vocabulary) if record.has("workload") else None,
+        chat=chat,
         id=record.text("id"),
     )
     record.finish()
@@ -192,9 +196,16 @@ def _check_layout(layout: Layout, stride: int, shape: Shape, quantization: Quant
             end = stop
 
 
-def _parse_files(record: Record, *, predicted: bool) -> dict[str, FileEntry]:
+def _parse_chat(record: Record) -> Chat:
+    chat = Chat(begin=record.text("begin"), end=record.text("end"))
+    record.finish()
+    return chat
+
+
+def _parse_files(record: Record, *, predicted: bool, chats: bool) -> dict[str, FileEntry]:
+    optional = ((PREDICTOR, predicted), (CHAT_TEMPLATE, chats))
     files = {}
-    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *((PREDICTOR,) if predicted else ())):
+    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, there in optional if there)):
         entry = record.record(name)
         sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):

@@ -9,7 +9,16 @@ from functools import cached_property
 from pathlib import Path
 
 from neuronpipe.plans.package.fixed import fixed_tensors
-from neuronpipe.plans.package.manifest import BUNDLES, CHECKSUMS, FIXED, MANIFEST, PREDICTOR, TOKENIZER, Manifest
+from neuronpipe.plans.package.manifest import (
+    BUNDLES,
+    CHAT_TEMPLATE,
+    CHECKSUMS,
+    FIXED,
+    MANIFEST,
+    PREDICTOR,
+    TOKENIZER,
+    Manifest,
+)
 from neuronpipe.plans.package.parse import read_manifest, require_package
 from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
@@ -93,6 +102,13 @@ class Package:
             return self._verified(TOKENIZER).decode()
         except UnicodeDecodeError:
             raise UserError(f"{self.tokenizer_path}: not UTF-8 text; convert the model again") from None
+
+    def chat_template(self) -> str:
+        """The text of chat_template.jinja, in a package whose manifest has `chat`."""
+        try:
+            return self._verified(CHAT_TEMPLATE).decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path / CHAT_TEMPLATE}: not UTF-8 text; convert the model again") from None
 
     def _verified(self, name: str) -> bytes:
         """A whole file, compared with the manifest each time: a restarted process reads it long after the package was

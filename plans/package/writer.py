@@ -16,6 +16,7 @@ from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
+    CHAT_TEMPLATE,
     CHECKSUMS,
     FIXED,
     MANIFEST,
@@ -129,7 +130,9 @@ class PackageWriter:
         self._checksums.write(cluster_checksums(packed, self._manifest.layout).data)
         self._words += len(packed)
 
-    def finish(self, tokenizer: bytes, quantization_error: dict[str, float]) -> Package:
+    def finish(
+        self, tokenizer: bytes, quantization_error: dict[str, float], chat_template: str | None = None
+    ) -> Package:
         """Write what is left, the manifest last, and let the package appear under its name."""
         missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
         if missing or self._words != self._manifest.words:
@@ -137,10 +140,12 @@ class PackageWriter:
         for file in (self._fixed, self._bundles, self._checksums):
             file.close()
         path = self._directory.path
-        (path / TOKENIZER).write_bytes(tokenizer)
+        texts = {TOKENIZER: tokenizer} | ({} if chat_template is None else {CHAT_TEMPLATE: chat_template.encode()})
+        for name, text in texts.items():
+            (path / name).write_bytes(text)
         files = {
             name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
-            for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS)
+            for name in (*texts, FIXED, BUNDLES, CHECKSUMS)
         }
         manifest = replace(self._manifest, files=files, quantization_error=quantization_error).sealed()
         (path / MANIFEST).write_bytes(manifest.to_bytes())

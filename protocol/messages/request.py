@@ -26,6 +26,8 @@ class Generate(Message):
     request: the client's name for it
     prompt: the text; exactly one of prompt and tokens is given
     tokens: the text as token ids, taken as they are: no token is put before them
+    frame: whether the tokenizer puts its own begin and end tokens round the prompt; chat templates write them
+        themselves
     max_tokens: most tokens to generate
     temperature: 0 takes the most likely token
     top_k: draw from the k most likely tokens; 0 from all
@@ -48,6 +50,7 @@ class Generate(Message):
     request: str
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
+    frame: bool = True
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0

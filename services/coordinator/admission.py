@@ -100,7 +100,7 @@ class Admission:
                     f"the prompt has {text_bytes} bytes, the context of this run holds {limit} tokens",
                 )
             try:
-                tokens = tuple(self._tokenizer.encode(text or ""))
+                tokens = tuple(self._tokenizer.encode(text or "", frame=not isinstance(ask, Generate) or ask.frame))
             except Exception as error:  # the library's own kinds; whatever it is, it is about this text
                 return [], ("bad_request", f"the tokenizer refuses the prompt: {error}")
         if not tokens:

@@ -16,8 +16,8 @@ class Tokenizer(Protocol):
         """No token stands for more bytes of text."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, *, frame: bool = True) -> list[int]:
+        """Token ids of a text. frame: with the tokens that the file puts round a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -46,9 +46,9 @@ class FileTokenizer:
         """No token stands for more bytes of text."""
         return self._longest_token_bytes
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the file's post-processor says."""
-        return list(self._library.encode(text).ids)
+    def encode(self, text: str, *, frame: bool = True) -> list[int]:
+        """Token ids of a text. frame: with the tokens that the file's post-processor puts round a text."""
+        return list(self._library.encode(text, add_special_tokens=frame).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.request import Bias, Generate
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.chat import prompt_of
+from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator
 from neuronpipe.services.gateway.door import Door, respond
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
@@ -35,6 +36,7 @@ class Gateway:
 
     def __init__(self, package: Package, coordinator: Coordinator, listener: Listener) -> None:
         self._package, self._coordinator, self._listener = package, coordinator, listener
+        self._chat = Chat(package)
         self._metrics = Metrics()
         self._name = package.manifest.name
         self._fingerprint = f"np_{package.manifest.id[:12]}"
@@ -61,16 +63,24 @@ class Gateway:
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        prompt = prompt_of(self._package, body.messages)
+        prompt = self._chat.prompt(body.messages)
         limit = body.max_completion_tokens or body.max_tokens or MOST_TOKENS
-        return self._answer(body, [prompt], limit, ChatForm)
+        return self._answer(body, [prompt.text], limit, ChatForm, frame=prompt.frame)
 
     async def completions(self, request: Request) -> Answer:
         """Continue a text."""
         body = await read_body(request, CompletionRequest)
         return self._answer(body, body.prompts, body.max_tokens, TextForm)
 
-    def _answer(self, body: Sampling, prompts: list[str | list[int]], max_tokens: int, form: type[Form]) -> Answer:
+    def _answer(
+        self,
+        body: Sampling,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int,
+        form: type[Form],
+        *,
+        frame: bool = True,
+    ) -> Answer:
         if body.model not in (None, self._name):
             raise Problem(
                 404,
@@ -86,6 +96,7 @@ class Gateway:
                 request=self._coordinator.name(),
                 prompt=prompt if isinstance(prompt, str) else None,
                 tokens=None if isinstance(prompt, str) else tuple(prompt),
+                frame=frame,
                 max_tokens=max_tokens,
                 temperature=body.temperature,
                 top_k=body.top_k,

@@ -7,8 +7,10 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.links import CONTROL
@@ -16,6 +18,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
 KEEP_ALIVE_S = 30
+MOST_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
 
 
@@ -44,6 +47,7 @@ async def _serve(package: Package, endpoint: str, listener: Listener, run_ended:
     from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, BoundedProtocol
     from neuronpipe.services.gateway.coordinator import Coordinator
 
+    _limit_memory()
     coordinator = Coordinator(endpoint, run_ended)
     config = uvicorn.Config(
         Gateway(package, coordinator, listener).application(),
@@ -63,3 +67,13 @@ async def _serve(package: Package, endpoint: str, listener: Listener, run_ended:
             await uvicorn.Server(config).serve(sockets=[listening])
         finally:
             await coordinator.close()
+
+
+def _limit_memory() -> None:
+    """No request may make this process take the machine's memory: beyond this an allocation fails, and with it that
+    request alone."""
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = size_bytes + MOST_GROWTH_BYTES
+    if soft == resource.RLIM_INFINITY or soft > wanted:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))

@@ -6,11 +6,15 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from neuronpipe.plans.convert import convert
+from neuronpipe.services.coordinator.text import FileTokenizer
 
+from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.http_client import PATIENCE_S, Server, read_reply, request, served
 from tests.pipeline import Shell, eventually
 
@@ -214,3 +218,20 @@ def test_biases_and_penalties_change_what_is_drawn(client: openai.OpenAI) -> Non
     assert len(set(held.logprobs.tokens or ())) > len(set(plain.logprobs.tokens or ()))
     beyond = {"repetition_penalty": 1.5, "min_p": 0.1, "top_k": 5, "ignore_eos": True}
     assert client.completions.create(**options, extra_body=beyond).choices[0].text != plain.text
+
+
+def test_a_conversation_is_written_by_the_packages_template(shell: Shell, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    refusing = "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    (source / "chat_template.jinja").write_text(refusing + template)
+    package = convert(source, tmp_path / "package", quantization="q8")
+    talk = [{"role": "developer", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    with served(shell, package.path) as one:
+        answer = one.post("/v1/chat/completions", messages=talk, max_tokens=5, temperature=0).json()
+        ids = FileTokenizer(package.tokenizer()).encode("[system]a[user]b", frame=False)
+        plain = one.post("/v1/completions", prompt=ids, max_tokens=5, temperature=0).json()
+        assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+        assert answer["usage"] == plain["usage"]
+        refused = one.post("/v1/chat/completions", messages=talk * 2)
+        assert (refused.status, refused.json()["error"]["code"]) == (400, "messages_refused")

@@ -41,7 +41,7 @@ class Letters:
 
     longest_token_bytes = 4
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, frame: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
     def decode(self, tokens: Sequence[int]) -> str:

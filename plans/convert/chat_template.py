@@ -1,0 +1,71 @@
+"""The chat template of a source, and the texts of the tokens that templates name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from neuronpipe.plans.package.fields import Record, read_file, read_json
+from neuronpipe.plans.package.manifest import MOST_TEMPLATE_BYTES
+
+TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+class ChatTemplate(NamedTuple):
+    """A Jinja template, and what it calls `bos_token` and `eos_token`; "" where there is none."""
+
+    text: str
+    begin: str
+    end: str
+
+
+def huggingface_template(path: Path) -> ChatTemplate | None:
+    """That of a Hugging Face directory: a file of its own, or a field of tokenizer_config.json. None: a base model."""
+    config = read_json(path / CONFIG) if (path / CONFIG).exists() else Record({}, str(path / CONFIG))
+    if (path / TEMPLATE).exists():
+        text: str | None = _decoded(path / TEMPLATE)
+    else:
+        text = _named_default(config) if config.has("chat_template") else None
+    return None if text is None else ChatTemplate(text, _token(config, "bos_token"), _token(config, "eos_token"))
+
+
+def gguf_template(metadata: Record) -> ChatTemplate | None:
+    """That of a GGUF file's metadata."""
+    if not metadata.has("tokenizer.chat_template"):
+        return None
+    pieces = metadata.items("tokenizer.ggml.tokens") if metadata.has("tokenizer.ggml.tokens") else []
+
+    def piece(name: str) -> str:
+        field = f"tokenizer.ggml.{name}_token_id"
+        return str(pieces[metadata.integer(field, 0, len(pieces) - 1)]) if pieces and metadata.has(field) else ""
+
+    text = metadata.text("tokenizer.chat_template")
+    if len(text.encode(errors="replace")) > MOST_TEMPLATE_BYTES:
+        metadata.fail("tokenizer.chat_template", f"longer than {MOST_TEMPLATE_BYTES} bytes")
+    return ChatTemplate(text, piece("bos"), piece("eos"))
+
+
+def _decoded(path: Path) -> str:
+    data = read_file(path, MOST_TEMPLATE_BYTES)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        Record({}, str(path)).fail("text", "not UTF-8")
+
+
+def _named_default(config: Record) -> str | None:
+    """One template, or the one called "default" of several for different uses."""
+    value = config.value("chat_template")
+    if isinstance(value, str):
+        return value
+    for entry in config.items("chat_template"):
+        if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
+            return str(entry["template"])
+    return None
+
+
+def _token(config: Record, name: str) -> str:
+    """A token's text; older files wrap it in an object."""
+    if not config.has(name):
+        return ""
+    return config.record(name).text("content") if isinstance(config.value(name), dict) else config.text(name)

@@ -1,0 +1,71 @@
+"""Chat templates on their way into a package: from each place where a source may keep one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.package.manifest import Chat
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.conformance.gguf_files import write_gguf
+
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}},
+        {
+            "chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
+            "bos_token": {"content": "<s>"},
+            "eos_token": "</s>",
+        },
+    ],
+)
+def test_a_hugging_face_source_has_it_in_the_tokenizers_configuration(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    package = convert(source, tmp_path / "package", quantization="q8")
+    assert package.chat_template() == TEMPLATE
+    assert package.manifest.chat == Chat(begin="<s>", end="</s>")
+
+
+def test_a_file_of_its_own_goes_before_the_configuration(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old", "bos_token": None}))
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    package = convert(source, tmp_path / "package", quantization="q8")
+    assert package.chat_template() == TEMPLATE
+    assert package.manifest.chat == Chat(begin="", end="")
+
+
+def test_a_gguf_file_has_it_in_its_metadata(tmp_path: Path) -> None:
+    metadata = {"tokenizer.chat_template": TEMPLATE}
+    package = convert(write_gguf(tmp_path / "m.gguf", TINY, metadata=metadata), tmp_path / "package", quantization="q8")
+    assert package.chat_template() == TEMPLATE
+    assert package.manifest.chat is not None
+
+
+def test_a_source_without_one_makes_a_package_without_one(tmp_path: Path) -> None:
+    package = convert(write_checkpoint(tmp_path / "source", TINY), tmp_path / "package", quantization="q8")
+    assert package.manifest.chat is None
+    assert not (package.path / "chat_template.jinja").exists()
+
+
+def test_a_template_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    package = convert(source, tmp_path / "package", quantization="q8")
+    file = package.path / "chat_template.jinja"
+    file.write_text(TEMPLATE.replace("content", "contint"))
+    with pytest.raises(UserError, match=r"chat_template\.jinja"):
+        package.chat_template()
+    with pytest.raises(UserError, match=r"chat_template\.jinja"):
+        package.verify_fixed()
