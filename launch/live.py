@@ -15,6 +15,7 @@ from neuronpipe.launch.supervisor import STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import Implementations
 
@@ -51,10 +52,12 @@ def started_run(
     stays: bool,
     uses: Implementations | None = None,
     listener: Listener | None = None,
+    fixed: Segment | None = None,
 ) -> Iterator[LiveRun]:
     """A new run, by a forked supervisor; it ends with the context. stays: it outlives a context that was left without
     an error, and this command; otherwise this process's memory counts as the run's. uses: what does the roles' work,
-    where it is not ours. Raises UserError when the run directory cannot be made.
+    where it is not ours. fixed: the fixed tensors, where another run has loaded them. Raises UserError when the run
+    directory cannot be made.
 
     Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
     """
@@ -63,7 +66,7 @@ def started_run(
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        live = _fork(package, plan, path, stays, uses or Implementations(), listener)
+        live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
             yield live
@@ -77,7 +80,13 @@ def started_run(
 
 
 def _fork(
-    package: Package, plan: Plan, path: Path | None, stays: bool, uses: Implementations, listener: Listener | None
+    package: Package,
+    plan: Plan,
+    path: Path | None,
+    stays: bool,
+    uses: Implementations,
+    listener: Listener | None,
+    fixed: Segment | None,
 ) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
@@ -88,7 +97,7 @@ def _fork(
         os.setsid()
         if stays:
             _detach()
-        supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener)
+        supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
     os.close(write_end)
     return LiveRun(directory, pid, read_end)
 

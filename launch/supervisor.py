@@ -8,6 +8,8 @@ not survive a fork.
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
     it dies too often         the run ends with a message
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
+    a request at the door     seats change hands (takeover.py); an implementation that took a seat on the live run and
+                              cannot live makes way for the one before it
     SIGTERM, SIGINT           coordinator and gateway come to an end; who is left is ended, then killed
 """
 
@@ -24,18 +26,22 @@ import sys
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 
+from neuronpipe.launch.door import Door, answer
 from neuronpipe.launch.footprint import Footprint
+from neuronpipe.launch.takeover import Takeover
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layouts import LINE_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.facts import run_facts
 from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.implementations import OURS, Implementations
+from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.pinning import pin
@@ -43,6 +49,7 @@ from neuronpipe.services.pinning import pin
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S = 1.5, 1.0
 START_ORDER = tuple(OURS)
+TAKEOVER_POLL_S = 0.002
 FAILURE = "failure"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 log = logging.getLogger(__name__)
@@ -56,7 +63,8 @@ def preload() -> None:
 
 class Supervisor:
     """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run. uses: what does the roles' work. listener: the gateway's, if the plan has one."""
+    run. uses: what does the roles' work. listener: the gateway's, if the plan has one. fixed: the fixed tensors, where
+    another run has loaded them."""
 
     def __init__(
         self,
@@ -66,6 +74,7 @@ class Supervisor:
         watched: tuple[int, ...],
         uses: Implementations,
         listener: Listener | None = None,
+        fixed: Segment | None = None,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched, self._listener = watched, listener
@@ -73,13 +82,19 @@ class Supervisor:
         self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
         self._processes: dict[int, Seat] = {}
         self._implementations = {key: uses.of(*key) for key in self._lines}
+        self._earlier: dict[tuple[str, int], Implementation] = {}  # of seats that changed hands
+        self._takeover: Takeover | None = None
+        self._door = Door(directory.path)
+        self._log_starts: dict[tuple[str, int], int] = {}  # where the present process's part of its log begins
         self._incarnations = {(seat.role, seat.index): 0 for seat in self._seats}
         self._deaths: dict[tuple[str, int], deque[float]] = {key: deque() for key in self._incarnations}
-        self._segments = create_segments(package.manifest, plan)
+        self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
         self._board = self._memory.view("board", "processes")
         self._board_memory = self._memory.view("board", "memory")
+        self._leaving = self._memory.view("board", "leaving")
+        self._seated = self._memory.view("board", "seated")
         self._board_memory[2] = plan.memory.limit_bytes
         self._footprint = Footprint(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
@@ -104,9 +119,16 @@ class Supervisor:
                     self._start(seat)
             while not self._stopping and self.failure is None:
                 timeout = max(0.0, min(0.25, self._footprint.due_at - time.monotonic()))
-                if select.select([wake_read], [], [], timeout)[0]:
+                if self._takeover is not None:
+                    timeout = min(timeout, TAKEOVER_POLL_S)
+                readable = select.select([wake_read, *self._door.descriptors()], [], [], timeout)[0]
+                if wake_read in readable:
                     os.read(wake_read, 4096)
+                    readable.remove(wake_read)
                 self._reap()
+                if readable:
+                    self._open_door()
+                self._watch_takeover()
                 self._measure()
                 if self._watched and os.getppid() not in self._watched:
                     self._stopping = True  # the command that started this run is gone
@@ -137,9 +159,61 @@ class Supervisor:
             self._plan.to_json(),
         )
 
+    # ---- seats that change hands -----------------------------------------------------------------------------
+    def _open_door(self) -> None:
+        for guest, request in self._door.requests():
+            try:
+                if request.get("ask") == "implementations":
+                    answer(guest, implementation_facts(self._implementations))
+                elif request.get("ask") != "swap":
+                    raise ValueError("ask: neither implementations nor swap")
+                elif self._takeover is not None:
+                    raise ValueError("other seats are just changing hands; try again")
+                else:
+                    self._takeover = Takeover.parse(request, self._implementations, guest, time.monotonic())
+                    for seat in self._takeover.phases:
+                        self._leaving[self._lines[seat]] = 1
+            except (ValueError, UserError) as error:
+                answer(guest, {"error": str(error)})
+
+    def _watch_takeover(self) -> None:
+        """Whether the successors are seated by now, or late."""
+        takeover = self._takeover
+        if takeover is None:
+            return
+        draining = {seat for seat, phase in takeover.phases.items() if phase == "draining"}
+        seated = all(self._seated[self._lines[seat]] == self._incarnations[seat] + 1 for seat in takeover.phases)
+        if not draining and seated:
+            self._earlier |= takeover.before
+            self._takeover = None
+            pids = {f"{seat.role}.{seat.index}": pid for pid, seat in self._processes.items()}
+            answer(takeover.guest, {"pids": {f"{role}.{n}": pids[f"{role}.{n}"] for role, n in takeover.phases}})
+        elif time.monotonic() > takeover.deadline:
+            if draining:
+                takeover.deadline = time.monotonic() + takeover.patience_s
+                self._kill(draining)
+            else:
+                self._give_up(f"was not ready within {takeover.patience_s:.0f} s")
+
+    def _give_up(self, why: str) -> None:
+        """The old implementations have the seats again; whoever came for them is sent away."""
+        takeover, self._takeover = self._takeover, None
+        assert takeover is not None
+        self._implementations |= takeover.before
+        for seat in takeover.phases:
+            self._leaving[self._lines[seat]] = 0
+        self._kill({seat for seat, phase in takeover.phases.items() if phase == "starting"})
+        answer(takeover.guest, {"error": why})
+
+    def _kill(self, seats: set[tuple[str, int]]) -> None:
+        for pid, seat in self._processes.items():
+            if (seat.role, seat.index) in seats:
+                os.kill(pid, signal.SIGKILL)
+
     # ---- processes -------------------------------------------------------------------------------------------
     def _start(self, seat: Seat) -> None:
         key = (seat.role, seat.index)
+        self._log_starts[key] = self._log_size(seat)
         parent = os.getpid()
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
@@ -184,8 +258,7 @@ class Supervisor:
 
     def _redirect(self, seat: Seat) -> None:
         """Standard streams of a service: nothing to read, and a log in the run directory."""
-        path = self._directory.path / f"{seat.role}.{seat.index}.log"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(self._log_path(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
             os.dup2(source, target)
@@ -219,25 +292,66 @@ class Supervisor:
             self._epoch.advance()
         if self._stopping:
             return
-        failure = self._directory.path / FAILURE
-        if code == 2 and failure.exists():
-            self.failure = failure.read_text(encoding="utf-8")
+        takeover = self._takeover
+        if takeover is not None and takeover.phases.get(key) == "draining":
+            self._leaving[self._lines[key]] = 0
+            self._implementations[key] = takeover.old_one_went(key, time.monotonic())
+            self._start(seat)
+            return
+        said = self._failure() if code == 2 else None
+        if takeover is not None and key in takeover.phases:
+            self._give_up(f"ended before it was ready: {said or self._last_words(seat)}")
+            self._start(seat)
+            return
+        if said is not None:
+            self._hopeless(seat, said)
             return
         deaths = self._deaths[key]
         deaths.append(time.monotonic())
         while deaths and deaths[0] < deaths[-1] - WITHIN_S:
             deaths.popleft()
         if len(deaths) > RESTARTS:
-            self.failure = (
-                f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}"
+            self._hopeless(
+                seat,
+                f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}",
             )
             return
         self._start(seat)
 
-    def _last_words(self, seat: Seat) -> str:
-        path = self._directory.path / f"{seat.role}.{seat.index}.log"
+    def _failure(self) -> str | None:
+        """What a process that exits with status 2 left for a person to read."""
+        path = self._directory.path / FAILURE
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = path.read_text(encoding="utf-8", errors="replace")
+            path.unlink()
+        except OSError:
+            return None
+        return said
+
+    def _hopeless(self, seat: Seat, why: str) -> None:
+        """The implementation cannot have this seat: the one before it has it again, or the run ends."""
+        key = (seat.role, seat.index)
+        if key not in self._earlier:
+            self.failure = why
+            return
+        self._implementations[key] = self._earlier.pop(key)
+        self._deaths[key].clear()
+        self._start(seat)
+
+    def _log_path(self, seat: Seat) -> Path:
+        return self._directory.path / f"{seat.role}.{seat.index}.log"
+
+    def _log_size(self, seat: Seat) -> int:
+        try:
+            return self._log_path(seat).stat().st_size
+        except OSError:
+            return 0
+
+    def _last_words(self, seat: Seat) -> str:
+        try:
+            with self._log_path(seat).open("rb") as stream:
+                stream.seek(self._log_starts[(seat.role, seat.index)])
+                lines = stream.read().decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         return lines[-1] if lines else "it left no message; was it killed by the system for lack of memory?"
@@ -253,6 +367,8 @@ class Supervisor:
     def _shut_down(self) -> None:
         """Drain, then terminate, then kill; then remove the run directory."""
         self._stopping = True
+        if self._takeover is not None:
+            answer(self._takeover.guest, {"error": "the run is ending"})
         first = [pid for pid, seat in self._processes.items() if seat.role in ("coordinator", GATEWAY)]
         for pids, number, patience_s in (
             (
@@ -281,13 +397,14 @@ def supervise(
     watched: tuple[int, ...],
     uses: Implementations,
     listener: Listener | None = None,
+    fixed: Segment | None = None,
 ) -> None:
     """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
     could not go on; its end means that the run is over. Never returns."""
     message = ""
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener)
+        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed)
         supervisor.run()
         message = supervisor.failure or ""
     except UserError as error:

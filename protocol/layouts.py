@@ -401,6 +401,22 @@ def board(*, processes: int) -> Layout:
         to="coordinator, monitor",
         ordering="single words, no order among them",
     )
+    fields.add(
+        "leaving",
+        "u32",
+        "processes",
+        by="supervisor",
+        to="coordinator",
+        ordering="1: a successor of this process waits for its seat; single words, no order among them",
+    )
+    fields.add(
+        "seated",
+        "u32",
+        "processes",
+        by="coordinator",
+        to="supervisor, monitor",
+        ordering="incarnation + 1 of the last process here that said Ready; single words, no order among them",
+    )
     return fields.layout()
 
 

@@ -5,6 +5,7 @@
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
+    door        a socket of the supervisor's: a person asks for changes to the run
 
 Only its user can enter it. Whoever wants to attach reads run.json, checks that the supervisor it names is alive, and
 connects to the endpoints; segments are opened through the supervisor's descriptors.

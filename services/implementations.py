@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -32,6 +32,9 @@ OURS = {
     "gateway": "neuronpipe.services.gateway.service:GatewayService",
 }
 """The class that does each role's work unless another one is asked for, in the order in which they start."""
+
+SWAPPABLE = ("decode", "prefill", "loader", "cache")
+"""Roles whose seats may change hands while a run is live. Clients' requests live in the others."""
 
 PROGRAM = "argv:"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -53,7 +56,7 @@ class Implementation:
     folder: str
 
     @classmethod
-    def parse(cls, text: str, folder: Path) -> Implementation:
+    def parse(cls, text: str, folder: Path | str) -> Implementation:
         """Check how it is written. Raises UserError."""
         if text.startswith(PROGRAM):
             try:
@@ -64,7 +67,7 @@ class Implementation:
                 raise UserError(f"--use {text!r}: names no program; write argv:'./my-worker --run {{run}}'")
         elif not _CLASS.fullmatch(text):
             raise UserError(f"--use {text!r}: neither package.module:Class nor argv:COMMAND")
-        return cls(text, str(folder.resolve()))
+        return cls(text, str(Path(folder).resolve()))
 
     def serve(self, job: Job) -> None:
         """Be this implementation: return when drained, or become another program and never return. Raises UserError
@@ -123,11 +126,22 @@ def parse_seat(text: str) -> tuple[str, int | None]:
     return found[1], None if found[2] is None else int(found[2])
 
 
+def implementation_facts(seats: Mapping[tuple[str, int], Implementation]) -> dict[str, Sequence[str]]:
+    """Which implementation each seat has, in JSON: how it is written, and the folder where it was named."""
+    return {f"{role}.{index}": (one.text, one.folder) for (role, index), one in seats.items()}
+
+
 class Implementations:
     """Which implementation each seat has: what was asked for, the last one first, else ours."""
 
     def __init__(self, uses: Iterable[Use] = ()) -> None:
         self._uses = tuple(uses)
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Sequence[str]]) -> Implementations:
+        """From the answer of a supervisor: see `implementation_facts`."""
+        seats = {name: parse_seat(name) for name in facts}
+        return cls(Use(*seats[name], Implementation(*facts[name])) for name in facts)
 
     def of(self, role: str, index: int) -> Implementation:
         """That of one seat."""

@@ -13,7 +13,6 @@ from neuronpipe.protocol.layouts import Layout
 from neuronpipe.protocol.segments import Mapping, Segment
 
 READS: dict[str, frozenset[str]] = {
-    "coordinator": frozenset({"board"}),
     "loader": frozenset({"exchange"}),
     "cache": frozenset({"board"}),
     "decode": frozenset({"fixed", "slots", "board"}),
@@ -21,7 +20,7 @@ READS: dict[str, frozenset[str]] = {
 }
 WRITES: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"exchange", "residency", "board"}),
-    "coordinator": frozenset({"exchange", "residency", "trace"}),
+    "coordinator": frozenset({"exchange", "residency", "board", "trace"}),
     "loader": frozenset({"slots", "residency", "board", "trace"}),
     "cache": frozenset({"residency", "trace"}),
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
@@ -68,12 +67,14 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     return {one.name: one for one in made}
 
 
-def create_segments(manifest: Manifest, plan: Plan) -> dict[str, Segment]:
-    """All segments, zeroed. Raises UserError when memory does not suffice."""
-    segments: dict[str, Segment] = {}
+def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:
+    """All segments, zeroed; or the sealed one of another run of this package for the fixed tensors. Raises UserError
+    when memory does not suffice."""
+    segments: dict[str, Segment] = {} if fixed is None else {"fixed": fixed}
     try:
         for name, layout in run_layouts(manifest, plan).items():
-            segments[name] = Segment.create(layout)
+            if name not in segments:
+                segments[name] = Segment.create(layout)
     except BaseException:
         for segment in segments.values():
             segment.close()

@@ -7,6 +7,7 @@ One step is outstanding at a time, a prefill chunk or a decode step over every g
     busy        StepDone of every member    logits read: Sample or Likelihoods; its answer makes the core idle
     busy        EpochChanged                void: wait until every member left the step and every seat is ready
     void        all settled                 the same step again, under the new epoch
+    idle        Leaving                     Dismiss: no step before the seats have other processes that are ready
 
 A step is the same every time it is sent: tokens and positions are kept until it is done.
 """
@@ -34,9 +35,11 @@ from neuronpipe.services.coordinator.events import (
     Action,
     Asked,
     Broken,
+    Dismiss,
     Eased,
     EpochChanged,
     Event,
+    Leaving,
     Left,
     Likelihoods,
     Measured,
@@ -81,6 +84,7 @@ class Core:
         self._outstanding_works: list[Work] = []
         self._cost: Cost = {}  # of the outstanding step, this time it was sent
         self._busy: set[Seat] = set()
+        self._leaving: frozenset[Seat] = frozenset()
         self._void = False
         self._reading = False
         self._prefill_turn = True
@@ -107,8 +111,11 @@ class Core:
             case EpochChanged(epoch, lost):
                 self.epoch = epoch
                 self.ready -= set(lost)
+                self._leaving -= set(lost)
                 self._busy -= set(lost)
                 self._void = self._outstanding is not None and not self._reading
+            case Leaving(seats):
+                self._leaving = seats
             case Left():
                 actions += self._left(event)
             case Broken():
@@ -189,6 +196,11 @@ class Core:
     # ---- steps -----------------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:
         """Send the next step, or the voided one again, when nothing stands against it."""
+        if self._leaving and self._outstanding is None and not self._reading:
+            gone = self._leaving & self.ready
+            self.ready -= gone
+            self._leaving -= gone
+            return [Dismiss(seat) for seat in sorted(gone)]
         if self._reading or not self.all_ready:
             return []
         if self._outstanding is not None:

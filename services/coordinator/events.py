@@ -99,11 +99,18 @@ class Eased:
 
 
 @dataclasses.dataclass(frozen=True)
+class Leaving:
+    """These seats' processes have successors that wait for them to go; it replaces what was said before."""
+
+    seats: frozenset[Seat]
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed and nothing else happened."""
 
 
-Event = Asked | SeatReady | EpochChanged | Left | Broken | Sampled | Measured | Eased | Tick
+Event = Asked | SeatReady | EpochChanged | Leaving | Left | Broken | Sampled | Measured | Eased | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------------------
@@ -160,4 +167,11 @@ class Abandon:
     """Advance the epoch: the other members of a broken step must not wait for the one that gave up."""
 
 
-Action = SendStep | Tell | Sample | Likelihoods | Abandon
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """Drain the seat's process: no step is under way, and none is sent before the seat is ready again."""
+
+    seat: Seat
+
+
+Action = SendStep | Tell | Sample | Likelihoods | Abandon | Dismiss

@@ -31,9 +31,11 @@ from neuronpipe.services.coordinator.events import (
     Action,
     Asked,
     Broken,
+    Dismiss,
     Eased,
     EpochChanged,
     Event,
+    Leaving,
     Left,
     Likelihoods,
     Measured,
@@ -91,6 +93,9 @@ class CoordinatorService:
         self._core.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)
         self._board = self._memory.view("board", "processes")
+        self._leaving = self._memory.view("board", "leaving")
+        self._leaving_seen = b""
+        self._seated = self._memory.view("board", "seated")
         self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
@@ -111,6 +116,7 @@ class CoordinatorService:
         while not self._draining:
             poller.wait(self._patience_ms())
             self._notice_epoch()
+            self._notice_leaving()
             while (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
@@ -154,6 +160,7 @@ class CoordinatorService:
             case Ready():
                 if seat.state == "starting" and seat.incarnation >= 0:
                     seat.state = "ready"
+                    self._seated[self._lines[name]] = seat.incarnation + 1
                     self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
                     self._handle(SeatReady(name))
             case Beat():
@@ -214,6 +221,13 @@ class CoordinatorService:
         gone = [seat for seat in self._seats if seat.incarnation not in (-1, self._board[self._line(seat) + 1])]
         return EpochChanged(epoch, tuple(self._leave(seat) for seat in gone))
 
+    def _notice_leaving(self) -> None:
+        """The supervisor says on the board which processes have successors."""
+        leaving = self._leaving.tobytes()
+        if leaving != self._leaving_seen:
+            self._leaving_seen = leaving
+            self._handle(Leaving(frozenset(name for name, line in self._lines.items() if self._leaving[line])))
+
     # ---- actions ---------------------------------------------------------------------------------------------
     def _handle(self, event: Event) -> None:
         pending: list[Event] = [event]
@@ -252,6 +266,9 @@ class CoordinatorService:
             case Likelihoods(targets):
                 self._meter.step_done()
                 return Measured(self._sampler.negative_log_likelihoods(targets))
+            case Dismiss((role, index)):
+                self._events.send(Life(role=role, index=index, state="draining", detail="another takes its place"))
+                self._send(f"{role}-{index}", Drain())
             case Abandon():
                 return self._epoch_event(self._epoch.advance())
         return None

@@ -17,8 +17,10 @@ from neuronpipe.services.coordinator.events import (
     Action,
     Asked,
     Broken,
+    Dismiss,
     Eased,
     EpochChanged,
+    Leaving,
     Left,
     Likelihoods,
     Measured,
@@ -490,3 +492,28 @@ def test_requests_beyond_the_bound_of_those_that_wait_are_refused_at_once() -> N
     (refused,) = answers[-1]
     assert isinstance(refused, Refused)
     assert refused.code == "busy"
+
+
+def test_a_seat_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
+    core = make_core()
+    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="abc", max_tokens=3)), 0.0))
+    assert core.handle(Leaving(frozenset({("decode", 0), ("decode", 1)})), 0.5) == []
+    actions = finish(core, prefill)
+    assert [action for action in actions if isinstance(action, Sample)]
+    actions = core.handle(Sampled((65,)), 1.0)
+    assert [action.seat for action in actions if isinstance(action, Dismiss)] == [("decode", 0), ("decode", 1)]
+    assert sent(actions) == []
+    assert sent(core.handle(SeatReady(("decode", 0)), 2.0)) == []
+    assert core.handle(EpochChanged(1, (("decode", 1),)), 2.0) == []
+    (step,) = sent(core.handle(SeatReady(("decode", 1)), 3.0))
+    assert step.epoch == 1
+
+
+def test_an_idle_seat_is_dismissed_at_once_and_only_once() -> None:
+    core = make_core()
+    assert core.handle(Leaving(frozenset({("cache", 0)})), 0.0) == [Dismiss(("cache", 0))]
+    assert core.handle(Tick(), 0.1) == []
+    assert core.handle(Leaving(frozenset()), 0.2) == []
+    (prefill,) = sent(core.handle(SeatReady(("cache", 0)), 0.3)) or [None]
+    assert prefill is None
+    assert sent(core.handle(Asked(b"c", Generate(request="r", prompt="abc", max_tokens=3)), 0.4))

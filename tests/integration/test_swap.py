@@ -1,0 +1,209 @@
+"""Seats of a live run change hands, and the text goes on with the same tokens; who cannot take one leaves it alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from neuronpipe.launch import door
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import NotRunning, UserError
+
+from tests.conformance.checkpoints import RECIPES, tokens
+from tests.pipeline import Run, Shell, eventually
+
+Converted = Callable[..., Package]
+PROMPT = tokens(RECIPES["relu2"], 20)
+FIRING_LOG = "neuronpipe.services.examples.firing:FiringLog"
+WORKERS = """
+import os, time
+from neuronpipe.services.decode.service import DecodeService
+from neuronpipe.services.loader.service import LoaderService
+
+class EndsAtOnce:
+    def __init__(self, job):
+        raise RuntimeError("nothing works today")
+
+class SaysNothing:
+    def __init__(self, job):
+        time.sleep(1000)
+
+class SaysHelloForAnother(DecodeService):
+    def __init__(self, job):
+        super().__init__(job)
+        self._service._hello = type(self._service._hello)(
+            role="decode", index=job.seat.index, pid=1, incarnation=job.incarnation + 5, protocol="1.0", slots=1)
+
+class OneBitOff(DecodeService):
+    def compute(self, step):
+        outcome = super().compute(step)
+        words = self._worker._memory.view("exchange", "logits").cast("B").cast("I")
+        words[7] ^= 1
+        return outcome
+
+class NeverAnswers(DecodeService):
+    def compute(self, step):
+        time.sleep(1000)
+
+class ReadsNothing(LoaderService):
+    def __init__(self, job):
+        super().__init__(job)
+        self._core.serve = lambda descriptors, timeout_ms: time.sleep(timeout_ms / 1000)
+
+class OnlyInRehearsals(DecodeService):
+    def __init__(self, job):
+        if job.directory.path.name != "rehearsal":
+            raise RuntimeError("stage fright")
+        super().__init__(job)
+
+class DiesWhenOnTheRoad(DecodeService):
+    def compute(self, step):
+        if self._worker._job.directory.path.name != "rehearsal":
+            os.kill(os.getpid(), 9)
+        return super().compute(step)
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(long_shell: Shell, converted: Converted) -> list[int]:
+    with long_shell.up(converted("relu2", "f16").path, "--workers", "1") as run:
+        return list(run.ask(PROMPT, 60)["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def half(long_shell: Shell, converted: Converted) -> Iterator[Run]:
+    with long_shell.up(converted("relu2", "f16").path, "--workers", "2", "--ffn-resident", "50%") as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def small(long_shell: Shell, converted: Converted) -> Iterator[Run]:
+    (long_shell.folder / "experiment.py").write_text(WORKERS)
+    with long_shell.up(converted("relu2", "f16").path, "--workers", "2") as run:
+        yield run
+
+
+def pids(run: Run) -> dict[str, int]:
+    return {f"{p.role}.{p.index}": p.pid for p in run.status().processes}
+
+
+def swap_while_asking(run: Run, *words: str) -> tuple[list[int], dict[str, int]]:
+    """The tokens of texts that are generated meanwhile, one after the other, and the new processes."""
+    answers: list[list[int]] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set() or not answers:
+            answers.append(list(run.ask(PROMPT, 60)["token_ids"]))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        said = run.shell.json("swap", *words, "--run", run.path)
+    finally:
+        over.set()
+        asking.join(60)
+    assert not asking.is_alive()
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0], dict(said["pids"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("decode.1",), ("decode", "--use", FIRING_LOG), ("prefill",), ("loader",), ("cache",)],
+    ids=lambda words: words[0],
+)
+def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], words: tuple[str, ...]) -> None:
+    before = pids(half)
+    answer, taken = swap_while_asking(half, *words)
+    assert answer == undisturbed
+    after = pids(half)
+    assert {seat for seat in before if before[seat] != after[seat]} == set(taken)
+    assert all(after[seat] == pid for seat, pid in taken.items())
+    assert half.ask(PROMPT, 60)["token_ids"] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ("decode.1", "--use", "experiment:EndsAtOnce"),
+            "ended before it was ready: RuntimeError: nothing works today",
+        ),
+        (("decode.1", "--use", "experiment:SaysNothing"), "was not ready within 1 s"),
+        (("decode.1", "--use", "experiment:SaysHelloForAnother"), "was not ready within 1 s"),
+        (("decode.1", "--use", "experiment:OneBitOff"), "computes other bits than the present implementation: logits"),
+        (("decode.0", "--use", "experiment:NeverAnswers"), "did not answer within"),
+        (("loader", "--use", "experiment:ReadsNothing"), "did not answer within"),
+        (("decode.1", "--use", "experiment:NoSuch"), "module experiment has no NoSuch"),
+        (("cache", "--use", "argv:sh -c 'echo no cache today >&2; exit 1'"), "no cache today"),
+    ],
+    ids=lambda words: words[-1].rpartition(":")[2] if isinstance(words, tuple) else None,
+)
+def test_what_fails_leaves_the_old_one_working_and_says_why(small: Run, words: tuple[str, ...], why: str) -> None:
+    prompt = tokens(RECIPES["relu2"], 6)
+    before, said = pids(small), small.ask(prompt, 6)["token_ids"]
+    done = small.shell.call("swap", *words, "--run", small.path, "--patience", "1", cwd=small.shell.folder)
+    assert done.code == 2
+    (line,) = done.errors.splitlines()
+    assert line.startswith(f"neuronpipe: {words[0]} stays as it was: {words[2]}: ")
+    assert why in line
+    assert pids(small) == before
+    assert small.ask(prompt, 6)["token_ids"] == said
+
+
+@pytest.mark.parametrize("name", ["OnlyInRehearsals", "DiesWhenOnTheRoad"])
+def test_one_that_fails_in_its_seat_makes_way_for_the_implementation_before(small: Run, name: str) -> None:
+    prompt = tokens(RECIPES["relu2"], 6)
+    said = small.ask(prompt, 6)["token_ids"]
+    done = small.shell.call(
+        "swap", "decode.1", "--use", f"experiment:{name}", "--run", small.path, cwd=small.shell.folder
+    )
+    if name == "OnlyInRehearsals":
+        assert done.code == 2
+        assert "ended before it was ready: RuntimeError: stage fright" in done.errors
+    else:
+        assert done.code == 0, done.errors
+    assert small.ask(prompt, 12)["token_ids"][:6] == said
+    assert eventually(lambda: small.status().ready)
+    text, _ = door.ask(small.path, {"ask": "implementations"}, 5.0)["decode.1"]
+    assert text == "neuronpipe.services.decode.service:DecodeService"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("coordinator",), "coordinator: its requests would be lost"),
+        (("decode.2",), "decode.2: this run has decode.0, decode.1"),
+        (("decode", "--use", "nothing"), "neither package.module:Class nor argv:COMMAND"),
+        (("decode", "--patience", "0"), "--patience 0: between 0 and 600 seconds"),
+    ],
+)
+def test_what_cannot_be_swapped_is_refused(small: Run, words: tuple[str, ...], said: str) -> None:
+    assert said in small.shell.refused("swap", *words, "--run", small.path, beside=True)
+
+
+def test_without_a_run_there_is_nothing_to_swap(shell: Shell) -> None:
+    assert shell.call("swap", "decode.0").code == 3
+
+
+def test_the_door_hangs_up_on_what_is_no_request_and_refuses_what_makes_no_sense(small: Run) -> None:
+    for packet in (b"", b"\xff\x00", b"[]", b"{" * 1000):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
+            guest.settimeout(5)
+            guest.connect(str(small.path / door.NAME))
+            guest.send(packet)
+            assert guest.recv(100) == b""
+    for request, why in (
+        ({"ask": "money"}, "neither implementations nor swap"),
+        ({"ask": "swap", "seats": ["coordinator.0"], "patience_s": 1}, "seats: "),
+        ({"ask": "swap", "seats": ["cache.0"], "patience_s": -1}, "patience_s: "),
+        ({"ask": "swap", "seats": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: no text"),
+    ):
+        with pytest.raises(UserError, match=why):
+            door.ask(small.path, request, 5.0)
+    with pytest.raises(NotRunning):
+        door.ask(Path("/nowhere"), {"ask": "implementations"}, 5.0)
