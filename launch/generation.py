@@ -8,13 +8,11 @@ import sys
 from typing import Any
 
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.sampling import add_sampling_arguments, sampling_options
 from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-
-DEFAULT_TEMPERATURE = 0.8
-DEFAULT_TOP_P = 0.95
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,25 +21,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help=f"0: always the likeliest token (default: {DEFAULT_TEMPERATURE}; 0 with --json)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=None,
-        metavar="P",
-        help=f"draw from the likeliest tokens that make up P (default: {DEFAULT_TOP_P})",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the draws; the same seed gives the same text (default: %(default)s)"
-    )
+    add_sampling_arguments(parser)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be given again"
     )
@@ -50,30 +30,13 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
-    temperature = (
-        arguments.temperature if arguments.temperature is not None else (0.0 if arguments.json else DEFAULT_TEMPERATURE)
-    )
-    top_p = DEFAULT_TOP_P if arguments.top_p is None else arguments.top_p
-    for name, value, good in (
-        ("--max-tokens", arguments.max_tokens, arguments.max_tokens >= 1),
-        ("--temperature", temperature, 0 <= temperature <= 100),
-        ("--top-k", arguments.top_k, arguments.top_k >= 0),
-        ("--top-p", top_p, 0 < top_p <= 1),
-        ("--seed", arguments.seed, 0 <= arguments.seed < 1 << 63),
-    ):
-        if not good:
-            raise UserError(f"{name} {value}: out of range; see --help")
+    if arguments.max_tokens < 1:
+        raise UserError(f"--max-tokens {arguments.max_tokens}: out of range; see --help")
+    if arguments.logprobs is not None and not arguments.json:
+        raise UserError("--logprobs: only with --json, which has a place for them")
+    options = sampling_options(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
-    return Generate(
-        request="1",
-        prompt=prompt,
-        max_tokens=arguments.max_tokens,
-        temperature=temperature,
-        top_k=arguments.top_k,
-        top_p=top_p,
-        seed=arguments.seed,
-        stop=tuple(arguments.stop),
-    )
+    return Generate(request="1", prompt=prompt, max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), **options)
 
 
 def _standard_input() -> str:
@@ -87,12 +50,12 @@ def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> No
     if not arguments.json:
         sys.stdout.write(ask.prompt or "")
         sys.stdout.flush()
-    tokens: list[int] = []
+    tokens: list[Token] = []
     for message in client.request(ask):
         if isinstance(message, Token):
             if message.index < len(tokens):
                 continue  # asked for again after the coordinator was restarted
-            tokens.append(message.token)
+            tokens.append(message)
             if not arguments.json:
                 sys.stdout.write(message.text)
                 sys.stdout.flush()
@@ -100,7 +63,7 @@ def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> No
             _finish(arguments.json, message, tokens)
 
 
-def _finish(as_json: bool, finished: Finished, tokens: list[int]) -> None:
+def _finish(as_json: bool, finished: Finished, tokens: list[Token]) -> None:
     if as_json:
         print(json.dumps(to_json(finished, tokens)))
         return
@@ -115,12 +78,14 @@ def _finish(as_json: bool, finished: Finished, tokens: list[int]) -> None:
     )
 
 
-def to_json(finished: Finished, tokens: list[int]) -> dict[str, Any]:
+def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
     """The JSON object of `run --json` and `ask --json`."""
+    rated = [token for token in tokens if token.logprob is not None]
     return {
         "text": finished.text,
         "tokens": finished.tokens,
-        "token_ids": tokens,
+        "token_ids": [token.token for token in tokens],
+        **({"logprobs": [_rating(token) for token in rated]} if rated else {}),
         "prompt_tokens": finished.prompt_tokens,
         "cached_tokens": finished.cached_tokens,
         "reason": finished.reason,
@@ -132,3 +97,9 @@ def to_json(finished: Finished, tokens: list[int]) -> dict[str, Any]:
         "plan": finished.plan,
         "mode": finished.mode,
     }
+
+
+def _rating(token: Token) -> dict[str, Any]:
+    """How likely one token was; bytes that are no whole character show as U+FFFD in its text."""
+    top = [{"token": t.token, "text": t.piece.decode(errors="replace"), "logprob": t.logprob} for t in token.top]
+    return {"token": token.token, "text": token.piece.decode(errors="replace"), "logprob": token.logprob, "top": top}

@@ -151,11 +151,11 @@ class Run:
             max_tokens=max_tokens,
             **{"temperature": 0.0, "share_prefix": False, **options},
         )
-        tokens: list[int] = []
+        tokens: list[Token] = []
         with attach(self.path) as client:
             for message in client.request(ask):
                 if isinstance(message, Token) and message.index == len(tokens):
-                    tokens.append(message.token)
+                    tokens.append(message)
                     if seen is not None:
                         seen(message)
                 if isinstance(message, Finished):

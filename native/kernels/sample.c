@@ -27,31 +27,23 @@ static int32_t take(int32_t *heap, size_t *count, const float *logits) {
     return first;
 }
 
-/* What turns logits into weights: unnormalized probabilities, 1 for the greatest. Those below `floor` count as 0. */
-typedef struct {
-    const float *logits;
-    float greatest, temperature, floor;
-} softmax;
-
-/* Equal infinities have no difference, so that they are told apart first. */
-static double weight_of(const softmax *of, int32_t id) {
-    const float logit = of->logits[id];
-    return logit == of->greatest ? 1.0 : np_exponential((logit - of->greatest) / of->temperature);
+/* Unnormalized probability, 1 for the greatest. Equal infinities have no difference, so that they are told apart first. */
+static double weight_of(float logit, float greatest, float temperature) {
+    return logit == greatest ? 1.0 : np_exponential((logit - greatest) / temperature);
 }
 
-static double floored(const softmax *of, int32_t id) {
-    const double weight = weight_of(of, id);
-    return weight < of->floor ? 0.0 : weight;
-}
+/* 0 for what is too unlikely to be drawn. A loop that knows that floor is 0 does without the comparison. */
+static double floored(double weight, double floor) { return floor > 0.0 && weight < floor ? 0.0 : weight; }
 
 /* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. There is one, since target is less
  * than the whole sum, which was added up in the same order. */
-static int32_t draw(const softmax *of, const int32_t *ids, size_t count, double target) {
+static int32_t draw(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double floor,
+                    double target) {
     double sum = 0.0;
     int32_t id = 0;
     for (size_t i = 0; i < count && sum <= target; i++) {
         id = ids ? ids[i] : (int32_t)i;
-        sum += floored(of, id);
+        sum += floored(weight_of(logits[id], greatest, temperature), floor);
     }
     return id;
 }
@@ -130,13 +122,14 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     }
     if (from != logits && from[best] == -INFINITY) return NP_E_BANNED;
     if (how->temperature <= 0.0f) return best;
-    softmax of = {.logits = from, .greatest = from[best], .temperature = how->temperature, .floor = 0.0f};
+    const float greatest = from[best], temperature = how->temperature, top_p = how->top_p;
+    const double floor = how->min_p;
     const size_t most = how->top_k && (size_t)how->top_k < n ? (size_t)how->top_k : n;
     double total = 0.0;
     if (most == n) {
-        if (how->top_p >= 1.0f) of.floor = how->min_p;
-        for (size_t i = 0; i < n; i++) total += floored(&of, (int32_t)i);
-        if (how->top_p >= 1.0f) return draw(&of, NULL, n, uniform * total);
+        const double least = top_p >= 1.0f ? floor : 0.0;
+        for (size_t i = 0; i < n; i++) total += floored(weight_of(from[i], greatest, temperature), least);
+        if (top_p >= 1.0f) return draw(from, NULL, n, greatest, temperature, floor, uniform * total);
     }
     /* A heap gives the candidates in order at log n each: few are needed, and sorting all would cost more than the softmax. */
     int32_t *heap = scratch, *kept = scratch + n;
@@ -146,18 +139,18 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     if (most < n) {
         for (; count < most; count++) {
             kept[count] = take(heap, &left, from);
-            total += weight_of(&of, kept[count]);
+            total += weight_of(from[kept[count]], greatest, temperature);
         }
     }
-    of.floor = how->min_p;
-    double sum = 0.0, reached = 0.0; /* of the weights, and of those that top_p counts: with the small ones */
+    double sum = 0.0, reached = 0.0; /* of what may be drawn; of what top_p counts, the unlikely included */
     size_t cut = 0;
     do {
         if (cut == count) kept[count++] = take(heap, &left, from);
-        sum += floored(&of, kept[cut]);
-        reached += weight_of(&of, kept[cut++]);
-    } while (cut < most && (how->top_p >= 1.0f || reached < how->top_p * total));
-    return draw(&of, kept, cut, uniform * sum);
+        const double weight = weight_of(from[kept[cut++]], greatest, temperature);
+        sum += floored(weight, floor);
+        reached += weight;
+    } while (cut < most && (top_p >= 1.0f || reached < top_p * total));
+    return draw(from, kept, cut, greatest, temperature, floor, uniform * sum);
 }
 
 /* The output function of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output. */

@@ -1,6 +1,7 @@
 """Text that must follow a grammar: which tokens may come next, by the llguidance library.
 
-The library is loaded when the first request needs it (9 MB for a vocabulary of 4096).
+The library is loaded when the first request needs it, and stays. While it reads the tokenizer everybody waits: one
+process serves all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, Protocol
 
 SCHEMA_BYTES_MOST = 64 << 10
 KEPT_COMPILED = 8
-SPACES_MOST = 16  # in a row: a model that has lost its way would write spaces for ever
+# Between the parts of JSON, a space or an indented line: a model that has lost its way would write spaces for ever.
+BETWEEN = r" |\r?\n[ \t]{0,16}"
 
 
 class GrammarError(Exception):
@@ -57,7 +59,7 @@ class Grammars:
             raise GrammarError("the llguidance package is not installed here: pip install llguidance") from None
         text = '{"type": "object"}' if grammar == "json" else grammar
         _check_schema(text)
-        options: Any = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{SPACES_MOST}}}"}
+        options: Any = {"whitespace_pattern": BETWEEN}
         limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
         source = LLMatcher.grammar_from_json_schema(text, overrides=options)
         matcher = LLMatcher(self._tokens, source, log_level=0, limits=limits)
@@ -70,7 +72,10 @@ class Grammars:
         from llguidance import LLTokenizer
 
         try:
-            return LLTokenizer(self._tokenizer(), n_vocab=self._vocabulary, eos_token=self._end_tokens or None)
+            # Without slices: they make strings cheaper, and cost 35 MB with a vocabulary of 128,000.
+            return LLTokenizer(
+                self._tokenizer(), n_vocab=self._vocabulary, eos_token=self._end_tokens or None, slices=[]
+            )
         except Exception as error:  # the library's own kinds
             raise GrammarError(
                 f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"
