@@ -1,0 +1,149 @@
+"""Whatever a client asks for that the wire carries, the coordinator answers it to the end or refuses it in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Finished, Refused
+from neuronpipe.protocol.messages.request import Bias, Generate
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.core import Core
+from neuronpipe.services.coordinator.events import Action, Asked, Left, Sample, Sampled, SeatReady, SendStep, Tell
+from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.sampling import Sampler
+from neuronpipe.services.coordinator.text import FileTokenizer
+
+from tests.fuzz.test_wire import documents
+
+VOCABULARY, END = 4096, 0
+SEATS = [("decode", 0), ("prefill", 0)]
+TEXT = (Path(DEMO) / "tokenizer.json").read_text(encoding="utf-8")
+LOGITS = np.random.default_rng(7).normal(0, 4, VOCABULARY).astype(np.float32)
+LOGITS[5:9] = math.inf, -math.inf, 0.0, -0.0
+SAMPLER = Sampler(memoryview(LOGITS).cast("B").cast("f"), VOCABULARY)
+TOKENIZER = FileTokenizer(TEXT)
+GRAMMARS = Grammars(lambda: TEXT, VOCABULARY, [END])
+
+any_float = st.floats() | st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e-300, 1e38])
+any_int = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 30)
+schemas = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["object", "string", "integer", "array", "number", "boolean", "null", "thing"]),
+        "properties": st.dictionaries(st.text(max_size=3), st.just({"type": "integer"}), max_size=2),
+        "required": st.lists(st.text(max_size=3), max_size=2),
+        "items": st.just({"enum": [1, "two", None]}),
+        "minItems": any_int,
+        "maxLength": any_int,
+        "pattern": st.text(max_size=6),
+        "additionalProperties": st.booleans(),
+        "maximum": any_float.filter(math.isfinite),
+    },
+)
+grammars = st.none() | st.sampled_from(["json", "", "{"]) | st.text() | (schemas | documents).map(json.dumps)
+anything = {
+    "request": st.text(max_size=4),
+    "prompt": st.text(min_size=1, max_size=6),
+    "max_tokens": st.integers(-1, 6),
+    "temperature": any_float,
+    "top_k": any_int,
+    "top_p": any_float,
+    "min_p": any_float,
+    "repetition_penalty": any_float,
+    "frequency_penalty": any_float,
+    "presence_penalty": any_float,
+    "logit_bias": st.lists(st.builds(Bias, token=any_int, bias=any_float), max_size=3).map(tuple),
+    "ignore_end": st.booleans(),
+    "grammar": grammars,
+    "logprobs": st.none() | any_int,
+    "seed": any_int,
+    "stop": st.lists(st.text(max_size=2), max_size=2).map(tuple),
+}
+plain = {
+    "temperature": st.sampled_from([0.0, 0.7]),
+    "top_k": st.integers(0, 50),
+    "top_p": st.just(0.9),
+    "min_p": st.sampled_from([0.0, 0.1]),
+    "repetition_penalty": st.sampled_from([1.0, 1.1]),
+    "frequency_penalty": st.sampled_from([0.0, -0.1]),
+    "presence_penalty": st.just(0.0),
+    "logprobs": st.none() | st.integers(0, 20),
+    "grammar": st.none() | schemas.map(json.dumps),
+}
+servable = st.builds(
+    Generate, request=st.just("r"), prompt=st.just("x ="), max_tokens=st.integers(1, 6), seed=any_int, **plain
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Generate:
+    """A request that can be served, but for a few fields that hold anything."""
+    names = draw(st.lists(st.sampled_from(sorted(anything)), max_size=3, unique=True))
+    return dataclasses.replace(draw(servable), **{name: draw(anything[name]) for name in names})
+
+
+def answers(ask: Generate) -> list[Message]:
+    """What the client hears."""
+    limits = Limits(
+        mode="exact",
+        sequences=1,
+        context_tokens=32,
+        prefill_chunk_tokens=16,
+        logit_rows=1,
+        vocabulary=VOCABULARY,
+        end_tokens=frozenset({END}),
+        plan_id="p",
+    )
+    core = Core(limits, SEATS, TOKENIZER, GRAMMARS)
+    for seat in SEATS:
+        core.handle(SeatReady(seat), 0.0)
+    pending: list[Action] = core.handle(Asked(b"c", ask), 0.0)
+    heard: list[Message] = []
+    while pending:
+        action: Any = pending.pop(0)
+        if isinstance(action, Tell):
+            heard.append(action.message)
+        elif isinstance(action, SendStep):
+            for seat in action.seats:
+                pending += core.handle(Left(seat, action.message.step, action.message.epoch, True), 1.0)
+        elif isinstance(action, Sample):
+            tokens = tuple(map(SAMPLER.draw, action.draws))
+            rated = [n for n, draw in enumerate(action.draws) if draw.ask.logprobs is not None and tokens[n] >= 0]
+            ratings = {n: SAMPLER.rate(action.draws[n], tokens[n]) for n in rated}
+            pending += core.handle(Sampled(tokens, {}, ratings), 2.0)
+    assert not core.works
+    assert not core.waiting
+    return heard
+
+
+def ended_well(heard: list[Message]) -> bool:
+    assert isinstance(heard[-1], Finished | Refused)
+    assert not any(isinstance(message, Finished | Refused) for message in heard[:-1])
+    if isinstance(heard[-1], Refused):
+        assert heard[-1].code in ("bad_request", "too_long")
+        assert "\n" not in heard[-1].message
+    return isinstance(heard[-1], Finished)
+
+
+@settings(max_examples=300, deadline=None)
+@given(requests())
+def test_any_request_is_answered_or_refused(ask: Generate) -> None:
+    ended_well(answers(ask))
+
+
+@settings(max_examples=200, deadline=None)
+@given(servable)
+def test_a_request_within_the_ranges_is_refused_for_its_schema_alone(ask: Generate) -> None:
+    heard = answers(ask)
+    if not ended_well(heard):
+        assert ask.grammar is not None
+        assert heard[-1].message.startswith("grammar: ")  # type: ignore[attr-defined]
