@@ -69,7 +69,7 @@ void np_dot_panel(int type, const void *const *quants, const void *const *scales
 /* y[j] += a * w[j] for the n weights of one row: np_add_rows of a list of one. */
 void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
 
-/* Rows that lie anywhere, one token: out[r] = dot(row at quants[r] with scales[r], activation), with the bits of np_dot_rows.
+/* Rows that lie anywhere: out[t*out_stride + r] = dot(row at quants[r] with scales[r], activation t), with the bits of np_dot_rows.
  * From memory a row comes faster when it is fetched before its turn: `fetch` says what else to fetch with each row, or is NULL. */
 typedef struct {
     size_t row_bytes;          /* from the row's start on; more than the row where what lies behind it is wanted next */
@@ -77,7 +77,8 @@ typedef struct {
     size_t beside_bytes;
 } np_fetch;
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
-                      const np_fetch *fetch, const void *activation, float *out);
+                      const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
+                      size_t out_stride);
 
 /* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and the list (rows and factors, in order), and on nothing else; a list
  * cut in two may give others. On avx512 the factors of q8 and q4 rows are rounded: in each 32 rows and group by half a 32639th of the

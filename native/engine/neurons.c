@@ -46,7 +46,8 @@ static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *sc
 static void dot_listed(np_engine *engine, uint32_t t, const np_fetch *fetch)
 {
     np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width,
-                     engine->count == 1 ? fetch : NULL, engine->vectors.prepared + t * engine->vectors.stride, engine->list.values);
+                     engine->count == 1 ? fetch : NULL, engine->vectors.prepared + t * engine->vectors.stride, 0, 1,
+                     engine->list.values, 0);
 }
 
 /* A neuron's rows in the slots of its cluster. */
@@ -115,15 +116,21 @@ static void take_gates(np_engine *engine, uint32_t t, const float *gates)
 void np_compute_gates(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
-    if (!s->predictor_rank && engine->count >= NP_PANEL_TOKENS) { /* all tokens want all gates */
+    const int own_slot = s->cluster_neurons == 1;
+    if (!s->predictor_rank && engine->count > 1) { /* all tokens want all gates */
+        const np_fetch fetch = {own_slot ? s->gate_slot_bytes : 0, NULL, 0};
         list_gates(engine, clusters, 0, 0);
-        np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
-                     engine->count, NULL, engine->rows, engine->max_rows);
+        if (engine->count >= NP_PANEL_TOKENS)
+            np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
+                         engine->count, NULL, engine->rows, engine->max_rows);
+        else
+            np_dot_scattered(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, &fetch,
+                             engine->vectors.prepared, engine->vectors.stride, engine->count, engine->rows, engine->max_rows);
         for (uint32_t t = 0; t < engine->count; t++)
             take_gates(engine, t, engine->rows + t * engine->max_rows);
     } else {
         /* A neuron that was predicted will most likely fire: its rest part comes along. */
-        const int own_slot = s->cluster_neurons == 1, whole = own_slot && s->predictor_rank;
+        const int whole = own_slot && s->predictor_rank;
         const np_fetch fetch = {own_slot ? s->gate_slot_bytes : 0, whole ? engine->list.beside : NULL, s->rest_slot_bytes};
         for (uint32_t t = 0; t < engine->count; t++) {
             list_gates(engine, clusters, t, whole);

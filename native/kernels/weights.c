@@ -46,8 +46,16 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
 }
 
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
-                      const np_fetch *fetch, const void *activation, float *out) {
-    np_dot_job job = {.rows = rows_of(type, rows, n), .activations = activation, .tokens = 1, .out = out, .out_stride = rows};
+                      const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
+                      size_t out_stride) {
+    np_dot_job job = {
+        .rows = rows_of(type, rows, n),
+        .activations = activations,
+        .activation_stride_bytes = activation_stride_bytes,
+        .tokens = tokens,
+        .out = out,
+        .out_stride = out_stride,
+    };
     job.rows.quants_at = quants;
     job.rows.scales_at = scales;
     if (fetch) job.rows.fetch = *fetch;

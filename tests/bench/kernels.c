@@ -139,7 +139,7 @@ static void dot_scattered(const void *context, int half) {
     const scattered_case *c = context;
     float *out = room(4 * c->rows);
     for (size_t r = 0; r < c->rows; r += 512) /* as many as a block of work has */
-        np_dot_scattered(c->type, c->quants[half] + r, c->scales[half] + r, 512, c->n, NULL, c->activation, out + r);
+        np_dot_scattered(c->type, c->quants[half] + r, c->scales[half] + r, 512, c->n, NULL, c->activation, 0, 1, out + r, 0);
 }
 
 static void add_rows(const void *context, int half) {

@@ -40,7 +40,7 @@ static product make_product(int type, size_t n) {
     for (size_t t = 0; t < MOST_TOKENS; t++) {
         for (size_t j = 0; j < n; j++) x[j] = t == 3 ? 1.0f : t == 4 ? 0.0f : random_float();
         np_activation_prepare(type, x, n, p.activations + t * p.stride);
-        np_dot_scattered(type, p.quants_at, p.scales_at, MOST_ROWS, n, NULL, p.activations + t * p.stride, p.want[t]);
+        np_dot_scattered(type, p.quants_at, p.scales_at, MOST_ROWS, n, NULL, p.activations + t * p.stride, 0, 1, p.want[t], 0);
     }
     free(x);
     return p;

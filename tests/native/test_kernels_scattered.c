@@ -40,7 +40,7 @@ static void check_dot(const scattered *s, const char *isa) {
     np_activation_prepare(s->type, x, s->n, activation);
     for (size_t rows = 0; rows <= ROWS; rows = rows < 17 ? rows + 1 : rows + 20) {
         for (int r = 0; r < ROWS; r++) out[r] = 77.0f;
-        np_dot_scattered(s->type, as_rows(s->quants), as_rows(s->scales), rows, s->n, NULL, activation, out);
+        np_dot_scattered(s->type, as_rows(s->quants), as_rows(s->scales), rows, s->n, NULL, activation, 0, 1, out, 0);
         for (size_t r = 0; r < ROWS; r++) {
             np_dot_rows(s->type, s->quants[r], s->scales[r], 1, s->n, activation, 0, 1, NULL, &one, 1);
             CHECK(out[r] == (r < rows ? one : 77.0f), "%s type %d n=%zu: row %zu of %zu: %g, want %g", isa, s->type, s->n, r, rows,

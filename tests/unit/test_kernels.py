@@ -105,16 +105,27 @@ def test_scattered_rows_and_panels_have_the_bits_of_rows_in_order(type_name: str
         scales_at[row] = ffi.from_buffer(scales) + row * lib.np_scale_bytes(kind, n)
     panel = np.zeros(lib.np_panel_bytes(kind, n, tokens), np.uint8)
     in_order, of_panel = np.zeros((2, tokens, rows), np.float32)
-    scattered = np.zeros(rows, np.float32)
+    scattered = np.zeros((tokens, rows), np.float32)
     matrix = (kind, ffi.from_buffer(quants), ffi.from_buffer(scales), rows, n)
     floats = [ffi.from_buffer("float[]", array, require_writable=True) for array in (in_order, of_panel, scattered)]
     all_activations = ffi.from_buffer(activations)
     lib.np_dot_rows(*matrix, all_activations, activations.shape[1], tokens, ffi.NULL, floats[0], rows)
     lib.np_panel_prepare(kind, all_activations, activations.shape[1], tokens, n, ffi.from_buffer(panel))
     lib.np_dot_panel(kind, quants_at, scales_at, rows, n, ffi.from_buffer(panel), tokens, ffi.NULL, floats[1], rows)
-    lib.np_dot_scattered(kind, quants_at, scales_at, rows, n, ffi.NULL, all_activations, floats[2])
     assert of_panel.tobytes() == in_order.tobytes()
-    assert scattered.tobytes() == in_order[0].tobytes()
+    alone = np.zeros((tokens, rows), np.float32)
+    stride = activations.shape[1]
+    for token in range(tokens):
+        one, out = all_activations + token * stride, ffi.from_buffer("float[]", alone[token], require_writable=True)
+        lib.np_dot_rows(*matrix, one, stride, 1, ffi.NULL, out, rows)
+    assert in_order.tobytes() == alone.tobytes()
+    for count in range(1, tokens + 1):
+        scattered[:] = 7.0
+        lib.np_dot_scattered(
+            kind, quants_at, scales_at, rows, n, ffi.NULL, all_activations, stride, count, floats[2], rows
+        )
+        assert scattered[:count].tobytes() == alone[:count].tobytes()
+        assert (scattered[count:] == 7.0).all()
 
 
 def test_attention_agrees_with_softmax() -> None:
