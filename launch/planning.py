@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from neuronpipe.launch.demo import DEMO
@@ -12,7 +13,7 @@ from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, LimitTooSmall, Technique, Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -45,7 +46,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of feed-forward bytes that may be resident, e.g. 50%%",
     )
     group.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the package's)")
-    group.add_argument("--sequences", type=int, default=None, metavar="N", help="most texts generated at once")
+    group.add_argument(
+        "--sequences",
+        type=int,
+        default=None,
+        metavar="N",
+        help="most texts generated at once (default: 1; up and serve: 4, where memory allows)",
+    )
     group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
     group.add_argument(
         "--mode",
@@ -101,4 +108,10 @@ def package_and_plan(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    return package, plan(package.manifest, device_facts(device, arguments.workers, gateway=gateway), wanted)
+    facts = device_facts(device, arguments.workers, gateway=gateway)
+    while arguments.sequences is None and wanted.sequences > 1:  # nobody asked for so many: as many as memory allows
+        try:
+            return package, plan(package.manifest, facts, wanted)
+        except LimitTooSmall:
+            wanted = dataclasses.replace(wanted, sequences=wanted.sequences - 1)
+    return package, plan(package.manifest, facts, wanted)

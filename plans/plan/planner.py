@@ -39,6 +39,10 @@ Baseline = Literal["llm-in-a-flash"]
 BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
 
 
+class LimitTooSmall(UserError):
+    """The memory limit is below the least possible for what is wanted."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner. `without` and
@@ -66,7 +70,7 @@ class DeviceFacts:
 
 
 def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
-    """Make a plan. Raises UserError when the limit is below the least possible, saying what the least is and why."""
+    """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had."""
     return _Planning(manifest, device, _as_baseline(wanted)).plan()
 
 
@@ -230,7 +234,7 @@ class _Planning:
 
     def _refuse_limit(self, least: Account, least_slots: int) -> None:
         limit = least_limit_bytes(self._manifest, self._seating)
-        raise UserError(
+        raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}: the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
             f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
             f"{least_slots:,} for the neurons being computed; a smaller --context needs less"
