@@ -242,6 +242,8 @@ if [ -z "$limited" ]; then
     set -- "$@" --memory "$((available_mib / 2))MiB"
     say "the run may take $((available_mib / 2)) MiB; --memory says otherwise"
 fi
+trap 'exit 130' INT # without these, some shells leave out what is to be done on EXIT
+trap 'exit 143' TERM HUP
 if command -v termux-wake-lock >/dev/null; then
     termux-wake-lock || say "the wake lock was refused: leave the screen on"
 fi
@@ -257,8 +259,6 @@ if [ -z "$run" ]; then
 fi
 watcher= server=
 trap finish EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM HUP
 # In the background and waited for: a signal that comes to this shell then need not wait for them.
 if [ "${1:-}" = serve ]; then
     "$venv/bin/neuronpipe" "$@" &

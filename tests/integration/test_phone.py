@@ -1,12 +1,13 @@
 """launch/phone.sh in a Termux that is made up: stand-ins for its commands, and another device's proc and sys.
 
-What it says of the phone is checked with a stand-in for the installed environment as in test_bootstrap.py, so that
-nothing is installed; the last test starts a real run.
+The environment is a stand-in too, as in test_bootstrap.py, so that nothing is installed; the last test puts the real
+command into it.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import signal
 import subprocess
@@ -233,14 +234,35 @@ def test_one_text_keeps_the_phone_awake_for_as_long_as_it_takes(checkout: Checko
     ]
 
 
+def test_ctrl_c_lets_the_phone_sleep_again(checkout: Checkout, phone: Phone) -> None:
+    script(checkout.root / ".venv/bin/neuronpipe", f'echo started >>"{phone.log}"; exec sleep 60')
+    command = [checkout.root / "launch/phone.sh", "run", "-p", "x"]
+    environment = {**phone.environment, "HOME": str(checkout.root), "TMPDIR": str(checkout.root)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert eventually(lambda: "started" in phone.asked())
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody in it
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+    assert phone.asked()[-1] == "termux-wake-unlock"
+
+
 @pytest.mark.parametrize(("verb", "number"), [((), signal.SIGINT), (("serve", "--port", "0"), signal.SIGTERM)])
 def test_a_real_run_rests_when_the_phone_is_hot_and_ends_with_the_script(
-    shell: Shell, phone: Phone, verb: tuple[str, ...], number: signal.Signals
+    shell: Shell, checkout: Checkout, phone: Phone, verb: tuple[str, ...], number: signal.Signals
 ) -> None:
+    script(checkout.root / ".venv/bin/neuronpipe", f'exec "{sys.executable}" -m neuronpipe.launch "$@"')
     write(phone.device / "sys/class/thermal/thermal_zone0/temp", "99000\n")
     place = shell.folder / "neuronpipe-p"
     process = shell.start(
-        *verb, "--run", place, "--context", "64", program=[ROOT / "launch/phone.sh"], environment=phone.environment
+        *verb,
+        "--run",
+        place,
+        "--context",
+        "64",
+        program=[checkout.root / "launch/phone.sh"],
+        environment=phone.environment,
     )
     try:
         run = Run(shell, place)
@@ -253,4 +275,4 @@ def test_a_real_run_rests_when_the_phone_is_hot_and_ends_with_the_script(
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert "hot: cpu-0-0 99 of 90 C" in said
-    assert phone.asked() == ["termux-wake-lock", "termux-wake-unlock"]
+    assert [word for word in phone.asked() if word != "installed"] == ["termux-wake-lock", "termux-wake-unlock"]
