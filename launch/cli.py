@@ -19,6 +19,7 @@ VERBS = {
     "up": "start a run that stays",
     "ask": "generate text with a run that is up",
     "status": "show a live run's processes, memory and counters",
+    "watch": "see what live runs do, in this terminal or as JSON, or let others see it",
     "down": "stop a run",
     "cool": "watch the device's temperature, and let a run rest while it is too hot",
     "swap": "have another process, or another implementation, take a seat of a live run",

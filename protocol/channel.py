@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,9 @@ RECONNECT_MS = 20
 RECONNECT_MOST_MS = 500
 BAD_FRAMES_PER_CALL = 64
 TOLD_MOST = 16
+
+Prepare = Callable[["zmq.Socket[bytes]"], None]
+"""Sets options of a socket before it is bound or connected."""
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +233,9 @@ class Connection(Channel):
 class Publisher(Channel):
     """The bound end of the events link. Costs next to nothing while nobody listens."""
 
-    def __init__(self, context: Context, link: Link, endpoint: str) -> None:
+    def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         super().__init__(context.socket(zmq.XPUB), link, link.inward, link.outward)
+        prepare(self._socket)
         self._watched = False
         self._bind(endpoint)
 
@@ -256,9 +260,10 @@ class Publisher(Channel):
 class Subscriber(Channel):
     """The connected end of the events link."""
 
-    def __init__(self, context: Context, link: Link, endpoint: str) -> None:
+    def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         socket = context.socket(zmq.SUB)
         super().__init__(socket, link, link.outward, link.inward)
+        prepare(socket)
         socket.subscribe(MAGIC)
         socket.reconnect_ivl = RECONNECT_MS
         socket.reconnect_ivl_max = RECONNECT_MOST_MS

@@ -87,7 +87,7 @@ WATCH = Link(
     name="watch",
     bound_by="monitor",
     connected_by=("watcher",),
-    inward=_direction(1, "refuse"),
-    outward=_direction(64, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
+    inward=_direction(16, "refuse"),  # of subscriptions; with room for one alone, keys that are checked block it
+    outward=_direction(256, "drop", snapshot.Snapshot, event.Life, event.StepEvent),
 )
 """Over TCP, to who has the keys: nothing can be sent towards the run."""

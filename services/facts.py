@@ -16,7 +16,7 @@ def run_facts(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> 
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
     shape = manifest.shape
     return RunFacts(
-        model=package.path.name,
+        model=manifest.name,
         mode=compute.mode,
         quantization=manifest.quantization,
         seats=" ".join(f"{seat.role}.{seat.index}" for seat in compute.seats),

@@ -1,4 +1,4 @@
-"""`neuronpipe trace [RUN] [--seconds N] [--output FILE.json] [--picture FILE.svg]`: what a run's processes do when."""
+"""`neuronpipe trace [--run DIR] [--seconds N] [--output FILE] [--picture FILE.svg]`: what a run's processes do when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SECONDS = 3600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `trace`."""
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run directory (default: the only live run)")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument(
         "--seconds", type=float, default=0.0, metavar="N", help="watch for N seconds (default: what the rings hold now)"
     )

@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         place = live.directory.path
         print(f"up: {place}")
-        for purpose, verb in (("ask it", "ask"), ("watch it", "status"), ("end it", "down")):
+        for purpose, verb in (("ask it", "ask"), ("watch it", "watch"), ("end it", "down")):
             print(f"  {purpose + ':':<10}neuronpipe {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
     return 0
 

@@ -98,8 +98,8 @@ class Activity:
     def _steps_in(self, window: Window) -> tuple[int, ...]:
         steps = set()
         for spans in self._of("coordinator"):
-            sent = spans[(spans["kind"] == NUMBER["send"]) & (spans["start_ns"] >= window.from_ns)]
-            steps |= set(sent[sent["start_ns"] < window.to_ns]["step"].tolist())
+            done = spans[(spans["kind"] == NUMBER["await"]) & (spans["start_ns"] >= window.from_ns)]
+            steps |= set(done[done["end_ns"] <= window.to_ns]["step"].tolist())
         return tuple(sorted(steps))
 
 

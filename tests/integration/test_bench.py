@@ -79,11 +79,11 @@ def test_bench_refuses_what_it_cannot_measure(shell: Shell, words: tuple[str, ..
 
 def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
     with shell.up(DEMO, "--ffn-resident", "50%") as run:
-        nothing = shell.refused("trace", run.path, beside=True)
+        nothing = shell.refused("trace", "--run", run.path, beside=True)
         assert "no step was computed yet; ask it" in nothing
         run.ask("def f(", max_tokens=8)
         events_file, picture = tmp_path / "t.json", tmp_path / "t.svg"
-        done = shell.call("trace", run.path, "--output", events_file, "--picture", picture)
+        done = shell.call("trace", "--run", run.path, "--output", events_file, "--picture", picture)
         assert done.code == 0, done.errors
         with (
             attach(run.path) as client,

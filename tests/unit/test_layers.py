@@ -8,7 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("protocol", "native", "plans", "services", "launch")
-DOORS = {"zmq": ("protocol/channel.py",), "msgpack": ("protocol/codec.py",), "cffi": ("native/bind.py",)}
+DOORS = {
+    "zmq": ("protocol/channel.py", "protocol/guarded.py"),
+    "msgpack": ("protocol/codec.py",),
+    "cffi": ("native/bind.py",),
+}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,0 +1,177 @@
+"""`neuronpipe watch [RUN ...] [--json] [--once]`: live runs, seen while they work; `--invite` lets others watch one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from neuronpipe.launch.watch.sources import Source, open_source
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.run_directory import RunDirectory
+
+POLL_S = 0.05
+EVERY_S = 0.25
+LEAST_S, MOST_S = 0.05, 3600.0
+FIRST_S = 0.5  # until a first snapshot has its rates and the coordinator's word
+LOOPBACK = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `watch`."""
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run directory, or tcp://... invitation (default: every live run)"
+    )
+    parser.add_argument(
+        "--run", action="append", default=[], dest="more", metavar="DIR", help="the same; may be given again"
+    )
+    parser.add_argument("--json", action="store_true", help="print events and snapshots, a JSON object a line")
+    parser.add_argument("--once", action="store_true", help="show each run once (also where there is no terminal)")
+    parser.add_argument(
+        "--every", type=float, default=EVERY_S, metavar="S", help="seconds between snapshots (default: %(default)s)"
+    )
+    parser.add_argument("--invite", action="store_true", help="open a door: let whoever has the key watch over TCP")
+    parser.add_argument(
+        "--host", default=LOOPBACK, help="--invite: address to listen at; 0.0.0.0 is every one (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="--invite: port to listen at (default: any)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Watch until the runs end or somebody leaves."""
+    if not LEAST_S <= arguments.every <= MOST_S:
+        raise UserError(f"--every {arguments.every:g}: between {LEAST_S:g} and {MOST_S:g}")
+    if not 0 <= arguments.port < 1 << 16:
+        raise UserError(f"--port {arguments.port}: between 0 and 65535")
+    places = [*arguments.runs, *arguments.more]
+    if arguments.invite:
+        return _invite(places, arguments.host, arguments.port)
+    if arguments.host != LOOPBACK or arguments.port:
+        raise UserError("--host and --port are for --invite; an invitation names its own")
+    if not places:
+        places = [str(directory.path) for directory, _ in RunDirectory.live()]
+    with contextlib.ExitStack() as stack:
+        sources = []
+        for place in places:
+            sources.append(open_source(place))
+            stack.callback(sources[-1].close)
+        with contextlib.suppress(KeyboardInterrupt):
+            if arguments.once or not (arguments.json or sys.stdout.isatty()):
+                _once(sources, arguments.json)
+            elif arguments.json:
+                _stream(sources, arguments.every)
+            else:
+                _screen(sources, arguments.every)
+    return 0
+
+
+def _once(sources: list[Source], as_json: bool) -> None:
+    """One snapshot of each, as soon as it says something."""
+    began = time.monotonic()
+    waiting = list(sources)
+    while waiting:
+        ripe = time.monotonic() - began > FIRST_S
+        for source in list(waiting):
+            source.poll(True)
+            if source.ended and source.latest is None:
+                raise UserError(f"{source.name}: {source.ended}")
+            if source.ended or (ripe and source.latest is not None and source.latest.uptime_s):
+                waiting.remove(source)
+        time.sleep(POLL_S)
+    if as_json:
+        for source in sources:
+            _print(source, source.latest)
+        return
+    from neuronpipe.launch.watch.screen import View, render
+    from rich.console import Console
+
+    console = Console()
+    console.print(render([View(one.name, one.latest, one.ended) for one in sources], console.width, keys=False))
+
+
+def _stream(sources: list[Source], every_s: float) -> None:
+    """Events as they come, snapshots in between."""
+    due_at = 0.0
+    live = list(sources)
+    while live:
+        fresh = time.monotonic() >= due_at
+        due_at = time.monotonic() + every_s if fresh else due_at
+        for source in list(live):
+            before = source.latest
+            for event in source.poll(fresh):
+                _print(source, event)
+            if source.latest is not before:
+                _print(source, source.latest)
+            if source.ended:
+                print(json.dumps({"type": "Ended", "source": source.name, "reason": source.ended}), flush=True)
+                live.remove(source)
+        sys.stdout.flush()
+        time.sleep(POLL_S)
+
+
+def _print(source: Source, message: Message | None) -> None:
+    if message is not None:
+        fields = dataclasses.asdict(message)  # type: ignore[call-overload]
+        print(json.dumps({"type": type(message).__name__, "source": source.name, **fields}))
+
+
+def _screen(sources: list[Source], every_s: float) -> None:
+    """The terminal's whole screen, until q is pressed or every run has ended."""
+    from neuronpipe.launch.watch.keyboard import Keyboard
+    from neuronpipe.launch.watch.screen import View, render
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    views = [View(source.name) for source in sources]
+    due_at = 0.0
+    with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not all(source.ended for source in sources):
+            fresh = time.monotonic() >= due_at
+            for source in sources:
+                if not source.ended:
+                    source.poll(fresh)
+            if fresh:
+                due_at = time.monotonic() + every_s
+                for view, source in zip(views, sources, strict=True):
+                    if source.latest is not None and source.latest is not view.snapshot:
+                        view.show(source.latest)
+                    view.ended = source.ended
+                live.update(render(views, console.width), refresh=True)
+            if keyboard.pressed(POLL_S) in ("q", "Q", "\x1b"):
+                return
+    for source in sources:
+        print(f"{source.name}: {source.ended}")
+
+
+def _invite(places: list[str], host: str, port: int) -> int:
+    """Open a door to one run, and keep it open until the run ends or somebody closes it."""
+    from neuronpipe.services.monitor.door import Door
+    from neuronpipe.services.monitor.observer import Observer
+
+    if len(places) > 1:
+        raise UserError("--invite opens a door to one run; name one")
+    closing = False
+
+    def close(*_: object) -> None:
+        nonlocal closing
+        closing = True
+
+    with Observer(Path(places[0]) if places else None) as observer:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, close)
+        door = Door(observer, host, port)
+        try:
+            print(f"neuronpipe watch '{door.address}'", flush=True)
+            reach = "this machine alone; see --host" if host == LOOPBACK else f"whoever reaches {host}"
+            print(f"whoever has this line may watch, from {reach}; Ctrl-C closes the door", file=sys.stderr)
+            door.serve(lambda: closing)
+        finally:
+            door.close()
+    return 0

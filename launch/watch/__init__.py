@@ -1,0 +1,1 @@
+"""Live runs in a terminal: where snapshots come from, and how they look."""

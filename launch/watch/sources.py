@@ -1,0 +1,98 @@
+"""Where snapshots come from: a run on this machine, or a door that was opened elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from neuronpipe.protocol.channel import open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import NotRunning, UserError
+from neuronpipe.protocol.guarded import GuardedSubscriber
+from neuronpipe.protocol.messages.event import Life
+from neuronpipe.protocol.messages.snapshot import Snapshot
+from neuronpipe.services.monitor.observer import Observer
+
+QUIET_S = 10.0  # a door publishes four times a second
+
+
+class Source(Protocol):
+    """One run that is watched. latest: the newest snapshot; ended: why there will be no more."""
+
+    name: str
+    latest: Snapshot | None
+    ended: str | None
+
+    def poll(self, fresh: bool) -> list[Message]:
+        """Events since the last call. fresh: take a new snapshot if this is where they are made."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+class Near:
+    """A run on this machine."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._observer = Observer(path)
+        self.name = str(self._observer.directory.path)
+        self.latest: Snapshot | None = None
+        self.ended: str | None = None
+
+    def poll(self, fresh: bool) -> list[Message]:
+        """See `Source`."""
+        try:
+            events = self._observer.poll()
+            if fresh:
+                self.latest = self._observer.snapshot()
+        except NotRunning:
+            self.ended = "the run has ended"
+            return []
+        return events
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._observer.close()
+
+
+class Far:
+    """A run behind a door. address: the invitation."""
+
+    def __init__(self, address: str) -> None:
+        self._context = open_context()
+        try:
+            self._subscriber = GuardedSubscriber(self._context, address)
+        except UserError:
+            self._context.close()
+            raise
+        self.name = address.partition("?")[0]
+        self.latest: Snapshot | None = None
+        self.ended: str | None = None
+        self._heard_at = time.monotonic()
+
+    def poll(self, fresh: bool) -> list[Message]:
+        """See `Source`."""
+        events: list[Message] = []
+        while (message := self._subscriber.receive()) is not None:
+            self._heard_at = time.monotonic()
+            if isinstance(message, Snapshot):
+                self.latest = message
+            elif isinstance(message, Life) and message.role == "run":
+                self.ended = message.detail
+            else:
+                events.append(message)
+        if time.monotonic() - self._heard_at > QUIET_S:
+            self.ended = f"nothing heard for {QUIET_S:.0f} s: is the door open, and is this its invitation?"
+        return events
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._context.close()
+
+
+def open_source(place: str | None) -> Source:
+    """The run at a path, or behind an invitation."""
+    if place is not None and place.startswith("tcp://"):
+        return Far(place)
+    return Near(None if place is None else Path(place))

@@ -1,0 +1,121 @@
+"""The watch link's ends over TCP, guarded by keys (CurveZMQ): whoever lacks them is turned away before any message.
+
+An invitation is the public key of the door and the secret key of whoever is invited, 64 bytes in all, as base64 that an
+address can hold. The door lets in the one public key that belongs to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import parse_qs, urlsplit
+
+import zmq
+from neuronpipe.protocol.channel import Context, Publisher, Subscriber
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.links import WATCH
+from zmq.utils import z85
+
+KEY_BYTES = 32
+PATIENT_RECONNECT_MS = 5000
+
+
+@dataclass(frozen=True)
+class DoorKeys:
+    """What a door needs, and what it hands out: keys in Z85, 40 characters each."""
+
+    public: bytes
+    secret: bytes
+    guest_public: bytes
+    guest_secret: bytes
+
+    @classmethod
+    def fresh(cls) -> Self:
+        """New keys. Raises UserError where ZeroMQ was built without them."""
+        if not zmq.has("curve"):
+            raise UserError("this ZeroMQ was built without CURVE; install pyzmq from its wheels")
+        return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    @property
+    def invitation(self) -> str:
+        """For whoever is invited."""
+        return base64.urlsafe_b64encode(z85.decode(self.public) + z85.decode(self.guest_secret)).decode().rstrip("=")
+
+
+def read_address(address: str) -> tuple[str, bytes, bytes]:
+    """`tcp://host:port?key=...` as an endpoint, the door's public key and the guest's secret one. Raises UserError."""
+    parts = urlsplit(address)
+    try:
+        port, keys = parts.port, parse_qs(parts.query, strict_parsing=True).get("key", [""])
+        raw = base64.b64decode(keys[0].rstrip("=") + "==", altchars=b"-_", validate=True)
+    except (ValueError, binascii.Error):
+        port, raw = None, b""
+    if parts.scheme != "tcp" or not parts.hostname or not port or len(raw) != 2 * KEY_BYTES:
+        raise UserError(
+            "not a whole invitation: expected tcp://HOST:PORT?key=KEY as `neuronpipe watch --invite` prints it; "
+            "put it in quotes"
+        )
+    return endpoint(parts.hostname, port), z85.encode(raw[:KEY_BYTES]), z85.encode(raw[KEY_BYTES:])
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """The address of a TCP socket, as ZeroMQ writes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class GuardedPublisher(Publisher):
+    """The bound end of the watch link. port: 0 for any; `port` has the one it got."""
+
+    def __init__(self, context: Context, host: str, port: int, keys: DoorKeys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator  # asyncio and all that: of a door's process alone
+
+        self._guard = ThreadAuthenticator(context._zmq)
+        self._guard.start()
+        self._guard.configure_curve_callback(domain="*", credentials_provider=_Only(keys.guest_public))
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.ipv6 = ":" in host
+            socket.curve_server = True
+            socket.curve_secretkey = keys.secret
+
+        try:
+            super().__init__(context, WATCH, endpoint(host, port or "*"), prepare)
+        except BaseException:
+            self._guard.stop()
+            raise
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(bound.strip("\0").rpartition(":")[2])
+
+    def close(self) -> None:
+        """Close the door."""
+        super().close()
+        self._guard.stop()
+
+
+class GuardedSubscriber(Subscriber):
+    """The connected end of the watch link. address: an invitation. Raises UserError when it is none."""
+
+    def __init__(self, context: Context, address: str) -> None:
+        place, public, secret = read_address(address)
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.ipv6 = "[" in place
+            socket.curve_serverkey = public
+            socket.curve_secretkey = secret
+            socket.curve_publickey = zmq.curve_public(secret)
+
+        super().__init__(context, WATCH, place, prepare)
+        self._socket.reconnect_ivl_max = PATIENT_RECONNECT_MS
+
+
+class _Only:
+    """Lets one key in."""
+
+    def __init__(self, guest_public: bytes) -> None:
+        self._guest_public = guest_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the bearer of this key may enter."""
+        return key == self._guest_public

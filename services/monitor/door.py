@@ -1,0 +1,99 @@
+"""A door for watchers elsewhere: a monitor that publishes over TCP, to who has the key, what it sees of one run.
+
+The link carries nothing towards the run: whoever watches through a door can neither ask for text nor cancel it. While
+nobody watches, the run is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from neuronpipe.protocol.channel import open_context
+from neuronpipe.protocol.errors import NotRunning, UserError
+from neuronpipe.protocol.guarded import DoorKeys, GuardedPublisher, endpoint
+from neuronpipe.protocol.messages.event import Life, StepEvent
+from neuronpipe.services.monitor.observer import Observer
+
+POLL_S = 0.05
+SNAPSHOT_EVERY_S = 0.25
+EVERYWHERE = ("0.0.0.0", "::")
+ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
+"""The last word of a door."""
+
+
+class Door:
+    """Open from here on. port: 0 for any. A door that was killed left its keys in the run directory; one that is opened
+    on the same port again takes them up, so that the invitation stays good. `close` makes it void."""
+
+    def __init__(self, observer: Observer, host: str, port: int) -> None:
+        self._observer, self._host = observer, host
+        self._context = open_context()
+        keys = (_kept(_key_file(observer, port)) if port else None) or DoorKeys.fresh()
+        self._publisher = GuardedPublisher(self._context, host, port, keys)
+        self._file = _key_file(observer, self._publisher.port)
+        _keep(self._file, keys)
+        self._invitation = keys.invitation
+
+    @property
+    def address(self) -> str:
+        """What a watcher needs."""
+        host = _own_address() if self._host in EVERYWHERE else self._host
+        return f"{endpoint(host, self._publisher.port)}?key={self._invitation}"
+
+    def serve(self, stopped: Callable[[], bool]) -> None:
+        """Publish until told to stop, or until the run ends."""
+        due_at = 0.0
+        try:
+            while not stopped():
+                time.sleep(POLL_S)
+                events = self._observer.poll()
+                if not self._publisher.watched:
+                    continue
+                for event in events:
+                    if isinstance(event, StepEvent | Life):
+                        self._publisher.send(event)
+                if time.monotonic() >= due_at:
+                    self._publisher.send(self._observer.snapshot())
+                    due_at = time.monotonic() + SNAPSHOT_EVERY_S
+        except NotRunning:
+            self._publisher.send(ENDED)
+
+    def close(self) -> None:
+        """Close it; its invitation is void."""
+        self._file.unlink(missing_ok=True)
+        self._publisher.close()
+        self._context.close()
+
+
+def _key_file(observer: Observer, port: int) -> Path:
+    return observer.directory.path / f"door-{port}.json"
+
+
+def _keep(file: Path, keys: DoorKeys) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump([key.decode() for key in (keys.public, keys.secret, keys.guest_public, keys.guest_secret)], stream)
+
+
+def _kept(file: Path) -> DoorKeys | None:
+    try:
+        return DoorKeys(*(key.encode() for key in json.loads(file.read_text(encoding="utf-8"))))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise UserError(f"{file}: no keys; remove it, or name another --port") from None
+
+
+def _own_address() -> str:
+    """The address from which this machine would speak to others; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

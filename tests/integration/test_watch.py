@@ -1,0 +1,244 @@
+"""`watch`: live runs as JSON, on a screen, through a door over TCP; and that the watched run does not notice."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.watch.sources import Far
+from neuronpipe.protocol.channel import Subscriber, open_context
+from neuronpipe.protocol.guarded import DoorKeys, endpoint
+from neuronpipe.protocol.links import EVENTS, WATCH
+from neuronpipe.protocol.messages.event import StepEvent
+from neuronpipe.protocol.messages.request import AskStatus
+
+from tests.pipeline import Run, Shell, eventually
+
+
+@pytest.fixture(scope="module")
+def run(long_shell: Shell) -> Iterator[Run]:
+    with long_shell.up(DEMO, "--ffn-resident", "50%") as made:
+        yield made
+
+
+@pytest.fixture
+def door(run: Run) -> Iterator[tuple[str, int]]:
+    """An open door: its invitation and the process that keeps it."""
+    process = run.shell.start("watch", "--invite", "--run", run.path)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    yield re.fullmatch(r"neuronpipe watch '(.+)'\n", line)[1], process.pid  # type: ignore[index]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def seen_through(far: Far, run: Run) -> bool:
+    run.ask("def f", max_tokens=4)
+    far.poll(True)
+    return far.latest is not None and far.latest.tokens > 0
+
+
+def test_one_snapshot_as_json_says_how_the_run_is(run: Run) -> None:
+    run.ask("def f(x):", max_tokens=8)
+    said = run.shell.json("watch", "--once", run.path)
+    status = run.status()
+    assert (said["type"], said["source"], said["model"]) == ("Snapshot", str(run.path), "demo")
+    assert (said["tokens"], said["steps"], said["ready"]) == (status.tokens, status.steps, True)
+    assert {one["pid"] for one in said["processes"]} == {one.pid for one in status.processes}
+
+
+class Lines:
+    """What a command prints, a JSON object a line, as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.so_far = process, list[dict[str, Any]]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.so_far.extend(map(json.loads, self.process.stdout))
+
+    def leave(self) -> None:
+        """Ctrl-C, which is no error."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(10) == 0
+        self._thread.join()
+        _end(self.process)
+
+
+def test_json_streams_events_and_snapshots_until_somebody_leaves(run: Run) -> None:
+    lines = Lines(run.shell.start("watch", "--json", "--every", "0.1", "--run", run.path))
+
+    def told() -> bool:
+        run.ask("def f(x):", max_tokens=4)
+        shots = [line for line in lines.so_far if line["type"] == "Snapshot"]
+        return {"StepEvent", "Beat"} <= {line["type"] for line in lines.so_far} and bool(shots and shots[-1]["tbt_ms"])
+
+    try:
+        assert eventually(told)
+    finally:
+        lines.leave()
+
+
+def test_the_screen_is_drawn_and_q_leaves(run: Run) -> None:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 60, 0, 0))
+    process = run.shell.start("watch", run.path, stdin=slave, stdout=slave)
+    os.close(slave)
+    shown = b""
+    while b"decode.1" not in shown or b"tokens/s" not in shown:
+        shown += os.read(master, 1 << 16)
+    os.write(master, b"q")
+    while process.poll() is None:  # it ends only once its last frame is read
+        try:
+            os.read(master, 1 << 16)
+        except OSError:
+            break
+    os.close(master)
+    assert process.wait(10) == 0
+    _end(process)
+
+
+def test_several_runs_are_watched_at_once_and_the_end_of_one_is_said(run: Run) -> None:
+    with run.shell.up(DEMO) as other:
+        lines = Lines(run.shell.start("watch", "--json"))  # every live run of this user
+        both = {str(run.path), str(other.path)}
+        try:
+            assert eventually(lambda: {line["source"] for line in lines.so_far} == both)
+            other.down()
+            assert eventually(
+                lambda: str(other.path) in [one["source"] for one in lines.so_far if one["type"] == "Ended"]
+            )
+        finally:
+            lines.leave()
+
+
+def test_a_door_shows_the_run_to_who_has_the_key(run: Run, door: tuple[str, int]) -> None:
+    events = []
+    with contextlib.closing(Far(door[0])) as far:
+        assert eventually(lambda: seen_through(far, run))
+        assert far.latest is not None
+        assert far.latest.processes[0].memory_bytes
+
+        def heard() -> bool:
+            run.ask("def f", max_tokens=4)
+            events.extend(far.poll(True))
+            return any(isinstance(event, StepEvent) for event in events)
+
+        assert eventually(heard)
+        with pytest.raises(TypeError, match="does not travel this way"):
+            far._subscriber._send([], AskStatus())  # nothing can be sent towards the run
+
+
+def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, door: tuple[str, int]) -> None:
+    address, pid = door
+    host, port = "127.0.0.1", int(address.split(":")[2].partition("?")[0])
+    stranger, whole = DoorKeys.fresh(), base64.urlsafe_b64decode(address.partition("key=")[2] + "==")
+    forged = whole[:32] + base64.urlsafe_b64decode(stranger.invitation + "==")[32:]  # the door's key, another guest's
+    wrong_address = f"tcp://{host}:{port}?key={base64.urlsafe_b64encode(forged).decode()}"
+    with (
+        open_context() as context,
+        contextlib.closing(Far(address)) as right,
+        contextlib.closing(Far(wrong_address)) as wrong,
+    ):
+        none = Subscriber(context, WATCH, endpoint(host, port))
+        for _ in range(20):
+            with socket.create_connection((host, port)) as raw:
+                raw.sendall(os.urandom(2000))
+        assert eventually(lambda: seen_through(right, run))
+        time.sleep(0.5)
+        wrong.poll(True)
+        assert wrong.latest is None
+        assert none.receive(100) is None
+    os.kill(pid, 0)
+
+
+def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
+    def opened(*words: str) -> tuple[subprocess.Popen[str], str]:
+        process = run.shell.start("watch", "--invite", "--run", run.path, *words)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    first, line = opened()
+    (file,) = run.path.glob("door-*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+    port = file.stem.partition("-")[2]
+    first.kill()
+    _end(first)
+    second, same = opened("--port", port)
+    assert same == line  # a door that was killed and is opened again knows its guests
+    second.terminate()
+    assert second.wait(10) == 0
+    _end(second)
+    assert not list(run.path.glob("door-*.json"))
+    third, fresh = opened("--port", port)
+    assert fresh != line
+    third.terminate()
+    assert third.wait(10) == 0
+    _end(third)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tcp://127.0.0.1:99?key=abc",),
+        ("tcp://127.0.0.1?key=abc",),
+        ("--every", "0"),
+        ("--port", "7"),
+        ("--invite", "--port", "70000"),
+    ],
+)
+def test_what_cannot_be_watched_is_said_in_one_line(run: Run, words: tuple[str, ...]) -> None:
+    run.shell.refused("watch", *words, beside=True)
+
+
+def test_ten_monitors_that_do_not_read_are_not_waited_for(run: Run) -> None:
+    """Their events are dropped at the coordinator, whose memory stays bounded; the tokens stay the same."""
+    before = run.ask("import os\n", max_tokens=300)
+    resident_kb = _resident_kb(run.pid("coordinator"))
+    with open_context() as context:
+        stuck = [Subscriber(context, EVENTS, f"ipc://{run.path}/events") for _ in range(10)]
+        assert eventually(lambda: _connected(run, stuck))
+        for _ in range(4):
+            after = run.ask("import os\n", max_tokens=300)
+        assert after["token_ids"] == before["token_ids"]
+        assert _resident_kb(run.pid("coordinator")) - resident_kb < 32 << 10
+        assert all(one.receive() is not None for one in stuck)  # they were connected, and have old events
+
+
+def _connected(run: Run, stuck: list[Subscriber]) -> bool:
+    run.ask("a", max_tokens=1)
+    return all(one.receive(50) is not None for one in stuck)
+
+
+def _resident_kb(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
