@@ -68,7 +68,7 @@ def test_one_snapshot_as_json_says_how_the_run_is(run: Run) -> None:
     run.ask("def f(x):", max_tokens=8)
     said = run.shell.json("watch", "--once", run.path)
     status = run.status()
-    assert (said["type"], said["source"], said["model"]) == ("Snapshot", str(run.path), "demo")
+    assert (said["type"], said["source"], said["model"]) == ("Snapshot", str(run.path), "neuronpipe-demo")
     assert (said["tokens"], said["steps"], said["ready"]) == (status.tokens, status.steps, True)
     assert {one["pid"] for one in said["processes"]} == {one.pid for one in status.processes}
 
