@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from typing import Any
 
@@ -13,6 +14,8 @@ from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.request import Generate
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,16 +54,22 @@ def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> No
         sys.stdout.write(ask.prompt or "")
         sys.stdout.flush()
     tokens: list[Token] = []
+    terminal = sys.stdout.isatty()
     for message in client.request(ask):
         if isinstance(message, Token):
             if message.index < len(tokens):
                 continue  # asked for again after the coordinator was restarted
             tokens.append(message)
             if not arguments.json:
-                sys.stdout.write(message.text)
+                sys.stdout.write(for_terminal(message.text) if terminal else message.text)
                 sys.stdout.flush()
         elif isinstance(message, Finished):
             _finish(arguments.json, message, tokens)
+
+
+def for_terminal(text: str) -> str:
+    """What a model wrote, less what a terminal would obey: a package may be anybody's."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _finish(as_json: bool, finished: Finished, tokens: list[Token]) -> None:

@@ -12,6 +12,7 @@ from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
 from neuronpipe.plans.convert.frequencies import hot_first, read_frequencies
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.convert.source import open_checkpoint
+from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.fixed import fixed_matrices
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import Activation, Chat, Manifest
@@ -57,7 +58,7 @@ def convert(
         layout = compute_layout(quantization, shape.width, shape.neurons, "source" if shares is None else "frequency")
         chat = checkpoint.chat_template
         manifest = Manifest(
-            name=name or checkpoint.source.name,
+            name=one_line(name or checkpoint.source.name),
             source=checkpoint.source,
             activation=checkpoint.activation,
             quantization=quantization,

@@ -21,7 +21,7 @@ from neuronpipe.plans.convert.checkpoint import (
 from neuronpipe.plans.convert.gguf_header import GgufHeader, read_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.rope import MOST_THETA, base_frequencies
-from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.package.fields import Record, one_line
 from neuronpipe.plans.package.manifest import ACTIVATIONS, Activation, Shape, Source
 from neuronpipe.plans.package.parse import check_shape
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ def open_gguf(path: Path, options: Options) -> Checkpoint:
         frequencies = _frequencies(metadata, architecture, shape, inventory)
         inventory.refuse_leftovers(NOTHING)
         return Checkpoint(
-            source=Source("gguf", path.name, architecture),
+            source=Source("gguf", one_line(path.name), architecture),
             activation=activation,
             shape=shape,
             tied_embeddings=tied,

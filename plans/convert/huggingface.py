@@ -11,7 +11,7 @@ from neuronpipe.plans.convert.chat_template import huggingface_template
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, SourceFile, Stack, StoredMatrix
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
-from neuronpipe.plans.package.fields import Record, read_json
+from neuronpipe.plans.package.fields import Record, one_line, read_json
 from neuronpipe.plans.package.manifest import ACTIVATIONS, Activation, Shape, Source
 from neuronpipe.plans.package.parse import check_shape
 from neuronpipe.plans.package.safetensors_header import read_header
@@ -35,7 +35,7 @@ def open_huggingface(path: Path, options: Options) -> Checkpoint:
         matrices, vectors = _tensors(inventory, shape, tied, bias)
         inventory.refuse_leftovers(re.compile(rf"{HARMLESS.pattern}|lm_head\.weight") if tied else HARMLESS)
         return Checkpoint(
-            source=Source("huggingface", path.resolve().name, architecture),
+            source=Source("huggingface", one_line(path.resolve().name), architecture),
             activation=activation,
             shape=shape,
             tied_embeddings=tied,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.plans.package.fields import read_file
+from neuronpipe.plans.package.manifest import MOST_TOKENIZER_BYTES
+from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
-
-MOST_TOKENIZER_BYTES = 256 << 20
 
 
 def read_tokenizer(path: Path, vocabulary: int) -> bytes:
@@ -21,11 +21,10 @@ def read_tokenizer(path: Path, vocabulary: int) -> bytes:
 
 def check_tokenizer(data: bytes, vocabulary: int, where: str) -> None:
     """Refuse a tokenizer that does not load, or that has an id the model's embedding lacks."""
-    from tokenizers import Tokenizer  # loads a large library, which `neuronpipe --help` need not wait for
-
     try:
-        ids = Tokenizer.from_str(data.decode("utf-8")).get_vocab(with_added_tokens=True).values()
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{where}: not a tokenizer.json: {' '.join(str(error).split())}") from None
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not a tokenizer.json: {error}") from None
+    ids = open_tokenizer(text, where).get_vocab(with_added_tokens=True).values()
     if (largest := max(ids, default=0)) >= vocabulary:
         raise UserError(f"{where}: token id {largest} has no embedding: the model's vocabulary is {vocabulary}")

@@ -10,18 +10,25 @@ from typing import Any, NoReturn
 from neuronpipe.protocol.errors import UserError
 
 MOST_JSON_BYTES = 64 << 20
+MOST_LINE_CHARACTERS = 1000
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the field {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the field {_shown(name)} appears twice")
+        result[name] = value
     return result
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number here")
+
+
+def one_line(text: str) -> str:
+    """A name as `Record.line` reads it."""
+    return "".join(character if character.isprintable() else "?" for character in text[:MOST_LINE_CHARACTERS])
 
 
 def parse_json(data: bytes, where: str) -> Record:
@@ -98,6 +105,13 @@ class Record:
         value = self.value(name)
         if not isinstance(value, str):
             self.fail(name, f"expected a string, found {_shown(value)}")
+        return value
+
+    def line(self, name: str) -> str:
+        """A string for people: one that can be printed, since a terminal obeys what cannot."""
+        value = self.text(name)
+        if not value.isprintable() or len(value) > MOST_LINE_CHARACTERS:
+            self.fail(name, f"expected at most {MOST_LINE_CHARACTERS} printable characters, found {_shown(value)}")
         return value
 
     def choice(self, name: str, *allowed: str) -> str:

@@ -26,6 +26,7 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
     "chat_template.jinja",
 )
 MOST_TEMPLATE_BYTES = 1 << 20
+MOST_TOKENIZER_BYTES = 256 << 20
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")

@@ -16,6 +16,7 @@ from neuronpipe.plans.package.manifest import (
     FIXED,
     FORMAT,
     MANIFEST,
+    MOST_TOKENIZER_BYTES,
     PREDICTOR,
     QUANTIZATIONS,
     SOURCE_KINDS,
@@ -60,7 +61,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     predictor = parse_predictor(record.record("predictor"), shape, activation) if record.has("predictor") else None
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
     manifest = Manifest(
-        name=record.text("name"),
+        name=record.line("name"),
         source=_parse_source(record.record("source")),
         activation=activation,
         quantization=quantization,
@@ -91,7 +92,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _parse_source(record: Record) -> Source:
-    source = Source(record.choice("kind", *SOURCE_KINDS), record.text("name"), record.text("architecture"))
+    source = Source(record.choice("kind", *SOURCE_KINDS), record.line("name"), record.line("architecture"))
     record.finish()
     return source
 
@@ -210,7 +211,8 @@ def _parse_files(record: Record, *, predicted: bool, chats: bool) -> dict[str, F
         sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
             entry.fail("sha256", "expected 64 hexadecimal digits")
-        files[name] = FileEntry(entry.integer("bytes", 0, 1 << 50), sha256)
+        most_bytes = MOST_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # it is read as a whole
+        files[name] = FileEntry(entry.integer("bytes", 0, most_bytes), sha256)
         entry.finish()
     record.finish()
     return files

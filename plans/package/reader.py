@@ -41,6 +41,8 @@ class Package:
         manifest = read_manifest(path / MANIFEST)
         for name, entry in manifest.files.items():
             file = path / name
+            if file.is_symlink():
+                raise UserError(f"{file}: is a link, which may lead outside the package; copy the file itself there")
             if not file.is_file():
                 raise UserError(f"{file}: missing; convert the model again")
             if (found := file.stat().st_size) != entry.bytes:

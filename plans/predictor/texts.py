@@ -8,8 +8,8 @@ from pathlib import Path
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
-from tokenizers import Tokenizer
 
 MOST_WINDOW_TOKENS = 512
 HELD_OUT_PART = 4  # one in so many windows is held out
@@ -42,7 +42,11 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
-    ids = Tokenizer.from_file(str(package.tokenizer_path)).encode(text).ids[: tokens + tokens // HELD_OUT_PART]
+    ids = (
+        open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
+        .encode(text)
+        .ids[: tokens + tokens // HELD_OUT_PART]
+    )
     if len(ids) < LEAST_TOKENS:
         raise UserError(f"{path}: {len(ids)} tokens; a predictor needs {LEAST_TOKENS} or more")
     length = _window_tokens(package.manifest)
@@ -55,7 +59,7 @@ def from_demo(package: Package, tokens: int) -> Texts:
     """The demo model's corpus: a window from each of evenly spread documents, of the training and the held-out side."""
     from neuronpipe.plans.demo.corpus import documents
 
-    tokenizer = Tokenizer.from_file(str(package.tokenizer_path))
+    tokenizer = open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
     length = _window_tokens(package.manifest)
 
     def windows(wanted_tokens: int, *, held_out: bool) -> Sequence[Window]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
 from neuronpipe.services.coordinator.spelling import Spelling
 
 
@@ -33,9 +34,7 @@ class FileTokenizer:
     """A package's tokenizer.json through the `tokenizers` library."""
 
     def __init__(self, text: str) -> None:
-        from tokenizers import Tokenizer as Library  # 10 MB of code: only the process that reads text loads it
-
-        self._library = Library.from_str(text)
+        self._library = open_tokenizer(text, "tokenizer.json")
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
         # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
         self._spelling: Spelling | None = None
@@ -48,7 +47,8 @@ class FileTokenizer:
 
     def encode(self, text: str, *, frame: bool = True) -> list[int]:
         """Token ids of a text. frame: with the tokens that the file's post-processor puts round a text."""
-        return list(self._library.encode(text, add_special_tokens=frame).ids)
+        with panics_are_errors():
+            return list(self._library.encode(text, add_special_tokens=frame).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

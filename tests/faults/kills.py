@@ -1,0 +1,106 @@
+"""Kills at random moments of generations, and the count of what a run has open: for the tests, here and by night."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.pipeline import Run, Shell, eventually
+
+SEATS = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
+MOST_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
+MOST_DELAY_S = 0.4
+
+
+class Generations:
+    """Asks the same in a thread, over and over until closed; every answer must be the same."""
+
+    def __init__(self, run: Run, prompt: list[int], tokens: int, expected: list[int]) -> None:
+        self._run, self._prompt, self._tokens, self._expected = run, prompt, tokens, expected
+        self._over = threading.Event()
+        self.token_times: list[float] = []
+        self.answers = 0
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> Generations:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(60)
+        if self._thread.is_alive():
+            self.failure = "no answer within a minute of the last kill"
+
+    def _ask(self) -> None:
+        while not self._over.is_set() and self.failure is None:
+            try:
+                answer = self._run.ask(
+                    self._prompt, self._tokens, seen=lambda token: self.token_times.append(time.monotonic())
+                )
+            except Exception as error:  # whatever it is, it is told in the test's thread
+                self.failure = f"generation {self.answers}: {error!r}"
+                return
+            if answer["token_ids"] != self._expected:
+                self.failure = f"generation {self.answers}: {answer['token_ids']}, not {self._expected}"
+            self.answers += 1
+
+    def next_token_after(self, moment: float, within_s: float = 30.0) -> float:
+        """Seconds from a moment to the token after it. Raises AssertionError when none comes."""
+        came = eventually(lambda: self.failure or (self.token_times and self.token_times[-1] > moment), within_s)
+        assert came, "no token came after the kill"
+        assert self.failure is None, self.failure
+        return next(at for at in self.token_times if at > moment) - moment
+
+
+def kill(run: Run, role: str, index: int) -> float:
+    """Kill the process in a seat, once there is one; when."""
+    assert eventually(lambda: run.status().ready, 30)
+    pid = run.pid(role, index)
+    moment = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return moment
+
+
+def kill_at_random(run: Run, generations: Generations, kills: int, seed: int) -> dict[str, list[float]]:
+    """Kill seats in random turns at random moments; seconds until the next token, by role."""
+    draw = random.Random(seed)
+    took: dict[str, list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {seat: [] for seat in SEATS}
+    turns: list[tuple[str, int]] = []
+    for _ in range(kills):
+        turns = turns or draw.sample(SEATS, len(SEATS))
+        seat = turns.pop()
+        if len(times[seat]) >= MOST_KILLS:
+            time.sleep(max(0.0, times[seat][-MOST_KILLS] + WITHIN_S - time.monotonic()))
+        time.sleep(draw.uniform(0.0, MOST_DELAY_S))
+        moment = kill(run, *seat)
+        times[seat].append(moment)
+        took.setdefault(seat[0], []).append(generations.next_token_after(moment))
+    return took
+
+
+def open_things(shell: Shell, run: Run) -> Counter[str]:
+    """Everything there is of a run, counted: what each process has open, its threads, files of the run directory."""
+    found = Counter(f"file {path.name}" for path in run.path.iterdir())
+    for pid in shell.processes():
+        with contextlib.suppress(OSError):  # it ends just now
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            found[f"process {name}"] += 1
+            found[f"{name}: thread"] += len(list(Path(f"/proc/{pid}/task").iterdir()))
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found[f"{name}: {str(link.readlink()).split(':[')[0]}"] += 1
+    return found
+
+
+def grown(before: Counter[str], after: Counter[str]) -> list[str]:
+    """What there is more of, one line each."""
+    return [f"{kind}: {count} more" for kind, count in sorted((after - before).items())]
