@@ -23,6 +23,7 @@ VERBS = {
     "down": "stop a run",
     "cool": "watch the device's temperature, and let a run rest while it is too hot",
     "swap": "have another process, or another implementation, take a seat of a live run",
+    "conformance": "try whether an implementation does what its role must, with peers that behave badly",
     "convert": "make a package from a Hugging Face directory or a GGUF file",
     "inspect": "show what a package holds and how it lies on flash",
     "profile": "count which neurons fire on a text, and give a package a predictor of them",

@@ -121,15 +121,18 @@ class Channel:
     def _send(self, route: Sequence[bytes], content: Message) -> None:
         if type(content) not in self._outgoing.carries:
             raise TypeError(f"{type(content).__name__} does not travel this way on the {self.link.name} link")
+        self._send_frames([*route, MAGIC, encode(content)])
+
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
         try:
-            self._socket.send_multipart([*route, MAGIC, encode(content)])
+            self._socket.send_multipart(frames)
         except zmq.Again:
             if self._outgoing.when_full != "drop":
                 raise Full(f"{self.link.name} link: the queue is full") from None
             self.traffic.dropped += 1
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
-                raise Lost(f"{self.link.name} link: {_name(route[0])} is gone") from None
+                raise Lost(f"{self.link.name} link: {_name(frames[0])} is gone") from None
             raise
         else:
             self.traffic.sent += 1
@@ -203,6 +206,10 @@ class Listener(Channel):
         """Raises Lost when there is no such peer, Full when it does not keep up."""
         self._send([peer.encode("latin-1")], content)
 
+    def send_frames(self, peer: str, *frames: bytes) -> None:
+        """What no peer should send, to try how a peer bears it. Raises like `send`."""
+        self._send_frames([peer.encode("latin-1"), *frames])
+
     def receive(self, timeout_ms: int = 0) -> tuple[str, Message] | None:
         """The next message and its sender; None when there is none within the time, or sooner after garbage."""
         received = self._receive(timeout_ms, 1)
@@ -223,6 +230,10 @@ class Connection(Channel):
     def send(self, content: Message) -> None:
         """Raises Full when the link's limit is reached and stays so."""
         self._send([], content)
+
+    def send_frames(self, *frames: bytes) -> None:
+        """What no peer should send, to try how a peer bears it. Raises like `send`."""
+        self._send_frames(frames)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:
         """The next message; None when there is none within the time, or sooner after garbage."""

@@ -122,9 +122,12 @@ class CoordinatorService:
                 self._take(*received)
             if self._core.works and not self._core.busy:
                 self._handle(Tick())
+        self._dismiss_all()
+        self._context.close()
+
+    def _dismiss_all(self) -> None:
         for seat in self._seats:
             self._send(seat.peer, Drain())
-        self._context.close()
 
     def _patience_ms(self) -> int:
         """For how long nothing but a message can give it something to do."""

@@ -1,0 +1,181 @@
+"""Peers that behave badly, for the seats around the one that is tried; and one that writes down what it hears.
+
+Witness     a coordinator that keeps a record of the lives of its services
+Garbling    sends, before every message, what no peer should send, and with it a field that nobody knows
+Slow        comes late, does not hear the first word, and takes its time before every message
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.protocol.channel import Channel
+from neuronpipe.protocol.codec import Message, encode
+from neuronpipe.protocol.errors import Full, Lost
+from neuronpipe.protocol.messages.lifecycle import Beat, Drained, Hello, Ready
+from neuronpipe.protocol.version import MAGIC
+from neuronpipe.services.cache.service import CacheService
+from neuronpipe.services.coordinator.service import CoordinatorService
+from neuronpipe.services.job import Job
+from neuronpipe.services.loader.service import LoaderService
+
+RECORD = "NEURONPIPE_CONFORMANCE_RECORD"
+LAST_WORDS_S = 1.0
+LATE_S, PAUSE_S = 1.2, 0.002
+GARBAGE = (
+    (b"",),
+    (MAGIC,),
+    (MAGIC, b""),
+    (MAGIC, b"\xc1"),  # a byte that msgpack never uses
+    (MAGIC, b"\x80", b"\x80"),
+    (MAGIC, b"\x81\xa4type\xa8Nonsense"),
+    (MAGIC, b"\x81\xa4type\x07"),
+    (MAGIC, b"\x82\xa4type\xa4Step\xa4step\xa5seven"),
+    (MAGIC, b"\x82\xa4type\xa5Grant\xaageneration\xcf\xff\xff\xff\xff\xff\xff\xff\xff"),
+    (MAGIC, b"\xdf\xff\xff\xff\xff"),  # a map of more entries than any message has
+    (MAGIC, b"\x81" * 200),
+    (b"NP9", b"\x81\xa4type\xa5Drain"),  # of another major version: not for us
+    (b"XX1", b"\x81\xa4type\xa5Drain"),
+)
+_UNKNOWN_FIELD = b"\xa8unheard!\x93\x01\x02\xa1x"
+
+
+def with_unknown_field(message: Message) -> bytes:
+    """The message with a field that no version has, where its map is a short one."""
+    packed = encode(message)
+    if 0x80 <= packed[0] < 0x8F:
+        return bytes([packed[0] + 1]) + packed[1:] + _UNKNOWN_FIELD
+    return packed
+
+
+class _Garbled:
+    """A channel that garbles whatever is sent through it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel: Any = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def send(self, *words: Any) -> None:
+        *route, message = words
+        for frames in GARBAGE:
+            self._channel.send_frames(*route, *frames)
+        self._channel.send_frames(*route, MAGIC, with_unknown_field(message))
+
+
+class GarblingCoordinator(CoordinatorService):
+    """Garbles towards services; clients are spared."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._garbled = _Garbled(self._control)
+
+    def _send(self, peer: str, message: Message) -> None:
+        if peer not in self._seats:
+            super()._send(peer, message)
+            return
+        try:
+            self._garbled.send(peer, message)
+        except (Lost, Full):
+            super()._send(peer, message)
+
+
+class GarblingCache(CacheService):
+    """Garbles towards the loader."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._link: Any = _Garbled(self._link)
+
+
+class GarblingLoader(LoaderService):
+    """Garbles towards the cache."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._cache: Any = _Garbled(self._cache)
+
+
+class SlowCoordinator(CoordinatorService):
+    """Comes late, does not hear anybody's first word, pauses before every message."""
+
+    def __init__(self, job: Job) -> None:
+        time.sleep(LATE_S)
+        super().__init__(job)
+        self._ignored: set[str] = set()
+
+    def _take(self, peer: str, message: Message) -> None:
+        if isinstance(message, Hello) and peer not in self._ignored:
+            self._ignored.add(peer)
+            return
+        super()._take(peer, message)
+
+    def _send(self, peer: str, message: Message) -> None:
+        time.sleep(PAUSE_S)
+        super()._send(peer, message)
+
+
+class SlowCache(CacheService):
+    """Comes late, pauses before every message."""
+
+    def __init__(self, job: Job) -> None:
+        time.sleep(LATE_S)
+        super().__init__(job)
+
+    def _take(self, message: Message) -> None:
+        time.sleep(PAUSE_S)
+        super()._take(message)
+
+
+class SlowLoader(LoaderService):
+    """Comes late, pauses before every message."""
+
+    def __init__(self, job: Job) -> None:
+        time.sleep(LATE_S)
+        super().__init__(job)
+
+    def _take(self, message: Message) -> None:
+        time.sleep(PAUSE_S)
+        super()._take(message)
+
+
+class Witness(CoordinatorService):
+    """Writes the lives of its services into the file that RECORD names: a JSON object in each line."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._record = Path(os.environ[RECORD]).open("a", encoding="utf-8")  # noqa: SIM115 - as long as the process
+
+    def _take_from_seat(self, peer: str, message: Message) -> None:
+        content: dict[str, Any] = {"peer": peer, "said": type(message).__name__, "at": time.monotonic()}
+        if isinstance(message, Hello):
+            line = self._lines[(self._seats[peer].role, self._seats[peer].index)]
+            content |= {"pid": message.pid, "incarnation": message.incarnation, "slots": message.slots}
+            content |= {"role": message.role, "index": message.index, "protocol": message.protocol}
+            content["expected_pid"] = self._board[line * (len(self._board) // len(self._lines))]
+        elif isinstance(message, Ready | Beat | Drained):
+            content |= {"role": message.role, "index": message.index}
+        self._write(content)
+        super()._take_from_seat(peer, message)
+
+    def _send(self, peer: str, message: Message) -> None:
+        if peer in self._seats:
+            self._write({"peer": peer, "told": type(message).__name__, "at": time.monotonic()})
+        super()._send(peer, message)
+
+    def _dismiss_all(self) -> None:
+        super()._dismiss_all()
+        deadline = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < deadline and any(seat.state != "stopped" for seat in self._seats):
+            received = self._control.receive(50)
+            if received is not None and received[0] in self._seats:
+                self._take_from_seat(*received)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        self._record.write(json.dumps(content) + "\n")
+        self._record.flush()

@@ -1,0 +1,281 @@
+"""The suite: whole runs with the candidate in its role's seats and peers that are ordinary, slow, garbling, stopped or
+killed around it. What counts is that every answer has the bits that our own implementations compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.launch.conformance import peers
+from neuronpipe.launch.live import started_run
+from neuronpipe.launch.stage import Stage
+from neuronpipe.plans.package.manifest import BUNDLES
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.client import Status
+from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
+
+TEXT_TOKENS = 24
+TEXTS = 3
+IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four come in each second
+STOPPED_S = 0.5
+DAMAGE_STRIDE_BYTES = 4096
+
+
+class Failed(Exception):
+    """A check found what must not be."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check. why: empty when it passed."""
+
+    name: str
+    why: str
+    seconds: float
+
+
+class Suite:
+    """All checks of one role. uses: the candidate, in all of the role's seats. patience_s: for any one answer."""
+
+    def __init__(self, package: Package, plan: Plan, role: str, use: Implementation | None, patience_s: float) -> None:
+        self._package, self._plan, self._role, self._patience_s = package, plan, role, patience_s
+        self._uses = [] if use is None else [Use(role, None, use)]
+        self._others = [other for other in ("coordinator", *SWAPPABLE) if other != role]
+        self._expected: dict[str, str] = {}
+        self._results: list[Result] = []
+        self._tell: Callable[[Result], None] = lambda result: None
+
+    def run(self, tell: Callable[[Result], None]) -> list[Result]:
+        """Try everything; `tell` hears of each check as it ends. Raises UserError when our own run cannot be."""
+        self._tell = tell
+        with tempfile.TemporaryDirectory(prefix="np-") as folder:
+            with self._stage(self._plan, [], Path(folder)) as (stage, _):
+                self._expected = self._answers(stage)
+            self._with("ordinary peers", Path(folder), [], self._ordinary)
+            self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
+            self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits)
+            if self._role == "loader":
+                self._with("damaged flash", Path(folder), [], self._refuses_damage, self._damaged(Path(folder)))
+        return self._results
+
+    # ---- runs ------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _stage(
+        self, plan: Plan, uses: list[Use], folder: Path, package: Package | None = None
+    ) -> Iterator[tuple[Stage, Path]]:
+        record = folder / "record"
+        record.unlink(missing_ok=True)
+        os.environ[peers.RECORD] = str(record)
+        package = package or self._package
+        with started_run(package, plan, folder / "run", stays=False, uses=Implementations(uses)) as run:
+            yield Stage(run, package, plan), record
+
+    def _with(
+        self,
+        name: str,
+        folder: Path,
+        uses: list[Use],
+        checks: Callable[[Stage, Path], Iterator[str]],
+        package: Package | None = None,
+    ) -> None:
+        """The checks of one run, each of which ends with the name it yields. After one that fails the others of this
+        run would say nothing more."""
+        self._began = time.monotonic()
+        witness = Use("coordinator", None, _peer("Witness"))
+        try:
+            with self._stage(self._plan, [witness, *uses, *self._uses], folder, package) as (stage, record):
+                for passed in checks(stage, record):
+                    self._note(f"{name}: {passed}", "")
+            if name == "ordinary peers":
+                self._drained(record)
+                self._note(f"{name}: drains when told to", "")
+        except (Failed, UserError) as error:
+            self._note(name, str(error))
+
+    def _note(self, name: str, why: str) -> None:
+        result = Result(name, why, time.monotonic() - self._began)
+        self._began = time.monotonic()
+        self._results.append(result)
+        self._tell(result)
+
+    def _bad(self, kind: str) -> list[Use]:
+        """Whom of the others the candidate speaks with, misbehaving."""
+        roles = {"loader": ("coordinator", "cache"), "cache": ("coordinator", "loader")}
+        return [Use(role, None, _peer(kind + role.capitalize())) for role in roles.get(self._role, ("coordinator",))]
+
+    def _damaged(self, folder: Path) -> Package:
+        """A copy of the package with a wrong bit in every part of every cluster."""
+        copy = folder / "damaged"
+        shutil.copytree(self._package.path, copy)
+        with (copy / BUNDLES).open("r+b") as stream:
+            content = bytearray(stream.read())
+            for place in range(0, len(content), DAMAGE_STRIDE_BYTES):
+                content[place] ^= 4
+            stream.seek(0)
+            stream.write(content)
+        return Package.open(copy)
+
+    # ---- checks ----------------------------------------------------------------------------------------------
+    def _ordinary(self, stage: Stage, record: Path) -> Iterator[str]:
+        with stage.client(self._patience_s) as client:
+            status = client.status()
+        self._greeted(record, status)
+        yield "greets, is welcomed, is ready"
+        self._compare(self._answers(stage))
+        yield "computes the bits that our own implementations compute"
+        self._at_once(stage)
+        yield f"{TEXTS} texts at once are what each is alone"
+        self._beats(record)
+        yield "gives signs of life while idle"
+        for role in self._others:
+            self._through(stage, f"{role}.0", signal.SIGSTOP)
+            yield f"bears {role}.0 standing still"
+            self._through(stage, f"{role}.0", signal.SIGKILL)
+            yield f"bears {role}.0 being killed"
+        for seat in self._own(status):
+            self._through(stage, seat, signal.SIGKILL)
+            yield f"is started again after {seat} was killed"
+        self._compare(self._answers(stage))
+        yield "computes the same bits after all that"
+
+    def _same_bits(self, stage: Stage, record: Path) -> Iterator[str]:
+        self._compare(self._answers(stage))
+        yield "computes the bits that our own implementations compute"
+
+    def _refuses_damage(self, stage: Stage, record: Path) -> Iterator[str]:
+        try:
+            with stage.client(self._patience_s) as client:
+                stage.text(client)
+        except UserError as error:
+            if BUNDLES not in str(error):
+                raise
+        else:
+            raise Failed("a text was computed from bundles that do not match their checksums")
+        yield "a part that does not match its checksum is not given out"
+        with stage.client(self._patience_s) as client:
+            client.status()
+        yield "the run lives on"
+
+    def _answers(self, stage: Stage) -> dict[str, str]:
+        answers = stage.answers(self._patience_s)
+        with stage.client(self._patience_s) as client:
+            for number in range(TEXTS):
+                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number)
+        return answers
+
+    def _compare(self, answers: dict[str, str]) -> None:
+        for what, bits in answers.items():
+            if bits != self._expected[what]:
+                raise Failed(f"other bits than our own implementations: {what}")
+
+    def _at_once(self, stage: Stage) -> None:
+        answers: dict[str, str] = {}
+
+        def ask(number: int) -> None:
+            with contextlib.suppress(UserError), stage.client(self._patience_s) as client:
+                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(TEXTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(answers) < TEXTS:
+            raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered")
+        self._compare(answers)
+
+    def _through(self, stage: Stage, seat: str, number: signal.Signals) -> None:
+        """A text, while the process in this seat is stopped for a while or killed."""
+        under_way = threading.Event()
+        said: list[str] = []
+
+        def ask() -> None:
+            try:
+                with stage.client(self._patience_s) as client:
+                    said.append(stage.text(client, TEXT_TOKENS, 0, under_way.set))
+            except UserError as error:
+                said.append(str(error))
+            under_way.set()
+
+        with stage.client(self._patience_s) as client:
+            pid = next(p.pid for p in client.status().processes if f"{p.role}.{p.index}" == seat)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        under_way.wait()
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+        asking.join()
+        self._compare({"text 0": said[0]}) if said[0][:1].isdigit() else self._fail(said[0])
+
+    def _fail(self, why: str) -> None:
+        raise Failed(why)
+
+    # ---- what the witness wrote down -------------------------------------------------------------------------
+    def _own(self, status: Status) -> list[str]:
+        return [f"{p.role}.{p.index}" for p in status.processes if p.role == self._role]
+
+    def _heard(self, record: Path) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+        return [line for line in lines if line["peer"].rpartition("-")[0] == self._role]
+
+    def _greeted(self, record: Path, status: Status) -> None:
+        for seat in self._own(status):
+            role, _, index = seat.partition(".")
+            lines = [line for line in self._heard(record) if line["peer"] == f"{role}-{index}"]
+            said = [line.get("said") or line["told"] for line in lines]
+            if said[0] != "Hello":
+                raise Failed(f"{seat}: its first word was {said[0]}")
+            hello = lines[0]
+            for field, right in (
+                ("role", role),
+                ("index", int(index)),
+                ("incarnation", 0),
+                ("pid", hello["expected_pid"]),
+            ):
+                if hello[field] != right:
+                    raise Failed(f"{seat}: Hello.{field} is {hello[field]!r}, its seat has {right!r}")
+            if role in ("decode", "prefill") and hello["slots"] < 1:
+                raise Failed(f"{seat}: Hello.slots is {hello['slots']}: it takes no work")
+            welcome = said.index("Welcome")
+            if early := {word for word in said[:welcome] if word != "Hello"}:
+                raise Failed(f"{seat}: said {min(early)} before it was welcomed")
+            if said[welcome:].count("Ready") < 1:
+                raise Failed(f"{seat}: was welcomed and never said Ready")
+
+    def _beats(self, record: Path) -> None:
+        began = time.monotonic()
+        time.sleep(IDLE_S)
+        for index in range(len([seat for seat in self._plan.compute.seats if seat.role == self._role])):
+            peer = f"{self._role}-{index}"
+            heard = [line for line in self._heard(record) if line["peer"] == peer and line["at"] > began]
+            count = sum(line.get("said") == "Beat" for line in heard)
+            if count < BEATS:
+                raise Failed(f"{peer}: {count} beats in {IDLE_S} s, while idle; four a second are expected")
+
+    def _drained(self, record: Path) -> None:
+        lines = self._heard(record)
+        told = {line["peer"] for line in lines if line.get("told") == "Drain"}
+        said = {line["peer"] for line in lines if line.get("said") == "Drained"}
+        if silent := told - said:
+            raise Failed(f"{min(silent)} did not say Drained within {peers.LAST_WORDS_S:.0f} s of Drain")
+        if not told:
+            raise Failed("the run ended without Drain")
+
+
+def _peer(name: str) -> Implementation:
+    return Implementation(f"{peers.__name__}:{name}", "/")

@@ -1,0 +1,112 @@
+"""Questions to a live run whose answers must be the same bits, whoever works for it and whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from neuronpipe.launch.client import Client
+from neuronpipe.launch.live import LiveRun
+from neuronpipe.launch.rating import rate
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.messages.client import Finished, Scored, Token
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.protocol.segments import Mapping, Segment
+from neuronpipe.services.memory import run_layouts
+
+PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
+POLL_S = 0.01
+
+
+class Stage:
+    """A live run, asked the same questions again and again. Its plan has one context of PREFILL_TOKENS at least."""
+
+    def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
+        self._run, self._package, self._plan = run, package, plan
+
+    def answers(self, limit_s: float) -> dict[str, str]:
+        """What the run computes, by what it is: digests of logit rows, and a text. Raises UserError when it takes
+        longer than `limit_s`."""
+        with self.client(limit_s) as client:
+            return {"a text": self.text(client)} | dict(self._rows(client))
+
+    @contextlib.contextmanager
+    def client(self, limit_s: float) -> Iterator[Client]:
+        """A client of the run, when it is ready. Raises UserError when that, or an answer, is not there in time."""
+        deadline = time.monotonic() + limit_s
+
+        def failed() -> str | None:
+            if (reason := self._run.failed()) is not None:
+                return reason
+            late = time.monotonic() > deadline
+            return f"did not answer within {limit_s:.0f} s" if late else None
+
+        with Client(self._run.directory.endpoint(CONTROL), failed) as client:
+            while not client.status().ready:
+                time.sleep(POLL_S)
+                if (reason := failed()) is not None:
+                    raise UserError(f"not ready: {reason}")
+            yield client
+
+    def _tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
+        context, vocabulary = self._plan.compute.context_tokens, self._package.manifest.shape.vocabulary
+        return tuple((7919 * (first + n) + 1) % vocabulary for n in range(min(count, context)))
+
+    def text(
+        self, client: Client, tokens: int = TEXT_TOKENS, first: int = 0, seen: Callable[[], None] = lambda: None
+    ) -> str:
+        """The likeliest tokens after a prompt, in words. first: which prompt; seen: called with every token."""
+        ask = Generate(
+            request=f"text-{first}",
+            tokens=self._tokens(PROMPT_TOKENS, first),
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_end=True,
+            share_prefix=False,
+        )
+        chosen: dict[int, int] = {}
+        for message in client.request(ask):
+            if isinstance(message, Token):
+                chosen[message.index] = message.token
+                seen()
+            if isinstance(message, Finished):
+                return " ".join(str(chosen[n]) for n in sorted(chosen))
+        raise AssertionError
+
+    def _rows(self, client: Client) -> Iterator[tuple[str, str]]:
+        paths: tuple[tuple[Literal["decode", "prefill"], int], ...] = (
+            ("decode", DECODE_TOKENS),
+            ("prefill", PREFILL_TOKENS),
+        )
+        digests: dict[str, str] = {}
+        with self._exchange() as exchange:
+            logits = exchange.view("logits")
+            for path, count in paths:
+                tokens = self._tokens(count)
+                keep = _digest_rows(logits, self._package.manifest.shape.vocabulary, path, digests)
+                rate(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
+        yield from digests.items()
+
+    def _exchange(self) -> Mapping:
+        run_file = self._run.directory.read()
+        layout = run_layouts(self._package.manifest, self._plan)["exchange"]
+        with Segment.open(layout, run_file.supervisor_pid, run_file.segments["exchange"].fd) as segment:
+            return segment.map()
+
+
+def _digest_rows(
+    logits: memoryview, vocabulary: int, path: str, digests: dict[str, str]
+) -> Callable[[int, Scored], None]:
+    def keep(first: int, scored: Scored) -> None:
+        for number in range(scored.rows):
+            row = logits[(scored.row + number) * vocabulary : (scored.row + number + 1) * vocabulary]
+            name = f"logits after token {first + scored.position + number} ({path})"
+            digests[name] = hashlib.sha256(row).hexdigest()
+
+    return keep

@@ -1,0 +1,74 @@
+"""`neuronpipe conformance ROLE [--use IMPLEMENTATION]`: whether an implementation does what its role must."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from neuronpipe.launch.conformance.suite import Result, Suite
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.facts import device_facts
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.implementations import SWAPPABLE, Implementation
+
+WORKERS, SEQUENCES = 2, 3
+RESIDENT = 0.5
+PATIENCE_S = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `conformance`."""
+    parser.add_argument("role", choices=SWAPPABLE, metavar="ROLE", help=f"one of {', '.join(SWAPPABLE)}")
+    parser.add_argument(
+        "--use",
+        metavar="IMPLEMENTATION",
+        help="package.module:Class, or argv:COMMAND in any language (default: our own)",
+    )
+    parser.add_argument(
+        "--package", type=Path, default=DEMO, metavar="DIR", help="the model to compute (default: the demo model)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        metavar="SECONDS",
+        help="how long any answer may take (default: %(default).0f)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Try everything; 0 when all of it passed, 1 otherwise."""
+    if not 0 < arguments.patience <= 600:
+        raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
+    use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
+    package = Package.open(arguments.package)
+    suite = Suite(package, _plan(package), arguments.role, use, arguments.patience)
+    results = suite.run((lambda result: None) if arguments.json else _print)
+    passed = all(not result.why for result in results)
+    if arguments.json:
+        report = {"role": arguments.role, "use": arguments.use, "passed": passed}
+        print(json.dumps(report | {"checks": [asdict(result) for result in results]}))
+    else:
+        failed = sum(bool(result.why) for result in results)
+        print(f"{arguments.role}: {len(results) - failed} passed" + (f", {failed} failed" if failed else ""))
+    return 0 if passed else 1
+
+
+def _plan(package: Package) -> Plan:
+    """Two decode workers, three texts at once, half of the neurons resident; no process has a core to itself."""
+    device = device_facts(probe(package.path), WORKERS)
+    seats = tuple(replace(seat, core=None) for seat in device.seats)
+    wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
+    return plan(package.manifest, replace(device, seats=seats), wanted)
+
+
+def _print(result: Result) -> None:
+    print(f"{'FAILED' if result.why else 'ok':<7}{result.name}{': ' + result.why if result.why else ''}", end="")
+    print(f"  ({result.seconds:.1f} s)", flush=True)
