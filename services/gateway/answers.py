@@ -1,13 +1,12 @@
 """Sending an answer, whole or as a stream, for as long as somebody is there to take it.
 
-Whoever closes the connection, or takes nothing for STALLED_S, has their texts given up at once: the next step is made
-without them. A stream waits for its reader, and what arrives meanwhile is sent as one piece.
+Whoever closes the connection has their texts given up at once: the next step is made without them. A stream waits for
+its reader, and what arrives meanwhile is sent as one piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from neuronpipe.protocol.messages.client import Finished, Token
@@ -18,18 +17,10 @@ from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem
 from starlette.types import Receive, Scope, Send
 
-STALLED_S = 30.0
-log = logging.getLogger(__name__)
 
-
-class Stalled(Exception):
-    """The reader takes nothing."""
-
-
-async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work; leave it when the client goes away."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
+async def while_there(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Do the work; leave it when the client goes away. Raises what the work raises."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -44,15 +35,6 @@ async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def patiently(send: Awaitable[None]) -> None:
-    """Send to a reader who may be slow. Raises Stalled when nothing moves."""
-    try:
-        async with asyncio.timeout(STALLED_S):
-            await send
-    except TimeoutError:
-        raise Stalled from None
 
 
 class Answer:
@@ -75,10 +57,7 @@ class Answer:
         """Ask, and send what comes."""
         mailbox, names = await self._coordinator.generate(self._asks)
         try:
-            await while_connected(receive, (self._in_pieces if self._stream else self._in_one)(mailbox, send))
-        except Stalled:
-            log.info("a client took nothing for %.0f s; its texts are given up", STALLED_S)
-            raise
+            await while_there(receive, (self._in_pieces if self._stream else self._in_one)(mailbox, send))
         finally:
             self._coordinator.give_up(names)
 
@@ -86,8 +65,8 @@ class Answer:
         finished = await self._all(mailbox, None)
         body = self._form.whole(finished, usage(finished, self._texts_per_prompt))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await patiently(send({"type": "http.response.start", "status": 200, "headers": headers}))
-        await patiently(send({"type": "http.response.body", "body": body}))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _in_pieces(self, mailbox: Mailbox, send: Send) -> None:
         begun = False
@@ -96,9 +75,9 @@ class Answer:
             nonlocal begun
             if not begun:
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-                await patiently(send({"type": "http.response.start", "status": 200, "headers": headers}))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            await patiently(send({"type": "http.response.body", "body": events, "more_body": True}))
+            await send({"type": "http.response.body", "body": events, "more_body": True})
 
         try:
             finished = await self._all(mailbox, pass_on)
@@ -108,7 +87,7 @@ class Answer:
             await pass_on(b"data: " + problem.body() + b"\n\n")
         else:
             await pass_on(self._form.counted(usage(finished, self._texts_per_prompt)) + DONE)
-        await patiently(send({"type": "http.response.body", "body": b""}))
+        await send({"type": "http.response.body", "body": b""})
 
     async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:
         """Wait for all texts, and pass on their pieces as they come."""

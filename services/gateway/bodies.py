@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 MOST_BODY_BYTES = 4 << 20
+MOST_PASSED_OVER_BYTES = 64 << 20  # read and dropped: a client that is still sending would not see the answer
 BODY_S = 30.0
 CODES = {
     "missing": "missing_required_parameter",
@@ -32,19 +33,21 @@ async def read_body(request: Request, kind: type[Wanted]) -> Wanted:
 
 
 async def _bytes(request: Request) -> bytes:
-    body = bytearray()
+    body, received_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
-                body += piece
-                if len(body) > MOST_BODY_BYTES:
-                    raise Problem(
-                        413, "body_too_large", f"the body has more than {MOST_BODY_BYTES} bytes", headers=_CLOSE
-                    )
+                received_bytes += len(piece)
+                if received_bytes <= MOST_BODY_BYTES:
+                    body += piece
+                elif received_bytes > MOST_PASSED_OVER_BYTES:
+                    break
     except TimeoutError:
         raise Problem(408, "body_too_slow", f"the body took more than {BODY_S:.0f} s", headers=_CLOSE) from None
     except ClientDisconnect:
         raise Problem(400, "disconnected", "the body is not complete") from None
+    if received_bytes > MOST_BODY_BYTES:
+        raise Problem(413, "body_too_large", f"the body has more than {MOST_BODY_BYTES} bytes", headers=_CLOSE)
     return bytes(body)
 
 

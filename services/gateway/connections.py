@@ -1,5 +1,5 @@
 """HTTP connections that cannot be held for nothing: uvicorn's protocol with a limit to their number, to how long a head
-may take to arrive, and to its size."""
+may take to arrive, to its size, and to how long what is sent may wait for a reader."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 512
-HEAD_S = 10.0
+HEAD_S = 5.0
 MOST_HEAD_BYTES = 32 << 10
+STALLED_S = 30.0
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -20,6 +21,7 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_due: asyncio.TimerHandle | None = None
+        self._stalled_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Turn away one too many; give the others a while to say what they want."""
@@ -32,8 +34,9 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The timer goes with the connection."""
-        if self._head_due is not None:
-            self._head_due.cancel()
+        for timer in (self._head_due, self._stalled_due):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -45,6 +48,22 @@ class BoundedProtocol(H11Protocol):
             self._head_due = None
         elif waiting and self._head_due is None and self.conn.trailing_data[0]:
             self._head_due = self.loop.call_later(HEAD_S, self._too_slow)
+
+    def pause_writing(self) -> None:
+        """More waits for the reader than is kept: it has a while to take some."""
+        super().pause_writing()
+        self._stalled_due = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It took some."""
+        if self._stalled_due is not None:
+            self._stalled_due.cancel()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle for too long; what was sent and never taken is dropped in the end."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(STALLED_S, self.transport.abort)
 
     def _too_slow(self) -> None:
         self._head_due = None

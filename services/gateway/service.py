@@ -17,7 +17,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
-KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 15
 MOST_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
 

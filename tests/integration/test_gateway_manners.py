@@ -1,0 +1,193 @@
+"""Clients without manners, keys and crowds: what the gateway refuses, and that it goes on serving the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.http_client import Server, read_reply, request, served
+from tests.pipeline import Shell, eventually
+
+KEY = "correct-horse-battery"
+ASK = {"prompt": "def f(", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell) -> Iterator[Server]:
+    with served(long_shell, "--sequences", "1") as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def serves_afterwards(server: Server) -> Iterator[None]:
+    yield
+    assert server.post("/v1/completions", **ASK).status == 200
+
+
+def exchange(server: Server, data: bytes) -> bytes:
+    """What comes back before the connection ends, politely or not."""
+    answer = b""
+    with server.connect() as line, contextlib.suppress(ConnectionError):
+        line.sendall(data)
+        while piece := line.recv(1 << 16):
+            answer += piece
+    return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 100 + b"\r\n\r\n",
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET /health?" + b"z" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"Y: z\r\n" * 100_000,
+    ],
+    ids=["zeros", "version", "path", "length", "chunk", "header", "target", "headers"],
+)
+def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: bytes) -> None:
+    answer = exchange(server, data)
+    assert answer.startswith(b"HTTP/1.1 4") or not answer
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"", 415, "unsupported_media_type"),
+        (b"{", 400, "invalid_json"),
+        (b"\xff\xfe", 400, "invalid_json"),
+        (b"[" * 200_000, 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', 400, "invalid_json"),
+        (b"[]", 400, "invalid_value"),
+        (b'{"prompt": "x", "temperature": NaN}', 400, "invalid_value"),
+        (b'{"prompt": "x", "temperature": 1e999}', 400, "invalid_value"),
+        (b'{"prompt": [0, 99999999999999999999]}', 400, "invalid_value"),
+        (b'{"prompt": [4096]}', 400, "invalid_value"),
+        (b'{"prompt": ""}', 400, "invalid_value"),
+        (b'{"prompt": "x", "logit_bias": {"4096": 1}}', 400, "invalid_value"),
+        (b'{"prompt": "' + b"x" * (5 << 20) + b'"}', 413, "body_too_large"),
+    ],
+)
+def test_bodies_that_say_nothing_sensible(server: Server, body: bytes, status: int, code: str) -> None:
+    reply = server.call("POST", "/v1/completions", body)
+    assert (reply.status, reply.json()["error"]["code"]) == (status, code)
+
+
+def test_only_json_is_a_body_so_that_no_page_from_elsewhere_can_ask(server: Server) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        reply = server.call("POST", "/v1/completions", json.dumps(ASK).encode(), Content_Type=kind)
+        assert reply.status == 415
+    reply = server.call("POST", "/v1/completions", ASK, Origin="http://evil.example")
+    assert (reply.status, reply.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert server.call("POST", "/v1/completions", ASK, Origin="http://localhost").status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost:1@evil.example", "[", ""])
+def test_a_name_that_is_not_loopback_is_refused(server: Server, host: str) -> None:
+    reply = server.call("GET", "/v1/models", Host=host)
+    assert reply.status in (400, 403)
+    assert b"neuronpipe-demo" not in reply.body
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]:1", "LOCALHOST"])
+def test_loopback_by_any_of_its_names_is_served(server: Server, host: str) -> None:
+    assert server.call("GET", "/v1/models", Host=host).status == 200
+
+
+def test_a_request_that_does_not_end_and_one_that_is_cut_off_hold_nobody_up(server: Server) -> None:
+    with server.connect() as silent, server.connect() as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        with server.connect() as cut:
+            cut.sendall(request("POST", "/v1/completions", ASK)[:-5])
+        assert server.post("/v1/completions", **ASK).status == 200
+        assert silent.fileno() > 0
+
+
+def test_a_reader_who_takes_nothing_holds_little_memory_and_nobody_up(server: Server) -> None:
+    gateway = psutil.Process(server.run.pid("gateway"))
+    before = gateway.memory_info().rss
+    with contextlib.ExitStack() as lines:
+        for _ in range(6):
+            line = lines.enter_context(socket.socket())
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", server.port))
+            body = {**ASK, "max_tokens": 200, "stream": True, "logprobs": 20}
+            line.sendall(request("POST", "/v1/completions", body))
+        assert server.post("/v1/completions", **ASK).status == 200
+        assert gateway.memory_info().rss - before < 40 << 20
+    assert eventually(lambda: server.run.status().sequences_active + server.run.status().sequences_waiting == 0)
+
+
+def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
+    replies: list[int] = []
+
+    def ask() -> None:
+        reply = server.post("/v1/completions", prompt="x", max_tokens=1, n=16)
+        replies.append(reply.status)
+        if reply.status == 429:
+            assert reply.headers["retry-after"] == "1"
+            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]  # 192 texts: 128 here, 68 in the run's queue
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(replies) == {200, 429}
+    assert len(replies) == 12
+
+
+def test_a_thousand_connections_leave_nothing_behind(server: Server) -> None:
+    gateway = psutil.Process(server.run.pid("gateway"))
+    before = gateway.num_fds()
+    for number in range(1000):
+        with server.connect() as line:
+            if number % 2:
+                line.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+    assert eventually(lambda: gateway.num_fds() <= before)
+
+
+def test_a_key_is_asked_for_everywhere_but_where_it_is_typed_in(shell: Shell) -> None:
+    line = shell.refused("serve", "--host", "0.0.0.0", "--port", "0")
+    assert "NEURONPIPE_KEY" in line
+    assert "16 or more" in shell.refused("serve", "--key", "short", "--port", "0")
+    with served(shell, "--host", "0.0.0.0", "--key", KEY) as one:
+        assert one.call("GET", "/health", Host="phone.lan:8080").status == 200
+        for wrong in ("", f"Bearer {KEY}x", f"Basic {KEY}", "Bearer", f"Bearer {KEY[:-1]}", "Bearer \xe9" + KEY):
+            for path in ("/v1/models", "/metrics", "/v1/nothing", "/openapi.json"):
+                reply = one.call("GET", path, Authorization=wrong)
+                assert (reply.status, reply.json()["error"]["code"]) == (401, "invalid_api_key"), (wrong, path)
+        assert one.call("GET", "/v1/models", Host="phone.lan", Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_a_port_in_use_is_one_line(server: Server, shell: Shell) -> None:
+    assert "--port 0" in shell.refused("serve", "--port", str(server.port), beside=True)
+
+
+def test_a_head_that_does_not_come_is_given_up_in_time(server: Server) -> None:
+    began = time.monotonic()
+    with server.connect() as line:
+        line.sendall(b"GET /health HTTP/1.1\r\n")
+        assert line.recv(1) == b""
+    assert 4 < time.monotonic() - began < 15
+
+
+def test_an_answer_ends_where_its_connection_is_kept(server: Server) -> None:
+    with server.connect() as line:
+        for close in ("keep-alive", "close"):
+            line.sendall(request("GET", "/v1/models", Connection=close))
+            if close == "keep-alive":
+                answer = b""
+                while not answer.endswith(b"}"):
+                    answer += line.recv(1 << 16)
+        assert read_reply(line).status == 200
