@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
@@ -14,6 +15,7 @@ from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator
+from neuronpipe.services.gateway.description import description
 from neuronpipe.services.gateway.door import Door, respond
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
@@ -51,6 +53,7 @@ class Gateway:
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            Route("/openapi.json", self.description),
         ]
         app = Starlette(
             routes=[*routes, *page_routes()],
@@ -159,6 +162,10 @@ class Gateway:
         """Figures for Prometheus."""
         page = self._metrics.page(await self._coordinator.fresh_status(HEALTH_S))
         return Response(page, headers={"content-type": self._metrics.content_type})
+
+    async def description(self, request: Request) -> Response:
+        """What the endpoints take and give, as an OpenAPI document."""
+        return _json(description(version("neuronpipe")))
 
 
 def _json(content: dict[str, Any]) -> Response:

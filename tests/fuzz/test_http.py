@@ -1,0 +1,59 @@
+"""Requests made up from the served OpenAPI document, right and wrong: every answer is one that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from tests.http_client import Server, served
+from tests.pipeline import Shell
+
+EXAMPLES = 40
+MOST_TEXTS = 2
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell) -> Iterator[Server]:
+    with served(long_shell) as one:
+        yield one
+
+
+def shortened(body: Any) -> Any:
+    """The same request for less text, so that a test takes seconds."""
+    if isinstance(body, dict):
+        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", MOST_TEXTS)):
+            if type(body.get(name)) is int and body[name] > most:
+                body[name] = most
+        if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = 3
+    return body
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_answer_is_one_that_the_description_knows(server: Server) -> None:
+    schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
+    seen = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        wrong = [GenerationMode.NEGATIVE] if operation.method == "post" else []
+        for mode in (GenerationMode.POSITIVE, *wrong):
+
+            @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def answered(case: Any) -> None:
+                case.body = shortened(case.body)
+                response = case.call(timeout=30)
+                seen.add((case.path, response.status_code))
+                case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])
+                assert str(response.status_code) in case.operation.definition.raw["responses"]
+                if response.status_code == 200 and "json" in response.headers["content-type"][0]:
+                    case.validate_response(response)
+
+            answered()
+    assert {("/v1/completions", 200), ("/v1/completions", 400), ("/v1/chat/completions", 200)} <= seen
+    assert server.call("GET", "/health").status == 200
