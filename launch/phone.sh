@@ -21,11 +21,11 @@ root=$(cd "${script%/*}/.." && pwd -P)
 device=${NEURONPIPE_DEVICE:-}
 . "$root/launch/bootstrap.sh"
 
-LEAST_DISK_MIB=700     # for what is not installed yet: the checkout, Python, the compiler
-COMFORTABLE_DISK_MIB=4096
+LEAST_DISK_MIB=3000 # for what is not installed yet: an estimate for Python, two compilers and what they build
+COMFORTABLE_DISK_MIB=8000
 LEAST_MEMORY_MIB=400
 COMFORTABLE_MEMORY_MIB=1024
-PHANTOM_SINCE=31       # Android 12
+PHANTOM_SINCE=31        # Android 12
 PHANTOM_SWITCH_SINCE=32 # Android 12L has a switch for it
 
 failed=
@@ -79,7 +79,7 @@ check_disk() {
     free_mib=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }')
     free_mib=${free_mib:-0}
     if [ "$free_mib" -lt "$LEAST_DISK_MIB" ] && ! is_current run; then
-        finding FAIL storage "$free_mib MiB free" "installing takes $LEAST_DISK_MIB MiB; remove something"
+        finding FAIL storage "$free_mib MiB free" "installing takes about $LEAST_DISK_MIB MiB; remove something"
     elif [ "$free_mib" -lt "$COMFORTABLE_DISK_MIB" ]; then
         finding warn storage "$free_mib MiB free" "enough for the demo; a 7B model takes 4300 MiB"
     else
