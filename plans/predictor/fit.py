@@ -20,6 +20,7 @@ from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.normal import quantile
 from neuronpipe.plans.reference.quantized import product
+from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -45,7 +46,8 @@ class Calibration:
 
 
 def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall: float) -> LayerFactors:
-    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text."""
+    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text. Raises UserError
+    when there are no numbers to encode."""
     weight = np.sqrt(layer.active.mean(axis=0) + LEAST_ACTIVITY)  # what fires often costs more when it is missed
     deviation = {
         side: np.maximum(values.std(axis=0), LEAST_DEVIATION) / weight for side, values in layer.values.items()
@@ -61,6 +63,12 @@ def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall:
         rows = carried_over(rows, layer.reads, layer.feed_forward)
     mean = layer.reads.mean(axis=0)
     rows = rows - np.outer(rows @ mean, mean) / (mean @ mean)  # the bias carries what every token has in common
+    if not (np.isfinite(rows).all() and np.isfinite(directions).all()):
+        # Seen with the OpenBLAS in numpy on an emulated matrix extension (SME): finite matrices, and a product of NaN.
+        raise UserError(
+            "the predictor comes out as no numbers: the package is damaged (`neuronpipe perplexity` tells), or numpy "
+            "cannot multiply matrices on this processor; on Arm, try again with OPENBLAS_CORETYPE=ARMV8 set"
+        )
     return thresholds(
         encode(quantization, rows.astype(np.float32)),
         {side: encode(quantization, part.astype(np.float32)) for side, part in parts.items()},

@@ -4,6 +4,7 @@
 #   ROOT              a folder for the Debian; made the first time (350 MB, some minutes), used again afterwards
 #   no /dev/shm       its /dev holds the few devices a program needs, and nothing else
 #   no io_uring       QEMU does not know the system calls
+#   no direct I/O     QEMU 7.2 does not pass on what the file system says of it, so files are read through the page cache
 #   memlock 64 KiB    of every process in it
 #   unequal cores     a quarter of the processors say that they are little ones; with control groups of version 1, processor
 #                     time is limited to three quarters of all
@@ -47,7 +48,9 @@ if [ "${NEURONPIPE_INSIDE:-}" != 1 ]; then
         chroot "$root" /debootstrap/debootstrap --second-stage
         touch "$root/complete"
     fi
-    export NEURONPIPE_INSIDE=1
+    # As most phones: dot products and matrices of int8, no scalable vectors. With QEMU 7.2's matrix extension (SME), products of
+    # float32 matrices in numpy's OpenBLAS come out as no numbers at all.
+    export NEURONPIPE_INSIDE=1 QEMU_CPU="${QEMU_CPU:-max,sve=off,sme=off}"
     ulimit -l 64
     if [ -d /sys/fs/cgroup/cpu ] && mkdir -p "$group" 2>/dev/null; then
         echo 100000 >"$group/cpu.cfs_period_us"

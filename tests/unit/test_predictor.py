@@ -97,6 +97,13 @@ def test_neurons_that_never_fire_are_never_predicted_and_nothing_is_not_a_number
     assert not predicted_neurons("q8", factors, "none", held_out.reads)[:, :8].any()
 
 
+def test_factors_that_are_no_numbers_are_refused_not_written() -> None:
+    seen, _ = layer(("gate",), spread=0.08)
+    seen.weights["gate"][3, 5] = np.nan
+    with pytest.raises(UserError, match="no numbers"):
+        fit_layer(seen, 32, "q8", 0.97)
+
+
 def test_more_directions_than_tokens_or_neurons_are_filled_up_with_nothing() -> None:
     values = np.random.default_rng(1).standard_normal((5, 40), dtype=np.float32)
     directions = leading_directions(values, 32)
