@@ -8,6 +8,7 @@ from neuronpipe.protocol.codec import Message, message
 from neuronpipe.protocol.messages.lifecycle import State
 
 RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed"]
+FinishReason = Literal["length", "stop", "end", "cancelled", "context"]
 
 
 @message
@@ -99,7 +100,7 @@ class Finished(Message):
     """
 
     request: str
-    reason: Literal["length", "stop", "end", "cancelled", "context"]
+    reason: FinishReason
     text: str
     tokens: int
     prompt_tokens: int

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from neuronpipe.protocol.messages.request import Generate, Score
 from neuronpipe.services.coordinator.grammar import Grammar
+from neuronpipe.services.coordinator.text import TextStream
 
 Cost = dict[str, float]
 """What steps took: figures by name, as in `Finished`."""
@@ -38,6 +38,7 @@ class Generation(Work):
 
     ask: Generate
     grammar: Grammar | None  # how far the answer has come in what `ask` wants it to be
+    stream: TextStream
     prompt_tokens: int
     most_tokens: int  # prompt included: what the context and the request allow
     cached_tokens: int = 0  # of the prompt: their keys and values were there already
@@ -69,15 +70,3 @@ class Scoring(Work):
         """The tokens of the next step: one through decode, at most `rows` through prefill."""
         size = 1 if self.ask.path == "decode" else rows
         return self.tokens[self.computed_tokens : self.computed_tokens + size]
-
-
-def quantiles_ms(times: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
-    gaps = sorted(1000 * (b - a) for a, b in itertools.pairwise(times))
-    if not gaps:
-        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
-
-    def quantile(share: float) -> float:
-        return round(gaps[min(len(gaps) - 1, int(share * len(gaps)))], 3)
-
-    return {"p50": quantile(0.50), "p90": quantile(0.90), "p99": quantile(0.99)}

@@ -120,7 +120,7 @@ class CoordinatorService:
             while (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
-            if self._core.works and not self._core.busy:
+            if self._core.requests.works and not self._core.busy:
                 self._handle(Tick())
         self._dismiss_all()
         self._context.close()
@@ -313,7 +313,7 @@ class CoordinatorService:
             pid=os.getpid(),
             state="ready",
             core=self._job.seat.core,
-            step=self._core.steps,
+            step=self._core.schedule.steps,
             restarts=self._job.incarnation,
         )
         gateways = [self._gateway_status(seat) for seat in self._job.plan.compute.seats if seat.role == GATEWAY]
@@ -327,15 +327,15 @@ class CoordinatorService:
             memory_bytes=memory["current_bytes"],
             memory_peak_bytes=memory["peak_bytes"],
             memory_limit_bytes=memory["limit_bytes"],
-            sequences_active=len(self._core.works),
+            sequences_active=len(self._core.requests.works),
             sequences_most=self._job.plan.compute.sequences,
-            sequences_waiting=len(self._core.waiting),
-            steps=self._core.steps,
+            sequences_waiting=len(self._core.requests.waiting),
+            steps=self._core.schedule.steps,
             tokens=self._tokens,
             uptime_s=round(now - self._started_at, 3),
             flash_bytes=self._meter.flash_now()[0],
             rest_share=self._core.rest.share(now),
-            cached_tokens=self._core.cached_tokens,
+            cached_tokens=self._core.requests.cached_tokens,
         )
 
     def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:

@@ -120,8 +120,8 @@ def answers(ask: Generate) -> list[Message]:
             rated = [n for n, draw in enumerate(action.draws) if draw.ask.logprobs is not None and tokens[n] >= 0]
             ratings = {n: SAMPLER.rate(action.draws[n], tokens[n]) for n in rated}
             pending += core.handle(Sampled(tokens, {}, ratings), 2.0)
-    assert not core.works
-    assert not core.waiting
+    assert not core.requests.works
+    assert not core.requests.waiting
     return heard
 
 

@@ -11,7 +11,7 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Sco
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import WAITING_LEAST, WAITING_PER_SEQUENCE, Limits
-from neuronpipe.services.coordinator.core import BESIDE_DECODE_TOKENS, Core
+from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -32,6 +32,7 @@ from neuronpipe.services.coordinator.events import (
     Tick,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.schedule import BESIDE_DECODE_TOKENS
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
@@ -271,7 +272,7 @@ def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
             raise AssertionError("encoded")
 
     core = make_core()
-    core._admission._tokenizer = Fails()
+    core.requests._admission._tokenizer = Fails()
     (refused,) = told(core.handle(Asked(b"c", Generate(request="r", prompt="a" * 65)), 0.0))
     assert isinstance(refused, Refused)
     assert refused.code == "too_long"
@@ -400,7 +401,7 @@ def test_a_text_that_goes_on_where_another_ended_computes_only_what_is_new() -> 
     assert (last.sequence, last.position, last.copy_from) == (driven.prefills()[0].sequence, 7, None)
     assert driven.finished()["2"].cached_tokens == 7
     assert driven.finished()["1"].cached_tokens == 0
-    assert driven.core.cached_tokens == 7
+    assert driven.core.requests.cached_tokens == 7
 
 
 def test_the_same_prompt_again_computes_its_last_token() -> None:

@@ -41,6 +41,7 @@ def text_of(tokens: list[int], grammar: Any = None, **options: Any) -> Generatio
         tokens=tokens,
         ask=ask,
         grammar=grammar,
+        stream=None,  # type: ignore[arg-type]  # what was drawn is not shown here
         prompt_tokens=2,
         most_tokens=9,
     )
