@@ -32,12 +32,24 @@ class SeatState:
         return f"{self.role}-{self.index}"
 
     def verdict(self, now: float, outstanding: int) -> State:
-        """Its state, or "silent" when it neither works nor beats."""
+        """Its state, or "silent" when it neither works nor beats: one that owes an answer may compute for long, unless
+        somebody has stopped it."""
+        if self.state == "ready" and _is_stopped(self.pid):
+            return "silent"
         if self.state == "ready" and outstanding:
             return "busy"
         if self.state == "ready" and now - self.heard_at > SILENT_AFTER_S:
             return "silent"
         return self.state
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger. Where /proc does not tell, nobody knows."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 class Seats:

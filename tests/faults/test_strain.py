@@ -1,0 +1,147 @@
+"""Clients that misbehave and processes that stand still: the run serves the others as if nothing were."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from neuronpipe.launch.attached import attach
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.messages.request import AskStatus, Generate
+from neuronpipe.protocol.run_directory import RunDirectory
+
+from tests.conformance.checkpoints import RECIPES, tokens
+from tests.faults.kills import grown, open_things
+from tests.pipeline import Run, Shell, eventually
+
+Converted = Callable[..., Package]
+PROMPT = tokens(RECIPES["awkward"], 40)
+OPTIONS = ("--ffn-resident", "30%", "--workers", "2")
+SEATS = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
+STOPPED_S = float(os.environ.get("NEURONPIPE_TEST_STOPPED_S", "1"))  # ten by night
+
+
+@pytest.fixture(scope="module")
+def run(long_shell: Shell, converted: Converted) -> Iterator[Run]:
+    with long_shell.up(converted("awkward", "q8").path, *OPTIONS) as live:
+        yield live
+
+
+@pytest.fixture
+def undisturbed(run: Run) -> list[int]:
+    return list(run.ask(PROMPT, 24)["token_ids"])
+
+
+def control_path(run: Run) -> str:
+    _, run_file = RunDirectory.find(run.path)
+    return run_file.endpoints["control"].removeprefix("ipc://")
+
+
+def test_a_thousand_connects_and_disconnects_leave_nothing_open(run: Run, undisturbed: list[int]) -> None:
+    """Some leave at once, some with an answer on its way, some with a text being generated."""
+    before = open_things(run.shell, run)
+    memory_before = psutil.Process(run.pid("coordinator")).memory_info().rss
+    for number in range(1000):
+        with attach(run.path) as client:
+            if number % 3 == 1:
+                client.send(AskStatus())
+            elif number % 10 == 0:
+                client.send(Generate(request="r", tokens=tuple(PROMPT), max_tokens=100))
+    assert eventually(lambda: run.status().sequences_active + run.status().sequences_waiting == 0, 20)
+    assert run.ask(PROMPT, 24)["token_ids"] == undisturbed
+    assert eventually(lambda: not grown(before, open_things(run.shell, run))), grown(
+        before, open_things(run.shell, run)
+    )
+    assert psutil.Process(run.pid("coordinator")).memory_info().rss - memory_before < 16 << 20
+
+
+def test_connections_that_say_nothing_or_half_of_it_keep_nobody_waiting(run: Run, undisturbed: list[int]) -> None:
+    """More than the process may have open at once: those that find no room wait, and whoever is connected is served."""
+    before = open_things(run.shell, run)
+    with attach(run.path) as connected, contextlib.ExitStack() as opened:
+        connected.status()
+        for number in range(min(1500, psutil.Process(run.pid("coordinator")).rlimit(psutil.RLIMIT_NOFILE)[0] - 100)):
+            half = opened.enter_context(socket.socket(socket.AF_UNIX))
+            half.settimeout(1)
+            try:
+                half.connect(control_path(run))
+            except (BlockingIOError, TimeoutError, OSError):
+                break  # our own limit
+            if number % 2:
+                half.send(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03")  # a greeting, begun
+        assert connected.status().ready
+        assert run.ask(PROMPT, 24)["token_ids"] == undisturbed
+    assert eventually(lambda: not grown(before, open_things(run.shell, run))), grown(
+        before, open_things(run.shell, run)
+    )
+
+
+def test_a_client_that_never_reads_costs_nobody_else_anything(run: Run, undisturbed: list[int]) -> None:
+    """Its texts end when its queue is full, or by themselves; what waits for it is bounded."""
+    coordinator = psutil.Process(run.pid("coordinator"))
+    with attach(run.path) as deaf:
+        memory_before = coordinator.memory_info().rss
+        for number in range(20):
+            deaf.send(Generate(request=f"r{number}", tokens=tuple(PROMPT), max_tokens=60))
+        for _ in range(20_000):
+            deaf.send(AskStatus())
+        assert run.ask(PROMPT, 24)["token_ids"] == undisturbed
+        assert coordinator.memory_info().rss - memory_before < 16 << 20
+    assert eventually(lambda: run.status().sequences_active + run.status().sequences_waiting == 0, 60)
+
+
+@pytest.mark.parametrize("seat", SEATS, ids=lambda seat: f"{seat[0]}.{seat[1]}")
+def test_a_process_that_stands_still_for_a_while_changes_nothing(
+    run: Run, undisturbed: list[int], seat: tuple[str, int]
+) -> None:
+    """Stopped in the middle of a text and shown as silent; continued, the text goes on."""
+    seen = threading.Event()
+    answer: list[int] = []
+
+    def ask() -> None:
+        answer.extend(run.ask(PROMPT, 24, seen=lambda token: seen.set())["token_ids"])
+
+    pid, restarts = run.pid(*seat), [process.restarts for process in run.status().processes]
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert seen.wait(20)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        if seat[0] != "coordinator":
+            shown = {(process.role, process.index): process.state for process in run.status().processes}
+            assert shown[seat] == "silent"
+        time.sleep(STOPPED_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    asking.join(60)
+    assert answer == undisturbed
+    assert [process.restarts for process in run.status().processes] == restarts
+
+
+def test_a_disk_that_is_full_or_a_file_that_may_not_grow_leaves_nothing_half_written(
+    shell: Shell, converted: Converted, tmp_path: Path
+) -> None:
+    """Whatever writes a package says what is wrong in one line. The limit on file sizes stands for the disk."""
+    package = converted("awkward", "q8").path
+
+    def may_not_grow() -> None:
+        psutil.Process().rlimit(psutil.RLIMIT_FSIZE, (100_000, 100_000))
+
+    for words in (
+        ("synth", "turbosparse-100m", tmp_path / "synthetic"),
+        ("synth", "turbosparse-100m", tmp_path / "synthetic", "--gguf", tmp_path / "twin.gguf"),
+    ):
+        done = shell.call(*words, preexec_fn=may_not_grow)
+        assert done.code == 2, done
+        assert "Traceback" not in done.errors
+        assert "File too large" in done.errors.splitlines()[-1]
+        assert list(tmp_path.iterdir()) == []
+    assert Package.open(package).manifest.id

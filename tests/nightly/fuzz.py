@@ -1,0 +1,166 @@
+"""Everything that reads bytes of others, fed with mutated ones by atheris, which follows what the bytes reach.
+
+    python tests/nightly/fuzz.py [--seconds N] [TARGET ...]
+
+Needs `pip install atheris`; without it, draws from mutations blindly. A target ends with an input that raises anything but
+an error for a person, takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+try:
+    import atheris
+except ImportError:
+    atheris = None
+with atheris.instrument_imports() if atheris else contextlib.nullcontext():
+    from neuronpipe.plans.convert.checkpoint import Options
+    from neuronpipe.plans.convert.gguf_header import read_gguf_header
+    from neuronpipe.plans.convert.source import open_checkpoint
+    from neuronpipe.plans.package.parse import parse_manifest
+    from neuronpipe.plans.package.safetensors_header import read_header
+    from neuronpipe.plans.plan.plan import parse_plan
+    from neuronpipe.protocol.codec import Vocabulary
+    from neuronpipe.protocol.errors import NotRunning, UserError, WireError
+    from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
+    from neuronpipe.protocol.spec import all_messages
+
+from neuronpipe.launch.demo import DEMO
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.conformance.gguf_files import write_gguf
+
+MOST_S, MOST_BYTES = 10, 2 << 30
+GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
+Target = Callable[[bytes], object]
+
+
+def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
+    """By name: what reads, and what it should be able to read."""
+    recipe = replace(TINY, layers=1, neurons=32)
+    source = write_checkpoint(folder / "source", recipe)
+    write_gguf(folder / "model.gguf", recipe)
+    vocabulary = Vocabulary(*all_messages())
+    weights = (source / "model.safetensors").read_bytes()
+
+    def file(name: str, read: Callable[[Path], object]) -> Target:
+        def target(data: bytes) -> object:
+            (folder / name).write_bytes(data)
+            return read(folder / name)
+
+        return target
+
+    def configuration(path: Path) -> None:
+        (source / "config.json").write_bytes(path.read_bytes())
+        open_checkpoint(source, Options(activation="relu")).files.close()
+
+    def run_file(path: Path) -> None:
+        path.rename(folder / RUN_FILE)
+        RunDirectory.find(folder)
+
+    return {
+        "wire": (vocabulary.decode, [bytes.fromhex(one["frame"]) for one in json.loads(GOLDEN.read_text())]),
+        "gguf": (file("x.gguf", read_gguf_header), [(folder / "model.gguf").read_bytes()[:4096]]),
+        "safetensors": (file("x", read_header), [weights, weights[: 8 + int.from_bytes(weights[:8], "little")]]),
+        "configuration": (file("x.json", configuration), [(source / "config.json").read_bytes()]),
+        "manifest": (lambda data: parse_manifest(data, "x"), [(DEMO / "manifest.json").read_bytes()]),
+        "plan": (lambda data: parse_plan(data.decode("utf-8", "replace"), "x"), [_plan()]),
+        "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
+    }
+
+
+def _plan() -> bytes:
+    command = [sys.executable, "-m", "neuronpipe.launch", "plan", str(DEMO), "--json"]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def once(target: Target, data: bytes) -> None:
+    """Succeeding is fine, and so is one line for a person. Raises whatever else comes out."""
+    began, said = time.monotonic(), ""
+    try:
+        target(data)
+    except (UserError, WireError, NotRunning) as error:
+        said = str(error)
+    assert len(said) < 10_000, "the error is long"
+    assert "\n" not in said, "the error is not one line"
+    assert time.monotonic() - began < MOST_S, "it took too long"
+
+
+def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
+    """A seed with a few bytes changed, cut out, doubled or put in from another seed."""
+    data = bytearray(draw.choice(seeds))
+    for _ in range(draw.randint(1, 6)):
+        at, length = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 4, 8, 64))
+        other = draw.choice(seeds)
+        data[at : at + draw.choice((0, length))] = draw.choice(
+            (b"", draw.randbytes(length), b"\xff" * length, b"\0" * length, bytes(data[at : at + length]) * 2,
+             other[(start := draw.randrange(len(other))) : start + length], b"9" * length, b"-1", b"[" * length)
+        )  # fmt: skip
+    return bytes(data)
+
+
+def blind(target: Target, seeds: list[bytes], seconds: float, seed: int) -> int:
+    """Draws until the time is over; how many."""
+    draw, until, count = random.Random(seed), time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        data = mutated(draw, seeds)
+        try:
+            once(target, data)
+        except BaseException:
+            kept = Path(f"crash-{hashlib.sha1(data).hexdigest()[:12]}")
+            kept.write_bytes(data)
+            print(f"the input is in {kept}", flush=True)
+            raise
+        count += 1
+    return count
+
+
+def followed(target: Target, seeds: list[bytes], seconds: float, folder: Path) -> None:
+    """By atheris, in this process, which it ends."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(seeds):
+        (corpus / str(number)).write_bytes(data)
+    limits = [f"-max_total_time={int(seconds)}", f"-timeout={MOST_S}", f"-rss_limit_mb={MOST_BYTES >> 20}"]
+    atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: once(target, data))
+    atheris.Fuzz()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("targets", nargs="*", metavar="TARGET")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for each target (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of blind draws")
+    arguments = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    with tempfile.TemporaryDirectory(prefix="np-") as name:
+        known = targets(Path(name))
+        if unknown := set(arguments.targets) - known.keys():
+            parser.error(f"{min(unknown)!r} is none of {', '.join(known)}")
+        if atheris and len(arguments.targets) == 1:
+            followed(*known[arguments.targets[0]], arguments.seconds, Path(name))
+        for target in arguments.targets or known:
+            if atheris:  # a process each: it ends the one it runs in
+                subprocess.run([sys.executable, __file__, target, "--seconds", str(arguments.seconds)], check=True)
+            else:
+                count = blind(*known[target], arguments.seconds, arguments.seed)
+                print(f"{target}: {count} inputs, --seed {arguments.seed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
