@@ -2,8 +2,8 @@
 
     python tests/nightly/fuzz.py [--seconds N] [TARGET ...]
 
-Needs `pip install atheris`; without it, draws from mutations blindly. A target ends with an input that raises anything but
-an error for a person, takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
+Needs `pip install atheris`; without it, draws from mutations blindly. A target ends with an input that raises anything
+but an error for a person, takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
 """
 
 from __future__ import annotations
