@@ -285,7 +285,8 @@ def base() -> Path:
 def started(pid: int) -> int:
     """Start time of a process in clock ticks since boot. Raises ProcessLookupError when it does not run."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # Its main thread has the same figures; in /proc/PID/stat user-mode QEMU shows a process made-up ones of itself.
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(f"no process {pid}") from None
     state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
