@@ -68,7 +68,8 @@ def served(shell: Shell, *options: str | Path) -> Iterator[Server]:
         yield Server(process, int(said["address"].rpartition(":")[2]), Run(shell, Path(said["run"])))
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=PATIENCE_S)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (0, "")
 
 
 def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:

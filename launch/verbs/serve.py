@@ -52,10 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Serve."""
+    """Serve until Ctrl-C, which is how it is meant to end."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _serve(arguments)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> None:
     key = chosen_key(arguments.key)
     if (found := _live(arguments.run)) is not None:
-        return _attach(arguments, *found, key)
+        _attach(arguments, *found, key)
+        return
     package, plan = package_and_plan(arguments, sequences=SEQUENCES, gateway=True)
     uses = implementations(arguments.use, plan)
     listener = bind(arguments.host, arguments.port, key)
@@ -77,8 +84,8 @@ def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
         return None
 
 
-def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> int:
-    """Be the gateway of a run that somebody else started."""
+def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> None:
+    """Be the gateway of a run that somebody else started. Raises UserError when it ends first."""
     package = Package.open(Path(run_file.package))
     if arguments.package not in (DEMO, package.path) and arguments.package.resolve() != package.path.resolve():
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
@@ -86,7 +93,8 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
     _say(arguments, listener, package, directory)
     ended = run_ended(directory)
     serve(package, run_file.endpoints[CONTROL.name], listener, ended)
-    raise UserError(ended() or "stopped")
+    if (reason := ended()) is not None:
+        raise UserError(reason)
 
 
 def _wait_until_ready(live: LiveRun, listener: Listener) -> None:

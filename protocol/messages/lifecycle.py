@@ -15,7 +15,7 @@ FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "interna
 class Hello(Message):
     """The first message of a service. Until `Welcome` arrives nothing else is sent.
 
-    role: what the process does: "prefill", "decode", "loader", "cache", "gateway", or a name of its own
+    role: what the process does: "prefill", "decode", "loader", "cache", or a name of its own
     index: number among the processes of this role, from 0
     pid: process id
     incarnation: how often the supervisor had started this role and index before

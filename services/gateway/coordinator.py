@@ -4,8 +4,8 @@ ZeroMQ's descriptor tells that something may have come; everything there is then
 only once, and sending may use that up, so the channel is looked at after every send too.
 
 A coordinator that was restarted does not know our requests. Once one has heard nothing for a while we ask who the
-coordinator is; if it is not the one that accepted the request, the request is made again. The same tokens come again,
-and those that were passed on already are left out.
+coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
+same tokens come again, and those that were passed on already are left out; asking twice is harmless.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from neuronpipe.services.gateway.problems import Problem, from_refusal, unavaila
 
 QUIET_S = 0.5
 TICK_S = 0.25
+CANCEL_AGAIN_TOKENS = 16
 FIRST_ANSWER_S = 5.0
 MOST_REQUESTS = 128
-MOST_UNANSWERED = 60  # with two messages each they stay below the link's limit: a send never waits
+MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 
 
 class Mailbox:
@@ -56,7 +57,7 @@ class Mailbox:
 
 
 class Text:
-    """One text being generated. `home`: process id of the coordinator that accepted it."""
+    """One text being generated. `home`: process id of the coordinator that was last known when it was accepted."""
 
     def __init__(self, ask: Generate, mailbox: Mailbox, number: int, now: float) -> None:
         self.ask, self.mailbox, self.number, self.heard_at = ask, mailbox, number, now
@@ -80,11 +81,12 @@ class Coordinator:
         self._run_ended = run_ended
         self._texts: dict[str, Text] = {}
         self._count = 0
-        self._unanswered = 0
+        self._unheard = 0
         self._pid: int | None = None
         self._news = asyncio.Event()
         self.status: Status | None = None
         self.ended: str | None = None
+        self.over = asyncio.Event()  # the run has ended
         self._ticking = self._loop.create_task(self._tick())
 
     @property
@@ -108,7 +110,6 @@ class Coordinator:
         asks = list(asks)
         await self._require_run(len(asks))
         mailbox, names = Mailbox(), []
-        self._ask_status()  # so that it is known which coordinator accepts
         for number, ask in enumerate(asks):
             names.append(ask.request)
             self._texts[ask.request] = Text(ask, mailbox, number, self._loop.time())
@@ -119,7 +120,7 @@ class Coordinator:
     def give_up(self, names: Iterable[str]) -> None:
         """Nobody waits for these texts any more; what has ended already is passed over."""
         for name in names:
-            if self._texts.pop(name, None) is not None:
+            if self._texts.pop(name, None) is not None and self._unheard < MOST_UNHEARD:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
 
@@ -154,15 +155,15 @@ class Coordinator:
             )
         if self.status is None:
             await self.fresh_status(FIRST_ANSWER_S)
-        if self._unanswered > MOST_UNANSWERED:
+        if self._unheard + texts > MOST_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _ask_status(self) -> None:
-        if self._unanswered <= MOST_UNANSWERED:
-            self._unanswered += 1
+        if self._unheard < MOST_UNHEARD:
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
+        self._unheard += 1
         try:
             self._channel.send(message)
         except Full:
@@ -172,13 +173,14 @@ class Coordinator:
     def _receive(self) -> None:
         """Take everything there is."""
         while (message := self._channel.receive()) is not None:
+            self._unheard = 0
             if isinstance(message, Status):
                 self._take_status(message)
                 continue
             text = self._texts.get(getattr(message, "request", ""))
             if text is None:
-                if isinstance(message, Token) and message.index == 0:
-                    self._send(Cancel(request=message.request))  # asked for twice while it ended
+                if isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
+                    self._send(Cancel(request=message.request))  # it missed that nobody waits for this one
                 continue
             text.heard_at = self._loop.time()
             if isinstance(message, Token):
@@ -196,13 +198,12 @@ class Coordinator:
 
     def _take_status(self, status: Status) -> None:
         pid = next(process.pid for process in status.processes if process.role == "coordinator")
-        self._unanswered = 0 if pid != self._pid else max(0, self._unanswered - 1)
         self._pid, self.status = pid, status
         self._news.set()
         now = self._loop.time()
         for text in self._texts.values():
             if text.home != pid and now - text.heard_at > QUIET_S:
-                text.home, text.heard_at = None, now
+                text.home, text.heard_at = pid, now
                 self._send(text.ask)
 
     async def _tick(self) -> None:
@@ -215,6 +216,7 @@ class Coordinator:
                 self._ask_status()
             if self.ended is None and (reason := self._run_ended()) is not None:
                 self.ended = reason
+                self.over.set()
                 for name, text in list(self._texts.items()):
                     del self._texts[name]
                     text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))

@@ -11,11 +11,16 @@ import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
+
+if TYPE_CHECKING:
+    from neuronpipe.services.gateway.coordinator import Coordinator
+    from uvicorn import Server
 
 KEEP_ALIVE_S = 15
 MOST_GROWTH_BYTES = 512 << 20
@@ -37,7 +42,7 @@ class GatewayService:
 def serve(
     package: Package, endpoint: str, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Raises UserError when the run ends first."""
+    """Serve until SIGTERM, SIGINT, or the end of the run."""
     asyncio.run(_serve(package, endpoint, listener, run_ended))
 
 
@@ -64,9 +69,17 @@ async def _serve(package: Package, endpoint: str, listener: Listener, run_ended:
     )
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
-            await uvicorn.Server(config).serve(sockets=[listening])
+            server = uvicorn.Server(config)
+            ending = asyncio.create_task(_end_with_run(coordinator, server))
+            await server.serve(sockets=[listening])
+            ending.cancel()
         finally:
             await coordinator.close()
+
+
+async def _end_with_run(coordinator: Coordinator, server: Server) -> None:
+    await coordinator.over.wait()
+    server.should_exit = True
 
 
 def _limit_memory() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.convert import convert
 from neuronpipe.services.coordinator.text import FileTokenizer
 
@@ -235,3 +237,21 @@ def test_a_conversation_is_written_by_the_packages_template(shell: Shell, tmp_pa
         assert answer["usage"] == plain["usage"]
         refused = one.post("/v1/chat/completions", messages=talk * 2)
         assert (refused.status, refused.json()["error"]["code"]) == (400, "messages_refused")
+
+
+def test_a_gateway_ends_with_the_run_that_it_was_put_onto(shell: Shell) -> None:
+    with shell.up(DEMO) as run:
+        process = shell.start("serve", "--port", "0", "--json", "--run", run.path)
+        assert process.stdout is not None
+        port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as line:
+            line.sendall(request("POST", "/v1/completions", {**LONG, "stream": True}))
+            assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            run.down()
+            answer = b""
+            while piece := line.recv(1 << 16):
+                answer += piece
+    assert b"[DONE]" not in answer or b"length" in answer
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert "not running" in errors or "no run here" in errors
