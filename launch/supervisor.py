@@ -35,7 +35,7 @@ from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import VERSION

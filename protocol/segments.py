@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layouts import Layout
+from neuronpipe.protocol.layout import Layout
 
 MAGIC = b"NPSEG1\0\0"
 HEADER_VERSION = 1

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments, spans
 from neuronpipe.protocol.codec import Message, Vocabulary, describe
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 from neuronpipe.protocol.version import MAGIC, VERSION
 
@@ -143,9 +144,9 @@ def _segments() -> str:
 
 def _board() -> str:
     rows = [
-        ("`processes`", "32 bits", ", ".join(layouts.BOARD_WORDS)),
-        ("`memory`", "64 bits", ", ".join(layouts.BOARD_MEMORY)),
-        ("`flash`", "64 bits", ", ".join(layouts.BOARD_FLASH)),
+        ("`processes`", "32 bits", ", ".join(BOARD_WORDS)),
+        ("`memory`", "64 bits", ", ".join(BOARD_MEMORY)),
+        ("`flash`", "64 bits", ", ".join(BOARD_FLASH)),
     ]
     return _table(("line of the board", "words of", "in this order"), rows)
 

@@ -9,7 +9,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layouts import Layout
+from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.segments import Mapping, Segment
 
 READS: dict[str, frozenset[str]] = {

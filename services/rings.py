@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi
-from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.memory import RunMemory
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.member import Place, View
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.rings import Rings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronpipe.native import lib
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.layouts import BOARD_FLASH, BOARD_MEMORY
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace

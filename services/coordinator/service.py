@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.plan import GATEWAY, Seat
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost
-from neuronpipe.protocol.layouts import LINE_WORDS
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused, Status
 from neuronpipe.protocol.messages.event import Life

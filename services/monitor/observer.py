@@ -18,6 +18,8 @@ from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Subscriber, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
+from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, TRACE_SPANS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status
 from neuronpipe.protocol.messages.request import AskStatus
@@ -64,7 +66,7 @@ class Observer:
         self._seats = tuple(_seat(name) for name in facts.seats.split())
         self._trace = RunTrace.open(run_file, self._seats)
         self._close.append(lambda: self._trace.__exit__(None, None, None))
-        self._activity = Activity(facts.seats.split(), layouts.TRACE_SPANS)
+        self._activity = Activity(facts.seats.split(), TRACE_SPANS)
         self._regions = Regions(run_file, facts)
         self._close.append(lambda: self._regions.__exit__(None, None, None))
         handle = run_file.segments["board"]
@@ -92,7 +94,7 @@ class Observer:
         self._ask()
         now_s = time.monotonic()
         self._activity.add(self._trace.take_arrays())
-        flash = dict(zip(layouts.BOARD_FLASH, self._flash, strict=False))
+        flash = dict(zip(BOARD_FLASH, self._flash, strict=False))
         self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
         if now_s - self._counted_at >= RESIDENCY_EVERY_S:
             self._monitor.take_residency(self._regions.count())
@@ -113,7 +115,7 @@ class Observer:
 
     def _see(self, now_s: float) -> tuple[ProcessView, ...]:
         """The processes: pids from the board, which is right at any moment; the rest as the coordinator last said."""
-        pids = [self._pids[line * layouts.LINE_WORDS] for line in range(len(self._seats))]
+        pids = [self._pids[line * LINE_WORDS] for line in range(len(self._seats))]
         self._processes.sample(pids, now_s)
         said = self._monitor.processes or self._seats
         views: list[ProcessView] = []
@@ -126,7 +128,7 @@ class Observer:
                     state=one.state if pid == one.pid else "starting",
                     core=one.core,
                     step=one.step,
-                    restarts=self._pids[len(views) * layouts.LINE_WORDS + 1],
+                    restarts=self._pids[len(views) * LINE_WORDS + 1],
                     cpu=_rounded(self._processes.cpu(pid)),
                     memory_bytes=self._processes.memory_bytes(pid),
                     doing=doing,

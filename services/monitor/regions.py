@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
 from neuronpipe.protocol.run_directory import RunFacts, RunFile
 from neuronpipe.protocol.segments import Segment
@@ -53,13 +55,13 @@ class Regions:
             cold.append(int(np.count_nonzero(present)) - hot)
             loading.append(int(np.count_nonzero(state == LOADING)))
             by_layer += present.reshape(self._layers, -1).mean(axis=1) / len(PARTS)
-        waiting = (self._tails - self._heads)[:: layouts.LINE_WORDS].astype(np.int64)
+        waiting = (self._tails - self._heads)[::LINE_WORDS].astype(np.int64)
         return Residency(
             (pinned[0], pinned[1]),
             (cold[0], cold[1]),
             (loading[0], loading[1]),
             tuple(round(float(share), 4) for share in by_layer),
-            int(waiting.clip(0, layouts.REQUEST_ENTRIES).sum()),
+            int(waiting.clip(0, REQUEST_ENTRIES).sum()),
         )
 
     def __enter__(self) -> Self:

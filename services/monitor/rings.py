@@ -11,6 +11,8 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.layout import LINE_BYTES
+from neuronpipe.protocol.layouts.run import trace_rings
 from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
 from neuronpipe.protocol.segments import Mapping, Segment
@@ -61,7 +63,7 @@ class RunTrace:
             raise UserError(f"the run has {len(processes)} processes and {rings} rings; is it of this version?")
         counters = ffi.from_buffer("uint64_t[]", self._mapping.view("next"))
         spans = ffi.from_buffer("np_span[]", self._mapping.view("spans"))
-        stride = layouts.LINE_BYTES // 8
+        stride = LINE_BYTES // 8
         self._rings: list[Any] = [
             ffi.new(
                 "np_trace *",
@@ -81,7 +83,7 @@ class RunTrace:
         handle = run_file.segments.get("trace")
         if handle is None:
             raise UserError("this run keeps no trace; is it of this version?")
-        layout = layouts.trace(rings=layouts.trace_rings(handle.total_bytes))
+        layout = layouts.trace(rings=trace_rings(handle.total_bytes))
         with Segment.open(layout, run_file.supervisor_pid, handle.fd) as segment:
             return cls(segment, processes)
 

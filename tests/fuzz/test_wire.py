@@ -17,7 +17,7 @@ from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Listener, open_context
 from neuronpipe.protocol.codec import Message, Vocabulary, encode
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError
-from neuronpipe.protocol.layouts import Layout
+from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import Drained
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.layouts import REQUEST_ENTRIES
+from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.memory import Epoch, RunMemory

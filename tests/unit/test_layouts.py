@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layouts import LINE_BYTES, PAGE_BYTES, Layout
+from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
 
 length = st.integers(1, 100)
 some_layout = st.one_of(
@@ -66,13 +67,13 @@ def test_a_negative_length_is_refused() -> None:
 
 
 def test_the_words_of_the_board_fit_their_lines() -> None:
-    assert len(layouts.BOARD_WORDS) <= layouts.LINE_WORDS
-    for words in (layouts.BOARD_MEMORY, layouts.BOARD_FLASH):
-        assert len(words) <= layouts.LINE_BYTES // 8
+    assert len(BOARD_WORDS) <= LINE_WORDS
+    for words in (BOARD_MEMORY, BOARD_FLASH):
+        assert len(words) <= LINE_BYTES // 8
 
 
 def test_a_field_is_laid_out_once() -> None:
-    fields = layouts.Fields("twice", 99, {})
+    fields = Fields("twice", 99, {})
     fields.add("one", "u32", 4, by="a", to="b", ordering="none")
     with pytest.raises(ValueError, match=r"twice.one: laid out twice"):
         fields.add("one", "u32", 4, by="a", to="b", ordering="none")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat
@@ -158,8 +159,8 @@ def test_words_are_counted_by_state_and_layer() -> None:
         gates, rests = mapping.view("gate_words"), mapping.view("rest_words")
         gates[0], gates[1], gates[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
         rests[7] = PRESENT
-        mapping.view("request_tails")[layouts.LINE_WORDS] = 9
-        mapping.view("request_heads")[layouts.LINE_WORDS] = 4
+        mapping.view("request_tails")[LINE_WORDS] = 9
+        mapping.view("request_heads")[LINE_WORDS] = 4
         handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes)
         run_file = RunFile(
             protocol="1.0",

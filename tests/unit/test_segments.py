@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from neuronpipe.protocol import layouts, segments
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.layouts import Layout
+from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.segments import Segment
 
 LAYOUT = layouts.residency(words=1000, members=3)

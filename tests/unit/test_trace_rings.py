@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layouts.run import trace_rings
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spans import FIELDS, KINDS, SPAN_BYTES
 from neuronpipe.services.memory import RunMemory
@@ -26,7 +27,7 @@ def test_a_span_lies_in_memory_as_the_specification_says() -> None:
 
 def test_the_number_of_rings_follows_from_a_segments_size() -> None:
     for rings in (1, 7, 70):
-        assert layouts.trace_rings(layouts.trace(rings=rings).total_bytes) == rings
+        assert trace_rings(layouts.trace(rings=rings).total_bytes) == rings
 
 
 def test_each_process_writes_a_ring_of_its_own_and_the_oldest_spans_go() -> None:

@@ -1,0 +1,103 @@
+"""What a layout is: where every array of a shared segment lies. Pure calculation, no memory is touched.
+
+A layout is a list of fields, each an array that starts at a multiple of 64 bytes, after the header page. Each field
+says who writes it, who reads it, and what orders the write before the read; SPEC.md prints this table. The layouts
+themselves are in `layouts/`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+LINE_WORDS = LINE_BYTES // 4
+TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One array. `dimensions` names the lengths in `shape`; the last one is contiguous. Little-endian."""
+
+    name: str
+    type: str
+    dimensions: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset_bytes: int
+    total_bytes: int
+    written_by: str
+    read_by: str
+    ordering: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All fields of one segment. `kind` tells segments apart in their headers."""
+
+    name: str
+    kind: int
+    fields: tuple[Field, ...]
+    total_bytes: int
+
+    def __getitem__(self, name: str) -> Field:
+        """The field of that name. Raises KeyError."""
+        for candidate in self.fields:
+            if candidate.name == name:
+                return candidate
+        raise KeyError(f"{self.name}: no field {name}")
+
+    @property
+    def fingerprint(self) -> int:
+        """CRC-32 of `text`: two processes that computed the same layout agree on it."""
+        return zlib.crc32(self.text.encode())
+
+    @property
+    def text(self) -> str:
+        """One line for each field: name, type, shape, offset; in the order of the fields."""
+        return "".join(
+            f"{one.name} {one.type} {'x'.join(str(length) for length in one.shape)} {one.offset_bytes}\n"
+            for one in self.fields
+        )
+
+
+@dataclass(slots=True)
+class Fields:
+    """Lays out fields one after the other. `lengths` gives the dimensions that are known by name."""
+
+    name: str
+    kind: int
+    lengths: dict[str, int]
+    _fields: list[Field] = field(default_factory=list)
+    _end_bytes: int = PAGE_BYTES
+
+    def add(self, name: str, type: str, *dimensions: str | int, by: str, to: str, ordering: str) -> None:
+        """Put the next field on the next line."""
+        shape = tuple(length if isinstance(length, int) else self.lengths[length] for length in dimensions)
+        if min(shape) < 0:
+            raise ValueError(f"{self.name}.{name}: shape {shape} is negative")
+        if any(other.name == name for other in self._fields):
+            raise ValueError(f"{self.name}.{name}: laid out twice")
+        offset_bytes = -(-self._end_bytes // LINE_BYTES) * LINE_BYTES
+        total_bytes = TYPE_BYTES[type]
+        for length in shape:
+            total_bytes *= length
+        self._fields.append(
+            Field(
+                name=name,
+                type=type,
+                dimensions=tuple(str(dimension) for dimension in dimensions),
+                shape=shape,
+                offset_bytes=offset_bytes,
+                total_bytes=total_bytes,
+                written_by=by,
+                read_by=to,
+                ordering=ordering,
+            )
+        )
+        self._end_bytes = offset_bytes + total_bytes
+
+    def layout(self) -> Layout:
+        """The finished layout, a whole number of pages long."""
+        total_bytes = -(-self._end_bytes // PAGE_BYTES) * PAGE_BYTES
+        return Layout(name=self.name, kind=self.kind, fields=tuple(self._fields), total_bytes=total_bytes)

@@ -1,0 +1,33 @@
+"""The layout of every segment: a function of its lengths, with the segment's name."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.layouts.run import board, trace
+from neuronpipe.protocol.layouts.step import exchange, kv
+from neuronpipe.protocol.layouts.weights import fixed, residency, slots
+
+__all__ = ["board", "examples", "exchange", "fixed", "kv", "residency", "slots", "trace"]
+
+
+def examples() -> tuple[Layout, ...]:
+    """Every layout with small lengths, for the specification and for tests."""
+    return (
+        fixed(file_bytes=100, predictor_bytes=50),
+        slots(gate_slots=3, gate_slot_bytes=2816, rest_slots=2, rest_slot_bytes=8192),
+        residency(words=10, members=3),
+        kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
+        exchange(
+            tokens=2,
+            width=32,
+            query_width=32,
+            neurons=64,
+            blocks=2,
+            rank=32,
+            claims=17,
+            logit_rows=3,
+            vocabulary=50,
+        ),
+        board(processes=6),
+        trace(rings=6, spans=8),
+    )

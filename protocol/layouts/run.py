@@ -1,0 +1,106 @@
+"""Segments of the run itself: the board, which says who lives, and the rings of the trace."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
+from neuronpipe.protocol.spans import SPAN_BYTES
+
+BOARD_WORDS = ("pid", "incarnation")
+"""The words of a process's line on the board, in this order; pid is 0 while there is no such process."""
+
+BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
+"""The 64-bit words of the board's memory line, in this order."""
+
+BOARD_FLASH = (
+    "reads",
+    "bytes",
+    "checksum_failures",
+    "io_errors",
+    "refused",
+    "dropped",
+    "gap_bytes",
+    "waited_for_slot",
+)
+"""The 64-bit words of the board's flash line, in this order: what the loader did since it was started."""
+
+TRACE_SPANS = 4096
+"""Spans of a ring: a dozen tokens of a 7B model. A power of two."""
+
+
+def board(*, processes: int) -> Layout:
+    """Who lives, what the run takes and what flash gave, to be read without asking anybody. One line for each process,
+    in the order of the plan's seats."""
+    fields = Fields("board", 6, {"processes": processes})
+    fields.add(
+        "processes",
+        "u32",
+        "processes",
+        LINE_WORDS,
+        by="supervisor",
+        to="coordinator, monitor",
+        ordering="incarnation before the fork; both, of a lost process, before the epoch is advanced (release)",
+    )
+    fields.add(
+        "memory",
+        "u64",
+        LINE_WORDS // 2,
+        by="supervisor",
+        to="coordinator, monitor",
+        ordering="single words, no order among them",
+    )
+    fields.add(
+        "flash",
+        "u64",
+        LINE_WORDS // 2,
+        by="loader",
+        to="coordinator, monitor",
+        ordering="single words, no order among them",
+    )
+    fields.add(
+        "leaving",
+        "u32",
+        "processes",
+        by="supervisor",
+        to="coordinator",
+        ordering="1: a successor of this process waits for its seat; single words, no order among them",
+    )
+    fields.add(
+        "seated",
+        "u32",
+        "processes",
+        by="coordinator",
+        to="supervisor, monitor",
+        ordering="incarnation + 1 of the last process here that said Ready; single words, no order among them",
+    )
+    return fields.layout()
+
+
+def trace(*, rings: int, spans: int = TRACE_SPANS) -> Layout:
+    """What every process did of late: one ring for each process, in the order of the board's lines. spans: of a ring, a
+    power of two; of 32 bytes each, in four words: see the fields of a span."""
+    fields = Fields("trace", 7, {"rings": rings, "spans": spans})
+    fields.add(
+        "next",
+        "u64",
+        "rings",
+        LINE_WORDS // 2,
+        by="each process its own",
+        to="monitor",
+        ordering="word 0 counts spans ever put; stored (release) after the span, before the bytes of the next one",
+    )
+    fields.add(
+        "spans",
+        "u64",
+        "rings",
+        "spans",
+        4,
+        by="each process its own",
+        to="monitor",
+        ordering="span n lies at n modulo spans; whole when, after it was read, n < next < n + spans",
+    )
+    return fields.layout()
+
+
+def trace_rings(total_bytes: int, spans: int = TRACE_SPANS) -> int:
+    """How many rings a trace segment of this size has, its spans being as many as usual."""
+    return (total_bytes - PAGE_BYTES) // (LINE_BYTES + SPAN_BYTES * spans)

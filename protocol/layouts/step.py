@@ -1,0 +1,128 @@
+"""Segments of a step: keys and values, and what the decode workers compute together."""
+
+from __future__ import annotations
+
+from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
+
+
+def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head_width: int) -> Layout:
+    """Keys and values, as fp16: of each layer, sequence and key head first all keys, then all values."""
+    fields = Fields(
+        "kv",
+        4,
+        {
+            "layers": layers,
+            "sequences": sequences,
+            "key_heads": key_heads,
+            "context_tokens": context_tokens,
+            "head_width": head_width,
+        },
+    )
+    fields.add(
+        "kv",
+        "u16",
+        "layers",
+        "sequences",
+        "key_heads",
+        2,
+        "context_tokens",
+        "head_width",
+        by="decode and prefill: the positions of the step they compute; prefill: those before, for a copy_from",
+        to="decode, prefill",
+        ordering="within a step the barrier, between steps StepDone and Prefilled",
+    )
+    return fields.layout()
+
+
+def exchange(
+    *,
+    tokens: int,
+    width: int,
+    query_width: int,
+    neurons: int,
+    blocks: int,
+    rank: int,
+    claims: int,
+    logit_rows: int,
+    vocabulary: int,
+) -> Layout:
+    """What the decode workers compute together. tokens: most in one decode step; query_width: query_heads *
+    head_width; neurons: of a layer's blocks, padding included; rank: of the predictor, 0 in exact mode; claims:
+    counters of the work that members take piece by piece; logit_rows: most tokens of one step, of either kind, whose
+    logits are wanted."""
+    fields = Fields(
+        "exchange",
+        5,
+        {
+            "tokens": tokens,
+            "width": width,
+            "query_width": query_width,
+            "neurons": neurons,
+            "blocks": blocks,
+            "rank": rank,
+            "claims": claims,
+            "mask_bytes": -(-tokens // 8) if rank else 0,
+            "logit_rows": logit_rows,
+            "vocabulary": vocabulary,
+        },
+    )
+    fields.add(
+        "epoch",
+        "u32",
+        LINE_WORDS,
+        by="supervisor, coordinator",
+        to="decode, prefill",
+        ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
+    )
+    fields.add(
+        "barriers",
+        "u32",
+        1,
+        LINE_WORDS,
+        by="decode",
+        to="decode",
+        ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
+    )
+    for name, dimensions in (
+        ("residual", ("tokens", "width")),
+        ("queries", ("tokens", "query_width")),
+        ("attention", ("tokens", "query_width")),
+        ("hidden", ("tokens", "neurons")),
+        ("partials", ("tokens", "blocks", "width")),
+        ("ranks", ("tokens", "rank")),
+    ):
+        fields.add(
+            name,
+            "f32",
+            *dimensions,
+            by="decode: own ranges",
+            to="decode",
+            ordering="the barrier between the stages of a layer",
+        )
+    fields.add(
+        "predicted",
+        "u8",
+        "neurons",
+        "mask_bytes",
+        by="decode: the blocks that each took",
+        to="decode",
+        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
+    )
+    fields.add(
+        "claims",
+        "u32",
+        "claims",
+        by="coordinator zeroes them before a step; decode",
+        to="decode",
+        ordering="relaxed fetch-and-add: barriers lie between a piece of work, what it reads and who reads it",
+    )
+    fields.add(
+        "logits",
+        "f32",
+        "logit_rows",
+        "vocabulary",
+        by="decode: own columns; prefill: all",
+        to="coordinator; the client of a Score",
+        ordering="StepDone, Prefilled and Scored come after the rows are written; a client gives them back by Next",
+    )
+    return fields.layout()
