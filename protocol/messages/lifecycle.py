@@ -73,7 +73,8 @@ class Ready(Message):
 @message
 class Beat(Message):
     """A sign of life, every 250 ms while there is nothing to do, and between two pieces of work. A process that is not
-    at work and is not heard for 5 s is silent; one that is at work while `step` stays the same for too long is stuck.
+    at work and is not heard for 5 s is silent, as is one that a signal has stopped; one that is at work while `step`
+    stays the same for too long is stuck.
 
     role: as in `Hello`
     index: as in `Hello`
