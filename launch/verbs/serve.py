@@ -17,7 +17,6 @@ from neuronpipe.launch.planning import add_package_argument, add_plan_arguments,
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
-from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, chosen_key
 from neuronpipe.services.gateway.service import serve
@@ -92,7 +91,7 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
     listener = bind(arguments.host, arguments.port, key)
     _say(arguments, listener, package, directory)
     ended = run_ended(directory)
-    serve(package, run_file.endpoints[CONTROL.name], listener, ended)
+    serve(package, directory, listener, ended)
     if (reason := ended()) is not None:
         raise UserError(reason)
 
@@ -120,5 +119,5 @@ def _say(arguments: argparse.Namespace, listener: Listener, package: Package, di
         return
     print(f"serving {package.manifest.name} at {listener.address}")
     print(f"  OpenAI clients:  base URL {listener.address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     neuronpipe status --run {directory.path}")
+    print(f"  look inside:     {listener.address} in a browser, or neuronpipe watch {directory.path}")
     print("  end:             Ctrl-C", flush=True)

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
@@ -19,6 +20,7 @@ from neuronpipe.services.gateway.description import description
 from neuronpipe.services.gateway.door import Door, respond
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.pages import page_routes
 from neuronpipe.services.gateway.problems import Problem
@@ -36,9 +38,10 @@ HEALTH_S = 2.0
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, package: Package, coordinator: Coordinator, listener: Listener) -> None:
+    def __init__(self, package: Package, coordinator: Coordinator, listener: Listener, run: Path) -> None:
         self._package, self._coordinator, self._listener = package, coordinator, listener
         self._chat = Chat(package)
+        self._live = Live(run)
         self._metrics = Metrics()
         self._name = package.manifest.name
         self._fingerprint = f"np_{package.manifest.id[:12]}"
@@ -54,6 +57,7 @@ class Gateway:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
+            Route("/live", self.live),
         ]
         app = Starlette(
             routes=[*routes, *page_routes()],
@@ -157,6 +161,10 @@ class Gateway:
                 503, "starting", "not all processes of the run are ready", kind="server_error", retry_after_s=1
             )
         return _json({"status": "ok"})
+
+    async def live(self, request: Request) -> View:
+        """Snapshots of the run, as long as the client stays."""
+        return self._live.view()
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""

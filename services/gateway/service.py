@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
@@ -36,26 +37,26 @@ class GatewayService:
     def serve(self) -> None:
         """Serve until told to stop."""
         assert self._job.listener is not None
-        serve(self._job.package, self._job.endpoints[CONTROL.name], self._job.listener)
+        serve(self._job.package, self._job.directory, self._job.listener)
 
 
 def serve(
-    package: Package, endpoint: str, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
+    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
 ) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the run."""
-    asyncio.run(_serve(package, endpoint, listener, run_ended))
+    asyncio.run(_serve(package, run, listener, run_ended))
 
 
-async def _serve(package: Package, endpoint: str, listener: Listener, run_ended: Callable[[], str | None]) -> None:
+async def _serve(package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, BoundedProtocol
     from neuronpipe.services.gateway.coordinator import Coordinator
 
     _limit_memory()
-    coordinator = Coordinator(endpoint, run_ended)
+    coordinator = Coordinator(run.endpoint(CONTROL), run_ended)
     config = uvicorn.Config(
-        Gateway(package, coordinator, listener).application(),
+        Gateway(package, coordinator, listener, run.path).application(),
         http=BoundedProtocol,
         ws="none",
         lifespan="off",

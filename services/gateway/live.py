@@ -1,0 +1,116 @@
+"""`/live`: the run as a monitor sees it, a snapshot four times a second, for as long as somebody looks.
+
+One observer serves all who look, in a thread of its own; the event loop, which carries the texts, only passes on what
+it made. When nobody looks there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.answers import while_there
+from neuronpipe.services.gateway.problems import Problem, unavailable
+from neuronpipe.services.monitor.observer import Observer
+from starlette.types import Receive, Scope, Send
+
+EVERY_S = 0.25
+MOST_VIEWERS = 32
+
+
+class Live:
+    """The observer, while there are viewers."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._viewers: set[View] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[bytes] | None = None
+        self._why = "nobody looks at the run any more"
+
+    def view(self) -> View:
+        """For one who wants to look. Raises Problem when too many do."""
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise Problem(
+                429, "rate_limit_exceeded", f"{MOST_VIEWERS} look already", kind="rate_limit_error", retry_after_s=5
+            )
+        return View(self)
+
+    async def enter(self, view: View) -> None:
+        """Somebody looks."""
+        self._viewers.add(view)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    def leave(self, view: View) -> None:
+        """And no more."""
+        self._viewers.discard(view)
+
+    async def next(self) -> bytes:
+        """The next snapshot, as an event. Raises Problem when the run has ended."""
+        if self._watching is None:
+            raise unavailable("ended", self._why)
+        if self._next is None or self._next.done():
+            self._next = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._next)
+
+    async def _watch(self) -> None:
+        """Look until nobody else does."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "observer")  # the observer's sockets belong to one thread
+        observer: Observer | None = None
+        try:
+            observer = await loop.run_in_executor(thread, Observer, self._run)
+            while self._viewers:
+                began = time.monotonic()
+                event = await loop.run_in_executor(thread, _event, observer)
+                if self._next is not None and not self._next.done():
+                    self._next.set_result(event)
+                await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
+        except UserError as error:
+            self._why = str(error)
+        finally:
+            self._watching = None
+            if self._next is not None and not self._next.done():
+                self._next.set_exception(unavailable("ended", self._why))
+                self._next.exception()  # who waited has gone, perhaps
+            if observer is not None:
+                thread.submit(observer.close)
+            thread.shutdown(wait=False)
+
+
+class View:
+    """One who looks: an ASGI application."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send snapshots until the client goes away."""
+        await self._live.enter(self)
+        try:
+            await while_there(receive, self._show(send))
+        finally:
+            self._live.leave(self)
+
+    async def _show(self, send: Send) -> None:
+        event = await self._live.next()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                event = await self._live.next()
+        except Problem as problem:
+            event = b"data: " + problem.body() + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
+
+
+def _event(observer: Observer) -> bytes:
+    observer.poll()
+    return b"data: " + json.dumps(dataclasses.asdict(observer.snapshot())).encode() + b"\n\n"

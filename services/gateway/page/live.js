@@ -1,0 +1,235 @@
+// The run, drawn from the snapshots of /live, which come while the page is visible.
+
+import { ask, events, problem } from "/page/server.js";
+
+const GROUPS = {
+  a: ["attention", "--attention"], p: ["predictor", "--predictor"], n: ["neurons", "--neurons"],
+  s: ["sums and logits", "--sums"], f: ["waiting for flash", "--flash"], m: ["waiting for members", "--members"],
+  r: ["reading flash", "--read"], e: ["evicting", "--evict"], c: ["messages, sampling, text", "--talk"],
+};
+const COLOUR_OF = Object.fromEntries(Object.values(GROUPS));
+const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--members" };
+const TREND = 120;
+const LABEL = 92;
+const element = (id) => document.getElementById(id);
+const speeds = [];
+let latest = null;
+let watching = null;
+
+export function look() {
+  document.addEventListener("visibilitychange", turn);
+  window.addEventListener("resize", () => latest && draw(latest));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => latest && draw(latest));
+  turn();
+}
+
+function turn() {
+  if (document.hidden) watching?.abort();
+  else if (!watching) watch();
+}
+
+async function watch() {
+  watching = new AbortController();
+  const { signal } = watching;
+  while (!signal.aborted) {
+    try {
+      const response = await ask("/live", { signal });
+      if (!response.ok) throw new Error(await problem(response));
+      for await (const event of events(response)) {
+        if (event.error) throw new Error(event.error.message);
+        latest = event;
+        speeds.push(event.tokens_per_s);
+        speeds.splice(0, speeds.length - TREND);
+        draw(event);
+      }
+      say("the server has gone", "bad");
+    } catch (error) {
+      if (!signal.aborted) say(error.message, "bad");
+    }
+    if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+  watching = null;
+  if (!document.hidden) turn();
+}
+
+function say(text, mood) {
+  element("state").textContent = text;
+  element("state").className = mood;
+}
+
+function draw(run) {
+  const silent = run.silent_s > 0;
+  element("model").textContent = `${run.model}, ${run.quantization}, ${run.mode}`;
+  say(silent ? `no answer for ${Math.round(run.silent_s)} s` : run.ready ? summary(run) : "starting", silent || !run.ready ? "bad" : "good");
+  figures(run);
+  trend();
+  strip(run);
+  processes(run);
+  layers(run);
+  regions(run);
+}
+
+function summary(run) {
+  const work = run.sequences_active ? `${run.tokens_per_s.toFixed(run.tokens_per_s < 100 ? 1 : 0)} tokens/s` : "ready";
+  return run.sequences_waiting ? `${work}, ${run.sequences_waiting} waiting` : work;
+}
+
+function figures(run) {
+  const ms = (value) => (value < 10 ? value.toFixed(1) : Math.round(value));
+  const gap = run.tbt_ms;
+  put("speed", run.tokens_per_s ? run.tokens_per_s.toFixed(run.tokens_per_s < 100 ? 1 : 0) : "–");
+  put("gap", gap.p50 === undefined ? "–" : `${ms(gap.p50)} ms`);
+  put("gaps", gap.p50 === undefined ? "" : `90 % within ${ms(gap.p90)}, 99 % within ${ms(gap.p99)} ms`);
+  put("hits", run.hit_rate === null ? "–" : `${(100 * run.hit_rate).toFixed(1)} %`);
+  put("slots", `${run.slots_free.toLocaleString("en")} of ${run.slots.toLocaleString("en")} slots free`);
+  put("flash", `${bytes(run.flash_bytes_per_s)}/s`);
+  put("queue", `${perToken(run.flash_bytes_per_token)}${run.flash_in_flight} in flight, ${run.flash_waiting} waiting`);
+  put("dram", `${bytes(run.dram_bytes_per_s)}/s`);
+  put("traffic", run.dram_bytes_per_token === null ? "" : `${bytes(run.dram_bytes_per_token)} per token`);
+  put("memory", bytes(run.memory_bytes));
+  put("limit", `of ${bytes(run.memory_limit_bytes)}, peak ${bytes(run.memory_peak_bytes)}`);
+  const waits = [["flash", run.flash_wait], ["each other", run.member_wait]].filter(([, share]) => share !== null);
+  put("waits", waits.length ? `Of late the workers waited ${waits.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
+}
+
+function trend() {
+  const { context, width, height } = fresh("trend");
+  const top = Math.max(...speeds, 1e-9);
+  context.fillStyle = colour("--neurons");
+  const step = width / TREND;
+  speeds.forEach((speed, n) => {
+    const tall = (speed / top) * height;
+    context.fillRect(width - (speeds.length - n) * step, height - tall, Math.max(1, step - 0.5), tall);
+  });
+}
+
+function strip(run) {
+  const rows = run.strip;
+  element("strip").style.height = `${Math.max(1, rows.length) * 23 + 16}px`;
+  const { context, width, height } = fresh("strip");
+  const steps = run.strip_steps;
+  put("steps", !rows.length ? "none yet" : `${steps.length > 1 ? `${steps[0]} to ${steps.at(-1)}` : steps[0] ?? "prompt"}, ${run.strip_ms.toFixed(1)} ms`);
+  const seen = new Set();
+  const scale = (width - LABEL) / (rows[0]?.cells.length ?? 1);
+  context.font = "12px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  rows.forEach((row, n) => {
+    const y = n * 23 + 2;
+    context.fillStyle = colour("--faint");
+    context.fillText(row.name, 0, y + 10);
+    context.fillStyle = colour("--empty");
+    context.fillRect(LABEL, y, width - LABEL, 19);
+    for (let from = 0; from < row.cells.length; ) {
+      let to = from + 1;
+      while (row.cells[to] === row.cells[from]) to++;
+      const group = GROUPS[row.cells[from]];
+      if (group) {
+        seen.add(row.cells[from]);
+        context.fillStyle = colour(group[1]);
+        context.fillRect(LABEL + from * scale, y, Math.max(0.7, (to - from) * scale), 19);
+      }
+      from = to;
+    }
+  });
+  context.fillStyle = colour("--faint");
+  context.textAlign = "end";
+  context.fillText(`${run.strip_ms.toFixed(1)} ms`, width, height - 6);
+  context.textAlign = "start";
+  context.fillText("0", LABEL, height - 6);
+  legend("legend", Object.entries(GROUPS).filter(([letter]) => seen.has(letter)).map(([, [label, name]]) => [label, name]));
+}
+
+function processes(run) {
+  const body = element("processes");
+  while (body.rows.length < run.processes.length) {
+    const row = body.insertRow();
+    for (let n = 0; n < 4; n++) row.insertCell();
+    row.cells[1].append(Object.assign(document.createElement("div"), { className: "doing" }));
+  }
+  while (body.rows.length > run.processes.length) body.deleteRow(-1);
+  run.processes.forEach((one, n) => {
+    const [name, doing, cpu, memory] = body.rows[n].cells;
+    const fine = ["ready", "busy", "draining"].includes(one.state);
+    name.textContent = `${one.role}.${one.index}${fine ? "" : ` ${one.state}`}${one.restarts ? ` (${one.restarts + 1}.)` : ""}`;
+    name.className = fine ? "" : "bad";
+    name.title = `process ${one.pid}, core ${one.core ?? "any"}, step ${one.step}, ${one.state}`;
+    const parts = Object.entries(one.doing).filter(([label]) => COLOUR_OF[label]);
+    doing.firstChild.replaceChildren(...parts.map(([label, share]) => {
+      const part = document.createElement("b");
+      part.style.width = `${100 * share}%`;
+      part.style.background = `var(${COLOUR_OF[label]})`;
+      part.title = `${label} ${Math.round(100 * share)} %`;
+      return part;
+    }));
+    cpu.textContent = one.cpu === null ? "–" : `${Math.round(100 * one.cpu)} %`;
+    memory.textContent = one.memory_bytes === null ? "–" : bytes(one.memory_bytes);
+  });
+}
+
+function layers(run) {
+  const { context, width, height } = fresh("layers");
+  const count = run.resident.length;
+  const top = Math.max(...run.fired, 1e-9);
+  put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, in one layer ${Math.round(100 * top)} %` : "");
+  const step = width / Math.max(1, count);
+  for (let n = 0; n < count; n++) {
+    context.fillStyle = colour("--empty");
+    context.fillRect(n * step, height * (1 - run.resident[n]), step - 1, height * run.resident[n]);
+    const tall = ((run.fired[n] ?? 0) / top) * height * 0.9;
+    context.fillStyle = colour("--neurons");
+    context.fillRect(n * step + step * 0.2, height - tall, step * 0.6 - 1, tall);
+  }
+}
+
+function regions(run) {
+  const { context, width, height } = fresh("regions");
+  const parts = run.regions.map((one) => [one.name, one.used_bytes]);
+  const named = parts.reduce((sum, [, size]) => sum + size, 0);
+  parts.push(["processes", Math.max(0, run.memory_bytes - named)]);
+  context.fillStyle = colour("--empty");
+  context.fillRect(0, 0, width, height);
+  let x = 0;
+  for (const [name, size] of parts) {
+    const wide = (size / Math.max(1, run.memory_limit_bytes)) * width;
+    context.fillStyle = colour(REGIONS[name] ?? "--faint");
+    context.fillRect(x, 0, wide, height);
+    x += wide;
+  }
+  legend("regions-legend", parts.map(([name, size]) => [`${name} ${bytes(size)}`, REGIONS[name] ?? "--faint"]));
+}
+
+function legend(id, entries) {
+  const wanted = entries.map(([label, name]) => {
+    const item = document.createElement("li");
+    const mark = document.createElement("i");
+    mark.style.background = `var(${name})`;
+    item.append(mark, label);
+    return item;
+  });
+  if (element(id).textContent !== entries.map(([label]) => label).join("")) element(id).replaceChildren(...wanted);
+}
+
+// A canvas, cleared, in CSS pixels whatever the screen's resolution.
+function fresh(id) {
+  const canvas = element(id);
+  const ratio = window.devicePixelRatio || 1;
+  const { clientWidth: width, clientHeight: height } = canvas;
+  const [wide, tall] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== wide || canvas.height !== tall) [canvas.width, canvas.height] = [wide, tall];
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return { context, width, height };
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+const put = (id, text) => (element(id).textContent = text);
+const perToken = (size) => (size === null ? "" : `${bytes(size)} per token, `);
+
+function bytes(size) {
+  for (const unit of ["B", "KiB", "MiB"]) {
+    if (size < 1024) return `${unit === "B" ? Math.round(size) : size.toFixed(size < 100 ? 1 : 0)} ${unit}`;
+    size /= 1024;
+  }
+  return `${size.toFixed(2)} GiB`;
+}

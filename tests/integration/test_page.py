@@ -1,0 +1,180 @@
+"""The page at `/` in a real browser: it streams, stops, shows the run, asks for the key, and fetches nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from tests.http_client import Server, served
+from tests.pipeline import Shell, eventually
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+KEY = "a-key-of-the-test"
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+PATIENCE_S = 20.0
+
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no chromium and chromedriver here; Debian's packages have these names"
+)
+
+
+class Page:
+    """The page in a browser."""
+
+    def __init__(self, browser: webdriver.Chrome, server: Server) -> None:
+        self.browser, self.server = browser, server
+
+    def open(self) -> Page:
+        """Load it."""
+        self.browser.get(f"http://127.0.0.1:{self.server.port}/")
+        return self
+
+    def __getitem__(self, name: str) -> WebElement:
+        return self.browser.find_element(By.ID, name)
+
+    def ask(self, text: str, tokens: int) -> None:
+        """Type and send; the likeliest tokens, so that a text ends where it always does."""
+        for name, value in (("tokens", tokens), ("temperature", 0)):
+            self.browser.execute_script(f"document.getElementById('{name}').value = {value}")
+        self["prompt"].send_keys(text)
+        self["send"].click()
+
+    @property
+    def answers(self) -> list[tuple[str, str]]:
+        """(text, note below it) of each answer."""
+        script = (
+            "return [...document.querySelectorAll('#messages .assistant')]"
+            ".map(one => [one.children[0].textContent, one.children[1].textContent])"
+        )
+        return [(text, note) for text, note in self.browser.execute_script(script)]
+
+    def eventually(self, true: Callable[[], Any]) -> bool:
+        """Whether something becomes true in time."""
+        return eventually(true, PATIENCE_S)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield made
+        troubles = [entry for entry in made.get_log("browser") if entry["level"] == "SEVERE"]
+        assert not [one for one in troubles if "401" not in one["message"]]  # a refused key is logged by the browser
+    finally:
+        made.quit()
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell) -> Iterator[Server]:
+    with served(long_shell, "--ffn-resident", "50%") as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: Server) -> Page:
+    return Page(browser, server).open()
+
+
+def test_an_answer_streams_into_the_page_while_the_pipeline_is_shown(page: Page) -> None:
+    page.ask("def quicksort(items):", 80)
+    assert page.eventually(lambda: page.answers[0][0])
+    lengths = set()
+
+    def done() -> bool:
+        lengths.add(len(page.answers[0][0]))
+        return page.answers[0][1].startswith("80 tokens")
+
+    assert page.eventually(done)
+    assert len(lengths) > 2  # it came in pieces
+    assert page.eventually(lambda: page["gap"].text.endswith("ms"))
+    assert page["hits"].text.endswith("%")
+    assert page["speed"].text != ""
+    assert {"decode.0", "decode.1", "loader.0"} <= set(page["processes"].text.split())
+    assert "waiting for flash" in page["legend"].text
+    painted = (
+        "const {width, height} = strip; "
+        "return strip.getContext('2d').getImageData(0, 0, width, height).data.some(value => value)"
+    )
+    assert page.browser.execute_script(painted)  # an element is known by its id
+
+
+def test_stop_ends_the_generation(page: Page) -> None:
+    page.ask("def fibonacci(n):", 400)
+    assert page.eventually(lambda: page.answers[0][0])
+    page["stop"].click()
+    assert page.eventually(lambda: page.answers[0][1] == "stopped")
+    assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
+    assert page["send"].is_displayed()
+
+
+def test_on_a_phone_it_fits_and_shows_one_thing_at_a_time(page: Page) -> None:
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    page.open()
+    assert page["chat"].is_displayed()
+    assert not page["live"].is_displayed()
+    page["show-live"].click()
+    assert page["live"].is_displayed()
+    assert not page["chat"].is_displayed()
+    assert page.eventually(lambda: "decode.0" in page["processes"].text)
+    assert page.browser.execute_script("return document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_everything_comes_from_the_server_itself(page: Page) -> None:
+    assert page.eventually(lambda: "decode.0" in page["processes"].text)
+    urls = page.browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
+    home = f"http://127.0.0.1:{page.server.port}/"
+    assert [url for url in urls if not url.startswith(home)] == []
+    policy = page.server.call("GET", "/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_the_run_is_looked_at_only_while_somebody_looks(page: Page) -> None:
+    assert page.eventually(lambda: "decode.0" in page["processes"].text)
+    looking = _threads_of_the_gateway(page.server)
+    page.browser.get("about:blank")
+    assert page.eventually(lambda: _threads_of_the_gateway(page.server) < looking)
+
+
+def _threads_of_the_gateway(server: Server) -> int:
+    (pid,) = (
+        pid for pid in server.run.shell.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "np-gateway.0"
+    )
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(shell: Shell, browser: webdriver.Chrome) -> None:
+    with served(shell, "--key", KEY) as guarded:
+        page = Page(browser, guarded).open()
+        assert page.eventually(lambda: page["key"].is_displayed())
+        page["key"].send_keys("another-key-altogether\n")
+        assert page.eventually(lambda: page["key-wrong"].is_displayed())
+        page["key"].send_keys(KEY + "\n")
+        assert page.eventually(lambda: "decode.0" in page["processes"].text)
+        page.open()
+        assert page.eventually(lambda: "decode.0" in page["processes"].text)
+        assert not page["key"].is_displayed()
+        page.browser.get("about:blank")
