@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
 from neuronpipe.services.gateway.forms import DONE, Form, usage
@@ -93,10 +93,12 @@ class Answer:
         """Wait for all texts, and pass on their pieces as they come."""
         finished: dict[int, Finished] = {}
         form, begun = self._form, set[int]()
+        accepted, events = 0, b""
         while len(finished) < len(self._asks):
-            events = b""
             for number, message in await mailbox.take():
-                if isinstance(message, Token):
+                if isinstance(message, Accepted):
+                    accepted += 1
+                elif isinstance(message, Token):
                     if pass_on is None:
                         form.keep(number, message)
                         continue
@@ -108,6 +110,7 @@ class Answer:
                     finished[number] = message
                     self._metrics.finished(message)
                     events += form.last(number, message)
-            if pass_on is not None and events:
+            if pass_on is not None and events and accepted == len(self._asks):  # none can be refused any more
                 await pass_on(events)
+                events = b""
         return [finished[number] for number in range(len(self._asks))]

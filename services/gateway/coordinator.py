@@ -105,8 +105,8 @@ class Coordinator:
 
     # ---- asking ----------------------------------------------------------------------------------------------
     async def generate(self, asks: Iterable[Generate]) -> tuple[Mailbox, list[str]]:
-        """Ask for these texts, numbered in this order; returns where their tokens arrive, and their names, as soon as
-        all of them are accepted. Raises Problem when one is not."""
+        """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. Raises
+        Problem when there is no run to ask, or too much is under way."""
         asks = list(asks)
         await self._require_run(len(asks))
         mailbox, names = Mailbox(), []
