@@ -98,6 +98,10 @@ def test_a_client_that_never_reads_costs_nobody_else_anything(run: Run, undistur
     assert eventually(lambda: run.status().sequences_active + run.status().sequences_waiting == 0, 60)
 
 
+def state_of(run: Run, seat: tuple[str, int]) -> str:
+    return next(process.state for process in run.status().processes if (process.role, process.index) == seat)
+
+
 @pytest.mark.parametrize("seat", SEATS, ids=lambda seat: f"{seat[0]}.{seat[1]}")
 def test_a_process_that_stands_still_for_a_while_changes_nothing(
     run: Run, undisturbed: list[int], seat: tuple[str, int]
@@ -115,9 +119,8 @@ def test_a_process_that_stands_still_for_a_while_changes_nothing(
     assert seen.wait(20)
     os.kill(pid, signal.SIGSTOP)
     try:
-        if seat[0] != "coordinator":
-            shown = {(process.role, process.index): process.state for process in run.status().processes}
-            assert shown[seat] == "silent"
+        if seat[0] != "coordinator":  # who answers that question
+            assert eventually(lambda: state_of(run, seat) == "silent", 5), state_of(run, seat)
         time.sleep(STOPPED_S)
     finally:
         os.kill(pid, signal.SIGCONT)
