@@ -1,0 +1,528 @@
+/* A loader in C, with nothing but libc, written from SPEC.md: one read at a time, no io_uring, no prefetch ahead of a demand.
+ *
+ *     cc -O2 -o loader loader.c wire.c place.c sha256.c -lm
+ *     neuronpipe conformance loader --use argv:./loader
+ *
+ * It empties the workers' rings, reads what is absent into slots that the cache granted, checks it, publishes the words and wakes
+ * who waits; and it lives the life of a service meanwhile. */
+#include "place.h"
+#include "sha256.h"
+#include "wire.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef F_ADD_SEALS
+#define F_ADD_SEALS 1033
+#define F_GET_SEALS 1034
+#define F_SEAL_SEAL 1
+#define F_SEAL_WRITE 8
+#endif
+
+enum { SLOT = 0x00ffffff, STATE = 0x03000000, ABSENT = 0, LOADING = 0x01000000, PRESENT = 0x02000000, FAILED = 0x03000000 };
+enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, KNOWN_BITS = 0x07ffffff };
+enum { LINE = 16, BEAT_MS = 250, HELLO_MS = 1000, STOCK_MS = 50, SLEEP_MS = 250, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
+enum { MOST_IO_ERRORS = 3, MOST_WRONG_SUMS = 2 };
+enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPED = 5 };
+
+/* Clusters of one part that wait to be read, each at most once. */
+typedef struct {
+    uint32_t *clusters;
+    uint8_t *queued;
+    size_t from, count;
+} queue;
+
+typedef struct {
+    uint32_t *words;
+    uint8_t *slots;
+    size_t slot_bytes, slot_count, part_bytes, part_offset;
+    uint32_t *free_slots;
+    size_t free_count, granted;
+    queue demands, guesses, warm, pinned;
+} part;
+
+static part parts[2];
+static size_t word_count, stride_bytes, members, entries;
+static uint32_t *heads, *tails, *requests, *asleep, *arrivals, *loaded, *sums, crc_table[256];
+static const uint32_t *epoch;
+static uint64_t *board;
+static uint8_t *staging;
+static int bundles, doorbell;
+static uint64_t generation, coordinator_pid;
+static int welcomed, settled, draining;
+static wire control = {.fd = -1}, cache = {.fd = -1};
+
+static uint64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+}
+
+static void wake(uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* ---- queues -------------------------------------------------------------------------------------------------------- */
+static void queue_create(queue *q)
+{
+    q->clusters = calloc(word_count, sizeof *q->clusters);
+    q->queued = calloc(word_count, 1);
+    if (!q->clusters || !q->queued)
+        place_fail("loader", "out of memory");
+}
+
+static void queue_put(queue *q, uint32_t cluster)
+{
+    if (q->queued[cluster])
+        return;
+    q->queued[cluster] = 1;
+    q->clusters[(q->from + q->count++) % word_count] = cluster;
+}
+
+static uint32_t queue_take(queue *q)
+{
+    const uint32_t cluster = q->clusters[q->from];
+    q->from = (q->from + 1) % word_count;
+    q->count--;
+    q->queued[cluster] = 0;
+    return cluster;
+}
+
+static void queue_empty(queue *q)
+{
+    while (q->count)
+        queue_take(q);
+}
+
+/* ---- reading ------------------------------------------------------------------------------------------------------- */
+static uint32_t crc32c(const uint8_t *bytes, size_t count)
+{
+    uint32_t sum = ~0u;
+    for (size_t n = 0; n < count; n++)
+        sum = crc_table[(sum ^ bytes[n]) & 255] ^ sum >> 8;
+    return ~sum;
+}
+
+/* Bring one part of a cluster into a slot. Returns 0 when there is no slot for it. */
+static int load(int number, uint32_t cluster, uint32_t flags)
+{
+    part *p = &parts[number];
+    uint32_t *word = &p->words[cluster], value = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    if ((value & STATE) == FAILED && (value & SLOT) != (__atomic_load_n(epoch, __ATOMIC_ACQUIRE) & SLOT))
+        if (__atomic_compare_exchange_n(word, &value, ABSENT, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            value = ABSENT;
+    if ((value & STATE) != ABSENT)
+        return 1;
+    if (!p->free_count)
+        return 0;
+    const uint32_t slot = p->free_slots[--p->free_count];
+    __atomic_store_n(word, LOADING | slot, __ATOMIC_RELEASE);
+    const off_t place = (off_t)(cluster * stride_bytes + p->part_offset);
+    for (int io_errors = 0, wrong_sums = 0;;) {
+        if (pread(bundles, staging, p->part_bytes, place) != (ssize_t)p->part_bytes) {
+            __atomic_add_fetch(&board[BOARD_IO_ERRORS], 1, __ATOMIC_RELAXED);
+            io_errors++;
+        } else {
+            __atomic_add_fetch(&board[BOARD_READS], 1, __ATOMIC_RELAXED);
+            __atomic_add_fetch(&board[BOARD_BYTES], p->part_bytes, __ATOMIC_RELAXED);
+            if (crc32c(staging, p->part_bytes) == sums[2 * cluster + (uint32_t)number]) {
+                memcpy(p->slots + slot * p->slot_bytes, staging, p->slot_bytes);
+                __atomic_store_n(word, PRESENT | slot | flags, __ATOMIC_RELEASE);
+                return 1;
+            }
+            __atomic_add_fetch(&board[BOARD_WRONG_SUMS], 1, __ATOMIC_RELAXED);
+            wrong_sums++;
+        }
+        if (io_errors == MOST_IO_ERRORS || wrong_sums == MOST_WRONG_SUMS) {
+            p->free_slots[p->free_count++] = slot;
+            __atomic_store_n(word, FAILED | (__atomic_load_n(epoch, __ATOMIC_ACQUIRE) & SLOT), __ATOMIC_RELEASE);
+            return 1;
+        }
+    }
+}
+
+/* Take what the workers put into their rings. */
+static int take_requests(void)
+{
+    int taken = 0;
+    for (size_t m = 0; m < members; m++) {
+        const uint32_t tail = __atomic_load_n(&tails[m * LINE], __ATOMIC_SEQ_CST);
+        uint32_t head = __atomic_load_n(&heads[m * LINE], __ATOMIC_RELAXED);
+        if (tail == head)
+            continue;
+        const int was_full = tail - head >= entries;
+        if (tail - head > entries)
+            head = tail; /* nobody can have put so many */
+        for (; head != tail; head++) {
+            const uint32_t entry = requests[m * entries + head % entries], cluster = entry & WORD;
+            if (cluster >= word_count || entry & ~(uint32_t)KNOWN_BITS || !(entry & (GATE | GATE << 1))) {
+                __atomic_add_fetch(&board[BOARD_DROPPED], 1, __ATOMIC_RELAXED);
+                continue;
+            }
+            for (uint32_t number = 0; number < 2; number++)
+                if (entry & GATE << number)
+                    queue_put(entry & PREFETCH ? &parts[number].guesses : &parts[number].demands, cluster);
+        }
+        __atomic_store_n(&heads[m * LINE], head, __ATOMIC_RELEASE);
+        if (was_full)
+            wake(&heads[m * LINE]);
+        taken = 1;
+    }
+    return taken;
+}
+
+/* Demands first; of the others one, and only where slots are left over. Returns whether anything was read. */
+static int read_some(void)
+{
+    int done = 0;
+    for (int number = 0; number < 2; number++)
+        for (queue *q = &parts[number].demands; q->count && done < BATCH; done++) {
+            if (!load(number, q->clusters[q->from], 0))
+                break; /* they wait for a grant */
+            queue_take(q);
+        }
+    for (int number = 0; number < 2 && !done; number++) {
+        part *p = &parts[number];
+        const size_t spare = p->slot_count < word_count ? SPARE_SLOTS : 0;
+        queue *q = p->guesses.count ? &p->guesses : p->pinned.count ? &p->pinned : &p->warm;
+        if (q->count && p->free_count > spare) {
+            const uint32_t cluster = queue_take(q);
+            done += load(number, cluster, q == &p->pinned ? PINNED : 0);
+        }
+    }
+    if (done) {
+        __atomic_add_fetch(arrivals, 1, __ATOMIC_ACQ_REL);
+        wake(arrivals);
+    }
+    return done;
+}
+
+/* ---- the cache ----------------------------------------------------------------------------------------------------- */
+static void tell_stock(int idle)
+{
+    static uint64_t told[7], told_at;
+    static int told_fd = -1;
+    const uint64_t figures[7] = {generation,
+                                 parts[0].free_count, parts[1].free_count,
+                                 parts[0].demands.count, parts[1].demands.count,
+                                 parts[0].granted, parts[1].granted};
+    if (!cache.open)
+        return;
+    int due = told_fd != cache.fd || (!generation && now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
+    for (int n = 1; n <= 2; n++)
+        due |= 4 * figures[n] < 3 * told[n] || (figures[n + 2] && !told[n + 2]);
+    if (!due)
+        return;
+    pack p;
+    pack_map(&p, 7, "Stock");
+    static const char *const names[] = {"generation", "gate_free", "rest_free", "gate_waiting", "rest_waiting", "gate_granted", "rest_granted"};
+    for (int n = 0; n < 7; n++)
+        pack_number(&p, names[n], figures[n]);
+    memcpy(told, figures, sizeof told);
+    told_at = now_ms();
+    told_fd = cache.fd;
+    wire_send(&cache, p.bytes, p.count);
+}
+
+static void say_ready(void)
+{
+    pack p;
+    pack_map(&p, 2, "Ready");
+    pack_text(&p, "role", "loader");
+    pack_number(&p, "index", 0);
+    wire_send(&control, p.bytes, p.count);
+}
+
+static void reset(uint64_t to)
+{
+    pack p;
+    generation = to;
+    for (int number = 0; number < 2; number++) {
+        parts[number].free_count = parts[number].granted = 0;
+        queue_empty(&parts[number].guesses);
+        queue_empty(&parts[number].warm);
+        queue_empty(&parts[number].pinned);
+    }
+    pack_map(&p, 1, "ResetDone");
+    pack_number(&p, "generation", generation);
+    wire_send(&cache, p.bytes, p.count);
+    if (!settled && welcomed)
+        say_ready();
+    settled = 1;
+}
+
+static uint32_t item(value list, size_t n)
+{
+    return list.bytes[4 * n] | (uint32_t)list.bytes[4 * n + 1] << 8 | (uint32_t)list.bytes[4 * n + 2] << 16 | (uint32_t)list.bytes[4 * n + 3] << 24;
+}
+
+static void from_cache(const uint8_t *map, size_t bytes)
+{
+    const value type = unpack_field(map, bytes, "type"), number = unpack_field(map, bytes, "generation");
+    if (number.kind != 'n')
+        return;
+    if (value_is(type, "Reset")) {
+        if (number.number > generation)
+            reset(number.number);
+    } else if (number.number != generation) {
+        return; /* late */
+    } else if (value_is(type, "Grant")) {
+        const value which = unpack_field(map, bytes, "part"), slots = unpack_field(map, bytes, "slots");
+        if (which.kind != 'n' || which.number > 1 || slots.kind != 's' || slots.count % 4)
+            return;
+        part *p = &parts[which.number];
+        for (size_t n = 0; n < slots.count / 4 && p->free_count < p->slot_count; n++)
+            if (item(slots, n) < p->slot_count)
+                p->free_slots[p->free_count++] = item(slots, n);
+        p->granted += slots.count / 4;
+    } else if (value_is(type, "Warm")) {
+        const value which = unpack_field(map, bytes, "parts"), clusters = unpack_field(map, bytes, "clusters");
+        const int pinned = unpack_field(map, bytes, "pinned").number == 1;
+        if (which.kind != 'n' || clusters.kind != 's' || clusters.count % 4)
+            return;
+        for (size_t n = 0; n < clusters.count / 4; n++)
+            for (int number = 0; number < 2; number++)
+                if (which.number & (1u << number) && item(clusters, n) < word_count)
+                    queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item(clusters, n));
+    }
+}
+
+/* ---- the coordinator ------------------------------------------------------------------------------------------------ */
+static void say_hello(void)
+{
+    pack p;
+    const char *core = place_fact("CORE");
+    pack_map(&p, *core ? 7 : 6, "Hello");
+    pack_text(&p, "role", "loader");
+    pack_number(&p, "index", strtoull(place_fact("INDEX"), NULL, 10));
+    pack_number(&p, "pid", (uint64_t)getpid());
+    pack_number(&p, "incarnation", strtoull(place_fact("INCARNATION"), NULL, 10));
+    pack_text(&p, "protocol", "1.0");
+    pack_number(&p, "slots", 0);
+    if (*core)
+        pack_number(&p, "core", strtoull(core, NULL, 10));
+    wire_send(&control, p.bytes, p.count);
+}
+
+static void say_beat(void)
+{
+    pack p;
+    pack_map(&p, 5, "Beat");
+    pack_text(&p, "role", "loader");
+    pack_number(&p, "index", 0);
+    pack_text(&p, "state", "ready");
+    pack_number(&p, "step", board[BOARD_READS]);
+    pack_empty_map(&p, "counters");
+    wire_send(&control, p.bytes, p.count);
+}
+
+static void from_coordinator(const uint8_t *map, size_t bytes)
+{
+    const value type = unpack_field(map, bytes, "type");
+    if (value_is(type, "Welcome")) {
+        const uint64_t pid = unpack_field(map, bytes, "coordinator_pid").number;
+        if (welcomed && pid != coordinator_pid)
+            say_hello(); /* another one, which knows nothing of us */
+        else if (settled)
+            say_ready();
+        welcomed = 1;
+        coordinator_pid = pid;
+    } else if (value_is(type, "Drain")) {
+        draining = 1;
+    } else if (value_is(type, "Reject")) {
+        fprintf(stderr, "the coordinator rejects this loader\n");
+        exit(1);
+    }
+}
+
+static void live(const char *path)
+{
+    static uint64_t hello_at, beat_at, connect_at;
+    const uint64_t now = now_ms();
+    if (control.fd < 0 && now >= connect_at) {
+        wire_connect(&control, path, "DEALER", "loader-0");
+        connect_at = now + 20;
+        hello_at = 0;
+    }
+    if (control.open && !welcomed && now >= hello_at) {
+        say_hello();
+        hello_at = now + HELLO_MS;
+    } else if (control.open && welcomed && now >= beat_at) {
+        say_beat();
+        beat_at = now + BEAT_MS;
+    }
+}
+
+/* ---- start ---------------------------------------------------------------------------------------------------------- */
+static void verify(const char *manifest, const char *name, const void *bytes, size_t count)
+{
+    char path[128], sum[65];
+    snprintf(path, sizeof path, "files/%s/sha256", name);
+    sha256_text(bytes, count, sum);
+    if (strcmp(sum, json_text(manifest, path)))
+        place_fail(name, "does not match the manifest's sha256; convert the model again");
+}
+
+static void copy_verified(const char *package, const char *manifest, const char *name, const segment *fixed, const char *field)
+{
+    size_t shape[2], bytes;
+    uint8_t *to = segment_field(fixed, field, shape);
+    if (!shape[0])
+        return;
+    char *file = place_read(package, name, &bytes);
+    verify(manifest, name, file, bytes);
+    if (bytes != shape[0])
+        place_fail(name, "has another size than its place in shared memory");
+    memcpy(to, file, bytes);
+    free(file);
+}
+
+static void load_fixed(const char *run_file, const char *package, const char *manifest)
+{
+    segment fixed = segment_open(run_file, "fixed", 0);
+    if (!(fcntl(fixed.fd, F_GET_SEALS) & F_SEAL_WRITE)) { /* else a loader before us did it */
+        segment_close(&fixed);
+        fixed = segment_open(run_file, "fixed", 1);
+        copy_verified(package, manifest, "fixed.safetensors", &fixed, "file");
+        copy_verified(package, manifest, "predictor.safetensors", &fixed, "predictor");
+        segment_close(&fixed);
+        if (fcntl(fixed.fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SEAL) < 0)
+            place_fail("fixed tensors", strerror(errno));
+    } else {
+        segment_close(&fixed);
+    }
+    close(fixed.fd);
+    __atomic_store_n(loaded, 1, __ATOMIC_RELEASE);
+    wake(loaded);
+}
+
+static void open_part(int number, const segment *slots, const segment *residency, const char *manifest)
+{
+    part *p = &parts[number];
+    size_t shape[2];
+    p->slots = segment_field(slots, number ? "rest_slots" : "gate_slots", shape);
+    p->slot_count = shape[0];
+    p->slot_bytes = shape[1];
+    p->words = segment_field(residency, number ? "rest_words" : "gate_words", shape);
+    word_count = shape[0];
+    p->part_bytes = json_number(manifest, number ? "layout/rest_part_bytes" : "layout/gate_part_bytes");
+    p->part_offset = number ? parts[0].part_bytes : 0;
+    p->free_slots = calloc(p->slot_count + 1, sizeof *p->free_slots);
+    if (!p->free_slots || p->part_bytes < p->slot_bytes)
+        place_fail("loader", "the slots do not suit the package");
+    queue_create(&p->demands);
+    queue_create(&p->guesses);
+    queue_create(&p->warm);
+    queue_create(&p->pinned);
+    for (size_t n = 0; n < word_count; n++) /* what a loader before us had begun */
+        if ((__atomic_load_n(&p->words[n], __ATOMIC_ACQUIRE) & STATE) == LOADING)
+            __atomic_store_n(&p->words[n], ABSENT, __ATOMIC_RELEASE);
+}
+
+static void open_all(const char *run, const char *package)
+{
+    char path[4096];
+    size_t shape[2], bytes;
+    const char *run_file = place_read(run, "run.json", NULL), *manifest = place_read(package, "manifest.json", NULL);
+    const segment residency = segment_open(run_file, "residency", 1), slots = segment_open(run_file, "slots", 1);
+    const segment exchange = segment_open(run_file, "exchange", 0), boards = segment_open(run_file, "board", 1);
+    for (uint32_t n = 0; n < 256; n++) {
+        crc_table[n] = n;
+        for (int bit = 0; bit < 8; bit++)
+            crc_table[n] = crc_table[n] >> 1 ^ (crc_table[n] & 1 ? 0x82f63b78u : 0);
+    }
+    epoch = segment_field(&exchange, "epoch", NULL);
+    board = segment_field(&boards, "flash", NULL);
+    arrivals = segment_field(&residency, "arrivals", NULL);
+    loaded = segment_field(&residency, "loaded", NULL);
+    asleep = segment_field(&residency, "asleep", NULL);
+    tails = segment_field(&residency, "request_tails", NULL);
+    heads = segment_field(&residency, "request_heads", NULL);
+    requests = segment_field(&residency, "requests", shape);
+    members = shape[0];
+    entries = shape[1];
+    open_part(0, &slots, &residency, manifest);
+    open_part(1, &slots, &residency, manifest);
+    stride_bytes = parts[0].part_bytes + parts[1].part_bytes;
+    sums = (uint32_t *)place_read(package, "checksums.bin", &bytes);
+    verify(manifest, "checksums.bin", sums, bytes);
+    snprintf(path, sizeof path, "%s/bundles.bin", package);
+    bundles = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (bundles < 0)
+        bundles = open(path, O_RDONLY | O_CLOEXEC); /* a file system without direct reads */
+    if (bundles < 0 || posix_memalign((void **)&staging, PAGE, stride_bytes))
+        place_fail(path, strerror(errno));
+    snprintf(path, sizeof path, "%s/doorbell", run);
+    doorbell = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    load_fixed(run_file, package, manifest);
+}
+
+/* ---- the loop ------------------------------------------------------------------------------------------------------- */
+static void hear(int listening)
+{
+    struct pollfd ready = {listening, POLLIN, 0};
+    size_t bytes;
+    const uint8_t *map;
+    if (poll(&ready, 1, 0) > 0)
+        wire_accept(&cache, listening, "ROUTER");
+    if (control.fd >= 0 && !wire_receive(&control))
+        wire_close(&control);
+    while ((map = wire_next(&control, &bytes)))
+        from_coordinator(map, bytes);
+    if (cache.fd >= 0 && !wire_receive(&cache))
+        wire_close(&cache);
+    while ((map = wire_next(&cache, &bytes)))
+        from_cache(map, bytes);
+}
+
+static void sleep_until_needed(int listening)
+{
+    char bells[64];
+    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (!take_requests())
+        poll(sources, 4, control.fd < 0 || !generation ? STOCK_MS : SLEEP_MS);
+    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    while (read(doorbell, bells, sizeof bells) > 0)
+        ;
+}
+
+int main(void)
+{
+    char control_path[4096], cache_path[4096];
+    const char *run = place_fact("RUN");
+    open_all(run, place_fact("PACKAGE"));
+    snprintf(control_path, sizeof control_path, "%s/control", run);
+    snprintf(cache_path, sizeof cache_path, "%s/cache", run);
+    const int listening = wire_listen(cache_path);
+    if (listening < 0 || doorbell < 0)
+        place_fail(cache_path, strerror(errno));
+    while (!draining) {
+        live(control_path);
+        hear(listening);
+        take_requests();
+        const int busy = generation && read_some();
+        tell_stock(!busy);
+        if (!busy && !draining)
+            sleep_until_needed(listening);
+    }
+    pack p;
+    pack_map(&p, 2, "Drained");
+    pack_text(&p, "role", "loader");
+    pack_number(&p, "index", 0);
+    wire_send(&control, p.bytes, p.count);
+    return 0;
+}

@@ -1,0 +1,52 @@
+"""The loader in C that was written from SPEC.md: the same tokens as with ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.package.reader import Package
+
+from tests.conformance.checkpoints import RECIPES, tokens
+from tests.pipeline import Shell, eventually
+
+Converted = Callable[..., Package]
+SOURCES = Path(__file__).parents[2] / "services" / "examples"
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: install gcc or set CC")
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("loader") / "loader"
+    files = [SOURCES / name for name in ("loader.c", "wire.c", "place.c", "sha256.c")]
+    flags = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror")
+    subprocess.run([str(COMPILER), *flags, "-o", program, *files, "-lm"], check=True)
+    return program
+
+
+def test_the_demo_says_the_same_with_half_of_its_neurons_resident(shell: Shell, loader: Path) -> None:
+    words = ("run", "-p", "import os", "-n", "8", "--ffn-resident", "50%")
+    ours = shell.json(*words)
+    theirs = shell.json(*words, "--use", f"loader=argv:{loader}")
+    assert theirs["token_ids"] == ours["token_ids"]
+    assert theirs["flash"]["bytes"] > 0
+
+
+def test_it_is_started_again_and_swapped_like_ours(shell: Shell, converted: Converted, loader: Path) -> None:
+    prompt = tokens(RECIPES["relu2"], 9)
+    with shell.up(converted("relu2", "f16").path, "--ffn-resident", "50%") as run:
+        said = run.ask(prompt, 16)["token_ids"]
+        pid = shell.json("swap", "loader", "--use", f"argv:{loader}", "--run", run.path)["pids"]["loader.0"]
+        assert Path(f"/proc/{pid}/exe").resolve() == loader
+        assert run.ask(prompt, 16, share_prefix=False)["token_ids"] == said
+        os.kill(pid, signal.SIGKILL)
+        assert run.ask(prompt, 16, share_prefix=False)["token_ids"] == said
+        assert eventually(lambda: run.status().ready)
+        assert Path(f"/proc/{run.pid('loader')}/exe").resolve() == loader
