@@ -66,9 +66,6 @@ void np_panel_prepare(int type, const void *activations, size_t activation_strid
 void np_dot_panel(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, const void *panel,
                   size_t tokens, const float *bias, float *out, size_t out_stride);
 
-/* y[j] += a * w[j] for the n weights of one row: np_add_rows of a list of one. */
-void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y);
-
 /* Rows that lie anywhere: out[t*out_stride + r] = dot(row at quants[r] with scales[r], activation t), with the bits of np_dot_rows.
  * From memory a row comes faster when it is fetched before its turn: `fetch` says what else to fetch with each row, or is NULL. */
 typedef struct {
@@ -228,13 +225,11 @@ uint32_t np_word_look(uint32_t *word);
 
 /* A worker's window: the clusters it may be reading, published by np_long_store before it looks at their words.
  * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word array of a part. */
+
 /* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
  * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count,
                      size_t want, uint32_t *slots);
-/* Of the clusters [first, end): append those whose word is absent or loading to `ids` (absent ones only) and return the count of
- * absent ones; referenced bit is set on present ones. *failed gets the first failed cluster or -1. */
-size_t np_words_missing(uint32_t *words, uint32_t first, uint32_t end, uint32_t *ids, int64_t *failed);
 
 /* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
 /* A ring in shared memory from one worker to the loader. An entry is a word index (24 bits) and what is wanted of it.

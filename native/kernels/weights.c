@@ -62,13 +62,6 @@ void np_dot_scattered(int type, const void *const *quants, const void *const *sc
     if (job.rows.quant_bytes) np_isa_current()->dot_rows[type](&job);
 }
 
-void np_add_row(int type, const void *quants, const void *scales, size_t n, float a, float *y) {
-    np_rows rows = rows_of(type, 1, n);
-    rows.quants = quants;
-    rows.scales = scales;
-    if (rows.quant_bytes) np_isa_current()->add_rows[type](&rows, &a, y);
-}
-
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y) {
     np_rows all = rows_of(type, rows, n);
     all.quants_at = quants;

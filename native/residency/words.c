@@ -11,22 +11,3 @@ uint32_t np_word_look(uint32_t *word)
             return value | NP_WORD_REFERENCED;
     return value;
 }
-
-size_t np_words_missing(uint32_t *words, uint32_t first, uint32_t end, uint32_t *ids, int64_t *failed)
-{
-    size_t absent = 0;
-    *failed = -1;
-    for (uint32_t id = first; id < end; id++)
-        switch (np_word_look(&words[id]) & NP_WORD_STATE_MASK) {
-        case NP_WORD_ABSENT:
-            ids[absent++] = id;
-            break;
-        case NP_WORD_FAILED:
-            if (*failed < 0)
-                *failed = id;
-            break;
-        default:
-            break;
-        }
-    return absent;
-}

@@ -97,15 +97,6 @@ static void dot_rows(const void *context, int half) {
         np_dot_rows(c->type, quants, scales, c->rows, c->n, c->activation, c->stride, 1, NULL, out, c->rows);
 }
 
-static void add_each(const void *context, int half) {
-    const rows_case *c = context;
-    const uint8_t *quants = arena + half * (ARENA_BYTES / 2), *scales = quants + c->rows * np_quant_bytes(c->type, c->n);
-    float *y = room(4 * c->n);
-    for (size_t i = 0; i < c->repeats; i++)
-        for (size_t r = 0; r < c->rows; r++)
-            np_add_row(c->type, quants + r * np_quant_bytes(c->type, c->n), scales + r * np_scale_bytes(c->type, c->n), c->n, 0.1f, y);
-}
-
 static void bench_rows(void) {
     static const struct {
         size_t n, bytes;
@@ -119,9 +110,8 @@ static void bench_rows(void) {
             c.repeats = cases[k].bytes < 1 << 20 ? 500 : 1;
             c.activation = activations_of(type, c.n, 1, &c.stride);
             const double bytes = (double)(c.rows * c.repeats * row_bytes) * 1e-9;
-            printf("rows of %zu %s from %s: dot %.1f GB/s, two processes %.1f;", c.n, type_names[type], cases[k].where,
+            printf("rows of %zu %s from %s: dot %.1f GB/s, two processes %.1f\n", c.n, type_names[type], cases[k].where,
                    bytes / timed(dot_rows, &c, 1), 2 * bytes / timed(dot_rows, &c, 2));
-            printf(" np_add_row each %.1f, %.1f\n", bytes / timed(add_each, &c, 1), 2 * bytes / timed(add_each, &c, 2));
             free((void *)c.activation);
         }
 }
@@ -145,11 +135,6 @@ static void dot_scattered(const void *context, int half) {
 static void add_rows(const void *context, int half) {
     const scattered_case *c = context;
     for (size_t r = 0; r < c->rows; r += 512) np_add_rows(c->type, c->quants[half] + r, c->scales[half] + r, c->a, 512, c->n, c->y);
-}
-
-static void add_row_each(const void *context, int half) {
-    const scattered_case *c = context;
-    for (size_t r = 0; r < c->rows; r++) np_add_row(c->type, c->quants[half][r], c->scales[half][r], c->n, c->a[0], c->y);
 }
 
 static void read_only(const void *context, int half) {
@@ -196,10 +181,10 @@ static void bench_scattered(void) {
             static const struct {
                 const char *name;
                 void (*work)(const void *, int);
-            } works[] = {{"read", read_only}, {"np_dot_scattered", dot_scattered}, {"np_add_rows", add_rows}, {"np_add_row each", add_row_each}};
-            for (int w = 0; w < 4; w++)
+            } works[] = {{"read", read_only}, {"np_dot_scattered", dot_scattered}, {"np_add_rows", add_rows}};
+            for (int w = 0; w < 3; w++)
                 printf("%s %.1f / %.1f%s", works[w].name, bytes / timed(works[w].work, &c, 1), 2 * bytes / timed(works[w].work, &c, 2),
-                       w < 3 ? ", " : " GB/s (one / two processes)\n");
+                       w < 2 ? ", " : " GB/s (one / two processes)\n");
         }
 }
 

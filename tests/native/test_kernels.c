@@ -125,7 +125,7 @@ static void test_add_and_decode(const matrix *m, const char *isa) {
         const uint8_t *quants = m->quants + r * m->quant_bytes, *scales = m->scales + r * m->scale_bytes;
         const float a = random_float();
         for (size_t j = 0; j < m->n; j++) y[j] = before[j] = random_float();
-        np_add_row(m->type, quants, scales, m->n, a, y);
+        np_add_rows(m->type, (const void *[]){quants}, (const void *[]){scales}, &a, 1, m->n, y);
         np_decode_row(m->type, quants, scales, m->n, w);
         for (size_t j = 0; j < m->n; j++) {
             const double added = (double)a * m->w[r * m->n + j];
@@ -145,7 +145,7 @@ static void test_tail_rounds_like_body(const char *isa) {
         const float a = random_float(), start = random_float();
         const uint16_t weight = np_float_to_half(random_float());
         for (int j = 0; j < 37; j++) w[j] = weight, y[j] = start;
-        np_add_row(NP_F16, w, NULL, 37, a, y);
+        np_add_rows(NP_F16, (const void *[]){w}, (const void *[]){NULL}, &a, 1, 37, y);
         for (int j = 1; j < 37; j++) CHECK(y[j] == y[0], "%s add f16 [%d]", isa, j);
     }
 }

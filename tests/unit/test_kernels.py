@@ -89,7 +89,8 @@ def test_rows_decode_and_add(type_name: str) -> None:
     decoded, y = np.zeros(n, np.float32), np.ones(n, np.float32)
     row = (TYPES[type_name], ffi.from_buffer(quants), ffi.from_buffer(scales), n)
     lib.np_decode_row(*row, ffi.from_buffer("float[]", decoded))
-    lib.np_add_row(*row, 0.5, ffi.from_buffer("float[]", y))
+    quants_at, scales_at = ffi.new("void *[]", [row[1]]), ffi.new("void *[]", [row[2]])
+    lib.np_add_rows(row[0], quants_at, scales_at, ffi.new("float[]", [0.5]), 1, n, ffi.from_buffer("float[]", y))
     np.testing.assert_array_equal(decoded, weights[0])
     np.testing.assert_allclose(y, 1 + 0.5 * weights[0], rtol=1e-6, atol=1e-7)
 
