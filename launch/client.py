@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Self
 
 from neuronpipe.protocol.channel import Connection, open_context
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -18,7 +17,7 @@ POLL_MS = 50
 QUIET_MS = 500
 
 
-class Client:
+class Client(Closing):
     """One client connection. `failed` is asked while waiting: the reason when the run is over."""
 
     def __init__(self, endpoint: str, failed: Callable[[], str | None]) -> None:
@@ -26,12 +25,8 @@ class Client:
         self._channel = Connection(self._context, CONTROL, endpoint, f"client-{os.urandom(6).hex()}")
         self._failed = failed
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         self._context.close()
 
     def send(self, message: Message) -> None:

@@ -17,10 +17,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import zmq
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import MAX_FRAME_BYTES, Message, encode
 from neuronpipe.protocol.errors import Full, Lost, UnknownType, UserError, WireError
 from neuronpipe.protocol.links import WAIT_MS, Direction, Link
@@ -39,7 +38,7 @@ Prepare = Callable[["zmq.Socket[bytes]"], None]
 log = logging.getLogger(__name__)
 
 
-class Context:
+class Context(Closing):
     """The ZeroMQ of one process. Threads do not survive a fork, so every process opens its own."""
 
     def __init__(self) -> None:
@@ -64,14 +63,6 @@ class Context:
             for socket in self._sockets:
                 socket.close()
             self._zmq.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_context() -> Context:

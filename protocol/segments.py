@@ -22,9 +22,9 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 
@@ -42,7 +42,7 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "armv7l": 385, "armv8l": 385, "r
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Closing):
     """A descriptor of a segment whose header was checked against a layout. Not mapped yet: see `map`."""
 
     layout: Layout
@@ -133,16 +133,8 @@ class Segment:
         """Close the descriptor; mappings stay."""
         os.close(self.fd)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Mapping:
+class Mapping(Closing):
     """A mapped segment; `view` gives its fields as flat memoryviews, until `close`."""
 
     def __init__(self, segment: Segment, writable: bool) -> None:
@@ -174,14 +166,6 @@ class Mapping:
             self._memory.close()
         except BufferError as error:
             raise BufferError(f"segment {self.layout.name}: still in use: {error}") from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _memfd_create(name: str) -> int:

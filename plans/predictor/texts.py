@@ -30,11 +30,6 @@ class Texts:
         """Tokens of all calibration windows."""
         return sum(map(len, self.calibration))
 
-    @property
-    def held_out_tokens(self) -> int:
-        """Tokens of all held-out windows."""
-        return sum(map(len, self.held_out))
-
 
 def from_file(package: Package, path: Path, tokens: int) -> Texts:
     """The first tokens of a UTF-8 text; its last windows are held out."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from neuronpipe.native import lib
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Subscriber, open_context
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.layout import LINE_WORDS
@@ -36,7 +35,7 @@ RESIDENCY_EVERY_S = 1.0
 ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
 
 
-class Observer:
+class Observer(Closing):
     """One live run. `poll` often, so that events are not dropped; `snapshot` as often as somebody looks. Both raise
     NotRunning when the run has ended."""
 
@@ -55,7 +54,8 @@ class Observer:
         self._events = Subscriber(self._context, EVENTS, run_file.endpoints[EVENTS.name])
         self._asked_at: float | None = None
         self._counted_at = float("-inf")
-        self._close: list[Callable[[], None]] = [self._context.close]
+        self._open = ExitStack()  # what is open, closed in reverse
+        self._open.callback(self._context.close)
         try:
             self._map(run_file, facts)
         except BaseException:
@@ -65,14 +65,14 @@ class Observer:
     def _map(self, run_file: RunFile, facts: RunFacts) -> None:
         self._seats = tuple(_seat(name) for name in facts.seats.split())
         self._trace = RunTrace.open(run_file, self._seats)
-        self._close.append(lambda: self._trace.__exit__(None, None, None))
+        self._open.callback(self._trace.close)
         self._activity = Activity(facts.seats.split(), TRACE_SPANS)
         self._regions = Regions(run_file, facts)
-        self._close.append(lambda: self._regions.__exit__(None, None, None))
+        self._open.callback(self._regions.close)
         handle = run_file.segments["board"]
         with Segment.open(layouts.board(processes=len(self._seats)), run_file.supervisor_pid, handle.fd) as segment:
             self._board: Mapping = segment.map()
-        self._close.append(self._board.close)
+        self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
 
     def poll(self) -> list[Message]:
@@ -138,16 +138,7 @@ class Observer:
 
     def close(self) -> None:
         """Let go of the run."""
-        while self._close:
-            self._close.pop()()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._open.close()
 
 
 def _seat(name: str) -> ProcessStatus:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
@@ -29,7 +29,7 @@ class Residency:
     asked: int
 
 
-class Regions:
+class Regions(Closing):
     """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
 
     def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
@@ -64,11 +64,7 @@ class Regions:
             int(waiting.clip(0, REQUEST_ENTRIES).sum()),
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the segment."""
         del self._words, self._tails, self._heads
         self._mapping.close()

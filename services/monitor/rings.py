@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_BYTES
 from neuronpipe.protocol.layouts.run import trace_rings
@@ -50,7 +50,7 @@ class Row:
         return f"{self.role}.{self.index}"
 
 
-class RunTrace:
+class RunTrace(Closing):
     """The trace segment of a run. `take` and `take_arrays` give what was put since either was asked last; at first, all
     that is there."""
 
@@ -109,12 +109,8 @@ class RunTrace:
         self._begun = True
         return taken
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the segment."""
         for buffer in self._buffers:
             ffi.release(buffer)
         self._mapping.close()
