@@ -24,6 +24,11 @@ def add_use_argument(parser: argparse.ArgumentParser) -> None:
 
 def implementations(texts: Iterable[str], plan: Plan) -> Implementations:
     """What was asked for, checked against the plan's seats. Raises UserError."""
-    uses = Implementations(Use.parse(text, Path.cwd()) for text in texts)
-    uses.check((seat.role, seat.index) for seat in plan.compute.seats)
+    return Implementations(checked_uses(texts, plan))
+
+
+def checked_uses(texts: Iterable[str], plan: Plan) -> list[Use]:
+    """The same one by one."""
+    uses = [Use.parse(text, Path.cwd()) for text in texts]
+    Implementations(uses).check((seat.role, seat.index) for seat in plan.compute.seats)
     return uses

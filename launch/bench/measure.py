@@ -71,16 +71,17 @@ class Bench:
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
         """The row of one test. Raises UserError when a text ends before there is anything to measure."""
-        warm_up = self._ask(case, 0)
+        warm_up = self.ask(case, 0)
         progress()
         energy = EnergyMeter()
         done = []
         for number in range(1, repetitions + 1):
-            done.append(self._ask(case, number))
+            done.append(self.ask(case, number))
             progress()
-        return self._row(case, warm_up, done, energy.joules())
+        return self.row(case, warm_up, done, energy.joules())
 
-    def _ask(self, case: Case, number: int) -> Repetition:
+    def ask(self, case: Case, number: int) -> Repetition:
+        """One request, with the text of that number. Raises UserError when it ends with nothing to measure."""
         prompt = self.prompts.take(number, case.prompt_tokens, case.context_tokens)
         ask = Generate(
             request=f"{case.name}-{number}",
@@ -99,7 +100,8 @@ class Bench:
                 return Repetition(times[0], times[1:], message)
         raise AssertionError
 
-    def _row(self, case: Case, warm_up: Repetition, done: list[Repetition], joules: float | None) -> dict[str, Any]:
+    def row(self, case: Case, warm_up: Repetition, done: list[Repetition], joules: float | None) -> dict[str, Any]:
+        """The row of a test, from its repetitions."""
         plan = self.plan
         cost = Cost()
         for one in done:

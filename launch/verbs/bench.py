@@ -11,12 +11,14 @@ from neuronpipe.launch.bench.cases import default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.bench.prompts import Prompts
 from neuronpipe.launch.bench.report import compare, read_rows, render
+from neuronpipe.launch.bench.versus import Versus, contenders
+from neuronpipe.launch.bench.versus import render as render_versus
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.launch.using import add_use_argument, checked_uses, implementations
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -45,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens of the last test")
     add_plan_arguments(parser)
     add_use_argument(parser)
+    parser.add_argument(
+        "--versus",
+        action="append",
+        metavar="ROLE=IMPLEMENTATION",
+        help="compare what --use asks for (our own without it) with this, in one run; may be given again",
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON list")
 
 
@@ -52,6 +60,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Measure."""
     if not 1 <= arguments.repetitions <= MOST_REPETITIONS:
         raise UserError(f"--repetitions {arguments.repetitions}: between 1 and {MOST_REPETITIONS}")
+    if arguments.versus and arguments.compare:
+        raise UserError("--versus and --compare: one or the other")
     earlier = read_rows(arguments.compare) if arguments.compare else None
     package, plan = package_and_plan(arguments)
     cases = arguments.tests or default_cases(plan.compute.context_tokens)
@@ -62,6 +72,9 @@ def main(arguments: argparse.Namespace) -> int:
                 f"the context is {plan.compute.context_tokens}; see --context"
             )
     uses = implementations(arguments.use, plan)
+    sides = None
+    if arguments.versus:
+        sides = contenders(checked_uses(arguments.use, plan), checked_uses(arguments.versus, plan))
     prompts, device = Prompts(package, arguments.workload), probe(package.path)
     rows = []
     with (
@@ -71,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         _wait_until_warm(client)
         bench = Bench(package, plan, device, prompts, client)
-        requests = len(cases) * (1 + arguments.repetitions)
+        requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
         done = 0
 
         def step() -> None:
@@ -79,11 +92,17 @@ def main(arguments: argparse.Namespace) -> int:
             done += 1
             progress(done, requests)
 
-        rows = [bench.measure(case, arguments.repetitions, step) for case in cases]
+        if sides is None:
+            rows = [bench.measure(case, arguments.repetitions, step) for case in cases]
+        else:
+            versus = Versus(bench, live.directory, sides, lambda: _wait_until_warm(client))
+            rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, step)]
         if arguments.picture:
             _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
     if arguments.json:
         print(json.dumps(rows, indent=1))
+    elif sides is not None:
+        print(render_versus(rows), end="")
     else:
         print(render(rows), end="")
         if earlier is not None:

@@ -101,3 +101,20 @@ def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
     answered = [span for span in coordinator.spans if span.kind == NUMBER["await"]]
     assert [span.step for span in answered] == sorted({span.step for span in answered})
     assert len(answered) == 8  # one prefill, whose token is the first, and seven decode steps
+
+
+def test_two_implementations_are_compared_in_one_run(shell: Shell) -> None:
+    firing = "decode=neuronpipe.services.examples.firing:FiringLog"
+    words = ("bench", "--tests", "tg8", "--repetitions", "2", "--workers", "1", "--versus", firing)
+    rows = json.loads(shell.call(*words, "--json").out)
+    assert [row["use"] for row in rows] == ["our own", firing]
+    assert all(row["test"] == "tg8" and row["repetitions"] == 2 and row["tokens_per_s"] > 0 for row in rows)
+    ratio = rows[0]["versus"]
+    assert ratio["use"] == firing
+    assert 0 < ratio["tokens_per_s_ratio_least"] <= ratio["tokens_per_s_ratio"] <= ratio["tokens_per_s_ratio_most"]
+    assert "versus" not in rows[1]
+
+
+def test_only_seats_that_can_change_hands_are_compared(shell: Shell) -> None:
+    said = shell.refused("bench", "--versus", "coordinator=a:B")
+    assert "coordinator cannot change hands" in said
