@@ -52,7 +52,7 @@ class Page:
 
     def ask(self, text: str, tokens: int) -> None:
         """Type and send; the likeliest tokens, so that a text ends where it always does."""
-        for name, value in (("tokens", tokens), ("temperature", 0)):
+        for name, value in (("tokens", tokens), ("temperature", 0), ("penalty", 1)):
             self.browser.execute_script(f"document.getElementById('{name}').value = {value}")
         self["prompt"].send_keys(text)
         self["send"].click()

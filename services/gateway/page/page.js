@@ -48,6 +48,7 @@ async function send(text) {
         messages: conversation,
         stream: true,
         temperature: Number(element("temperature").value),
+        repetition_penalty: Number(element("penalty").value),
         max_tokens: Number(element("tokens").value),
         stream_options: { include_usage: true },
       }),
