@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import logging
 import os
 import select
 import signal
@@ -26,10 +25,10 @@ import sys
 import time
 import traceback
 from collections import deque
-from pathlib import Path
 
 from neuronpipe.launch.door import Door, answer
 from neuronpipe.launch.footprint import Footprint
+from neuronpipe.launch.leavings import Leavings
 from neuronpipe.launch.takeover import Takeover
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
@@ -49,10 +48,8 @@ from neuronpipe.services.pinning import pin
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S = 1.5, 1.0
 START_ORDER = tuple(OURS)
-TAKEOVER_POLL_S = 0.002
-FAILURE = "failure"
+IDLE_S, TAKEOVER_POLL_S = 0.25, 0.002
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-log = logging.getLogger(__name__)
 
 
 def preload() -> None:
@@ -85,7 +82,7 @@ class Supervisor:
         self._earlier: dict[tuple[str, int], Implementation] = {}  # of seats that changed hands
         self._takeover: Takeover | None = None
         self._door = Door(directory.path)
-        self._log_starts: dict[tuple[str, int], int] = {}  # where the present process's part of its log begins
+        self._leavings = Leavings(directory.path)
         self._incarnations = {(seat.role, seat.index): 0 for seat in self._seats}
         self._deaths: dict[tuple[str, int], deque[float]] = {key: deque() for key in self._incarnations}
         self._segments = create_segments(package.manifest, plan, fixed)
@@ -118,10 +115,10 @@ class Supervisor:
                 if not self._stopping:
                     self._start(seat)
             while not self._stopping and self.failure is None:
-                timeout = max(0.0, min(0.25, self._footprint.due_at - time.monotonic()))
+                patience_s = max(0.0, min(IDLE_S, self._footprint.due_at - time.monotonic()))
                 if self._takeover is not None:
-                    timeout = min(timeout, TAKEOVER_POLL_S)
-                readable = select.select([wake_read, *self._door.descriptors()], [], [], timeout)[0]
+                    patience_s = min(patience_s, TAKEOVER_POLL_S)
+                readable = select.select([wake_read, *self._door.descriptors()], [], [], patience_s)[0]
                 if wake_read in readable:
                     os.read(wake_read, 4096)
                     readable.remove(wake_read)
@@ -213,7 +210,7 @@ class Supervisor:
     # ---- processes -------------------------------------------------------------------------------------------
     def _start(self, seat: Seat) -> None:
         key = (seat.role, seat.index)
-        self._log_starts[key] = self._log_size(seat)
+        self._leavings.begin(seat)
         parent = os.getpid()
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
@@ -233,7 +230,8 @@ class Supervisor:
             os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
             lib.np_process_die_with(parent)
             lib.np_process_name(f"np-{seat.role}.{seat.index}".encode())
-            self._redirect(seat)
+            listener = self._listener if seat.role == GATEWAY else None
+            self._leavings.take_streams(seat, set() if listener is None else {listener.descriptor})
             pin(seat.core)
             job = Job(
                 run=self._run,
@@ -248,31 +246,13 @@ class Supervisor:
             self._implementations[(seat.role, seat.index)].serve(job)
             code = 0
         except UserError as error:
-            (self._directory.path / FAILURE).write_text(str(error), encoding="utf-8")
+            self._leavings.fail(str(error))
             code = 2
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)
-
-    def _redirect(self, seat: Seat) -> None:
-        """Standard streams of a service: nothing to read, and a log in the run directory."""
-        descriptor = os.open(self._log_path(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for target, source in ((0, null), (1, descriptor), (2, descriptor)):
-            os.dup2(source, target)
-        kept = {0, 1, 2}
-        if seat.role == GATEWAY and self._listener is not None:
-            kept.add(self._listener.descriptor)
-        for name in os.listdir("/proc/self/fd"):  # the client's pipes and terminals stay with the client
-            number = int(name)
-            try:
-                if number not in kept and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
-                    os.close(number)
-            except OSError:
-                continue  # the descriptor that listed the directory
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, force=True)
 
     def _reap(self) -> None:
         while self._processes:
@@ -298,9 +278,9 @@ class Supervisor:
             self._implementations[key] = takeover.old_one_went(key, time.monotonic())
             self._start(seat)
             return
-        said = self._failure() if code == 2 else None
+        said = self._leavings.failure() if code == 2 else None
         if takeover is not None and key in takeover.phases:
-            self._give_up(f"ended before it was ready: {said or self._last_words(seat)}")
+            self._give_up(f"ended before it was ready: {said or self._leavings.last_words(seat)}")
             self._start(seat)
             return
         if said is not None:
@@ -311,22 +291,10 @@ class Supervisor:
         while deaths and deaths[0] < deaths[-1] - WITHIN_S:
             deaths.popleft()
         if len(deaths) > RESTARTS:
-            self._hopeless(
-                seat,
-                f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s: {self._last_words(seat)}",
-            )
+            often = f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
+            self._hopeless(seat, f"{often}: {self._leavings.last_words(seat)}")
             return
         self._start(seat)
-
-    def _failure(self) -> str | None:
-        """What a process that exits with status 2 left for a person to read."""
-        path = self._directory.path / FAILURE
-        try:
-            said = path.read_text(encoding="utf-8", errors="replace")
-            path.unlink()
-        except OSError:
-            return None
-        return said
 
     def _hopeless(self, seat: Seat, why: str) -> None:
         """The implementation cannot have this seat: the one before it has it again, or the run ends."""
@@ -337,24 +305,6 @@ class Supervisor:
         self._implementations[key] = self._earlier.pop(key)
         self._deaths[key].clear()
         self._start(seat)
-
-    def _log_path(self, seat: Seat) -> Path:
-        return self._directory.path / f"{seat.role}.{seat.index}.log"
-
-    def _log_size(self, seat: Seat) -> int:
-        try:
-            return self._log_path(seat).stat().st_size
-        except OSError:
-            return 0
-
-    def _last_words(self, seat: Seat) -> str:
-        try:
-            with self._log_path(seat).open("rb") as stream:
-                stream.seek(self._log_starts[(seat.role, seat.index)])
-                lines = stream.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            lines = []
-        return lines[-1] if lines else "it left no message; was it killed by the system for lack of memory?"
 
     def _measure(self) -> None:
         if time.monotonic() < self._footprint.due_at:
@@ -371,11 +321,7 @@ class Supervisor:
             answer(self._takeover.guest, {"error": "the run is ending"})
         first = [pid for pid, seat in self._processes.items() if seat.role in ("coordinator", GATEWAY)]
         for pids, number, patience_s in (
-            (
-                first,
-                signal.SIGTERM,
-                DRAIN_S if self.failure is None else 0.0,
-            ),  # a failed run has nothing to finish
+            (first, signal.SIGTERM, DRAIN_S if self.failure is None else 0.0),  # a failed run has nothing to finish
             (list(self._processes), signal.SIGTERM, TERMINATE_S),
             (list(self._processes), signal.SIGKILL, 10.0),
         ):

@@ -35,12 +35,12 @@ class Prompts:
         first, tokens = workload.presets[self.preset]
         self._tokens = list(range(first, first + tokens))
 
-    def take(self, number: int, length: int, room: int) -> tuple[int, ...]:
-        """Prompt `number`, `length` tokens long; `room`: positions that prompt and answer take together. Consecutive
-        numbers give consecutive stretches of the text, from its start again when it is over."""
-        stretches = max(1, len(self._tokens) // room)
-        start = (number % stretches) * room
-        return tuple(itertools.islice(itertools.cycle(self._tokens), start, start + length))
+    def take(self, number: int, length_tokens: int, room_tokens: int) -> tuple[int, ...]:
+        """Prompt `number`, `length_tokens` long; `room_tokens`: positions that prompt and answer take together.
+        Consecutive numbers give consecutive stretches of the text, from its start again when it is over."""
+        stretches = max(1, len(self._tokens) // room_tokens)
+        start = (number % stretches) * room_tokens
+        return tuple(itertools.islice(itertools.cycle(self._tokens), start, start + length_tokens))
 
 
 def _corpus_tokens(package: Package) -> list[int]:

@@ -19,10 +19,10 @@ from neuronpipe.plans.device.cores import Core
 MEMORY_ROUNDING_BYTES = 64 << 20
 
 
-def _between(measured: list[tuple[int, float]], size: int) -> float:
-    """The value at `size`: a line on logarithmic scales between the sizes measured, flat beyond them."""
-    line = sorted((math.log(measured_size), math.log(value)) for measured_size, value in measured)
-    wanted = min(max(math.log(size), line[0][0]), line[-1][0])
+def _between(measured: list[tuple[int, float]], size_bytes: int) -> float:
+    """The value at `size_bytes`: a line on logarithmic scales between the sizes measured, flat beyond them."""
+    line = sorted((math.log(measured_bytes), math.log(value)) for measured_bytes, value in measured)
+    wanted = min(max(math.log(size_bytes), line[0][0]), line[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(line):
         if x0 <= wanted <= x1:
             return math.exp(y0 + (y1 - y0) * (wanted - x0) / (x1 - x0))

@@ -74,17 +74,17 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
         lib.np_reader_close(reader)
 
 
-def _measure_point(reader: Any, path: Path, memory: Any, size: int, depth: int, budget_s: float) -> float:
+def _measure_point(reader: Any, path: Path, memory: Any, read_bytes: int, depth: int, budget_s: float) -> float:
     """Bytes per second, with `depth` reads under way from start to end."""
     step = max(4096, lib.np_reader_alignment(reader))
-    places = (path.stat().st_size - size) // step + 1
-    targets = [ffi.cast("void *", memory + slot * size) for slot in range(depth)]
+    places = (path.stat().st_size - read_bytes) // step + 1
+    targets = [ffi.cast("void *", memory + slot * read_bytes) for slot in range(depth)]
     done = ffi.new("np_completion[]", depth)
 
     def submit(slots: list[int]) -> None:
         offsets = [random.randrange(places) * step for _ in slots]
         addresses = [targets[slot] for slot in slots]
-        taken = lib.np_reader_submit(reader, offsets, [size] * len(slots), addresses, slots, len(slots))
+        taken = lib.np_reader_submit(reader, offsets, [read_bytes] * len(slots), addresses, slots, len(slots))
         if taken != len(slots):
             raise UserError(f"{path}: the reader took {taken} of {len(slots)} reads; run `neuronpipe doctor`")
 
@@ -95,7 +95,7 @@ def _measure_point(reader: Any, path: Path, memory: Any, size: int, depth: int, 
     while under_way:
         count = lib.np_reader_reap(reader, done, 1, depth, -1)
         for completion in done[0:count]:
-            if completion.result != size:
+            if completion.result != read_bytes:
                 reason = os.strerror(-completion.result) if completion.result < 0 else "the file ends early"
                 raise UserError(f"{path}: reading failed ({reason}); check the storage or convert the model again")
         now = time.perf_counter()
@@ -104,4 +104,4 @@ def _measure_point(reader: Any, path: Path, memory: Any, size: int, depth: int, 
         if now - started < budget_s:
             submit([completion.tag for completion in done[0:count]])
             under_way += count
-    return reads * size / (now - started)
+    return reads * read_bytes / (now - started)

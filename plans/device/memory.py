@@ -54,9 +54,11 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
     )
 
 
-def _speed(memory: Any, size: int, cores: Sequence[int | None], piece_bytes: int, every: int, budget_s: float) -> float:
+def _speed(
+    memory: Any, memory_bytes: int, cores: Sequence[int | None], piece_bytes: int, every: int, budget_s: float
+) -> float:
     """Bytes per second of all threads together, each over its own part of the memory, again and again."""
-    share = size // len(cores) // 64 * 64
+    share_bytes = memory_bytes // len(cores) // 64 * 64
     read = [0] * len(cores)
     gate = threading.Barrier(len(cores) + 1)
 
@@ -71,7 +73,9 @@ def _speed(memory: Any, size: int, cores: Sequence[int | None], piece_bytes: int
             gate.wait()
             until = time.perf_counter() + budget_s
             while time.perf_counter() < until:
-                read[number] += lib.np_probe_read(memory + number * share, share, piece_bytes, every, turn, seen)
+                read[number] += lib.np_probe_read(
+                    memory + number * share_bytes, share_bytes, piece_bytes, every, turn, seen
+                )
                 turn += 1
 
         return run

@@ -1,0 +1,70 @@
+"""What the processes of a run leave to be read: their logs, and why one could not go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from neuronpipe.plans.plan.plan import Seat
+
+FAILURE = "failure"
+SILENT = "it left no message; was it killed by the system for lack of memory?"
+
+
+class Leavings:
+    """Files in the run directory: a log for each seat, one after the other of its processes, and `failure`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._starts: dict[Seat, int] = {}  # where the present process's part of its log begins
+
+    def begin(self, seat: Seat) -> None:
+        """A process is about to be started for this seat."""
+        try:
+            self._starts[seat] = self._log(seat).stat().st_size
+        except OSError:
+            self._starts[seat] = 0
+
+    def take_streams(self, seat: Seat, kept: set[int]) -> None:
+        """In the child: nothing to read, and a log to write. Closes what came from the parent, but for memory and
+        `kept`: the client's pipes and terminals stay with the client."""
+        descriptor = os.open(self._log(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null), (1, descriptor), (2, descriptor)):
+            os.dup2(source, target)
+        for name in os.listdir("/proc/self/fd"):
+            number = int(name)
+            try:
+                if number not in {0, 1, 2, *kept} and not os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:"):
+                    os.close(number)
+            except OSError:
+                continue  # the descriptor that listed the directory
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO, force=True)
+
+    def fail(self, why: str) -> None:
+        """In the child: what the person who started the run is to read. It exits with status 2 then."""
+        (self._directory / FAILURE).write_text(why, encoding="utf-8")
+
+    def failure(self) -> str | None:
+        """What a process that exited with status 2 left; taken away."""
+        path = self._directory / FAILURE
+        try:
+            said = path.read_text(encoding="utf-8", errors="replace")
+            path.unlink()
+        except OSError:
+            return None
+        return said
+
+    def last_words(self, seat: Seat) -> str:
+        """The last line that the seat's present process wrote."""
+        try:
+            with self._log(seat).open("rb") as stream:
+                stream.seek(self._starts[seat])
+                lines = stream.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else SILENT
+
+    def _log(self, seat: Seat) -> Path:
+        return self._directory / f"{seat.role}.{seat.index}.log"
