@@ -152,9 +152,7 @@ int np_barrier_wait(np_barrier *barrier, uint32_t members, const uint32_t *epoch
 uint32_t np_word_load(const uint32_t *word);                 /* acquire */
 void np_word_store(uint32_t *word, uint32_t value);          /* release */
 uint32_t np_word_add(uint32_t *word, uint32_t value);        /* acquire-release; returns the new value */
-uint32_t np_word_or(uint32_t *word, uint32_t value);         /* acquire-release; returns the old value */
 int np_word_swap(uint32_t *word, uint32_t from, uint32_t to);/* compare and set, acquire-release; 1 when it was `from` */
-uint64_t np_long_load(const uint64_t *word);                 /* sequentially consistent */
 void np_long_store(uint64_t *word, uint64_t value);          /* sequentially consistent, and a full fence after it */
 void np_word_wake(uint32_t *word);                           /* wake everybody asleep on the word */
 /* Wait until *word != seen. */

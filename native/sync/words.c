@@ -17,19 +17,9 @@ uint32_t np_word_add(uint32_t *word, uint32_t value)
     return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL);
 }
 
-uint32_t np_word_or(uint32_t *word, uint32_t value)
-{
-    return __atomic_fetch_or(word, value, __ATOMIC_ACQ_REL);
-}
-
 int np_word_swap(uint32_t *word, uint32_t from, uint32_t to)
 {
     return __atomic_compare_exchange_n(word, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
-
-uint64_t np_long_load(const uint64_t *word)
-{
-    return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
 void np_long_store(uint64_t *word, uint64_t value)
