@@ -54,6 +54,16 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
+def _check_verb(words: list[str]) -> None:
+    """Raises UserError when the first word is meant as a verb and is none."""
+    if words and not words[0].startswith("-") and words[0] not in VERBS:
+        import difflib  # only a mistake pays for it
+
+        close = difflib.get_close_matches(words[0], VERBS, n=1)
+        meant = f"did you mean `{close[0]}`?" if close else f"the verbs are {', '.join(VERBS)}."
+        raise UserError(f"{words[0]!r} is no verb; {meant} See `neuronpipe --help`")
+
+
 def _parser(verb: str | None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="neuronpipe", description="Runs language models that are larger than the memory they may use."
@@ -74,6 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in words if word in VERBS), None)
     try:
+        if not words:
+            _parser(None).print_help(sys.stderr)
+            return UserError.exit_code
+        _check_verb(words)
         asked = _parser(verb).parse_args(words)
         code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
         sys.stdout.flush()

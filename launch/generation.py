@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.launch.client import Client
@@ -39,6 +41,8 @@ def generate_request(arguments: argparse.Namespace) -> Generate:
         raise UserError("--logprobs: only with --json, which has a place for them")
     options = sampling_options(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
+    if not prompt:
+        raise UserError("the prompt is empty: give -p TEXT, or pipe a text into standard input")
     return Generate(request="1", prompt=prompt, max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), **options)
 
 
@@ -53,6 +57,23 @@ def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> No
     if not arguments.json:
         sys.stdout.write(ask.prompt or "")
         sys.stdout.flush()
+    with _line_ended(arguments.json):
+        _stream(client, arguments, ask)
+
+
+@contextlib.contextmanager
+def _line_ended(as_json: bool) -> Iterator[None]:
+    """What goes wrong is said on a line of its own, not behind the text."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        if not as_json:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        raise
+
+
+def _stream(client: Client, arguments: argparse.Namespace, ask: Generate) -> None:
     tokens: list[Token] = []
     terminal = sys.stdout.isatty()
     for message in client.request(ask):

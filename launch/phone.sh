@@ -236,6 +236,7 @@ if [ -n "$failed" ]; then
     exit 2
 fi
 bootstrap run
+export NEURONPIPE_COMMAND="$root/launch/neuronpipe" # lines to paste begin with it
 
 read_arguments "$@"
 if [ -z "$limited" ]; then

@@ -57,6 +57,7 @@ here=\$(cd "\${0%/*}" && pwd -P)
 export PYTHONHOME="\$here" PYTHONPATH="\$here/packages" PYTHONDONTWRITEBYTECODE=1
 export TMPDIR="\${TMPDIR:-\$here/tmp}" HOME="\${HOME:-\$here/tmp}"
 mkdir -p "\$here/tmp" 2>/dev/null
+export NEURONPIPE_COMMAND="\$0"
 exec "\$here/lib/$loader" --library-path "\$here/lib" "\$here/bin/python" -m neuronpipe.launch "\$@"
 START
 chmod +x "$target/neuronpipe"

@@ -153,7 +153,8 @@ class RunDirectory:
             return directory, directory.read()
         live = cls.live()
         if len(live) > 1:
-            raise UserError(f"several runs are live, name one of: {', '.join(str(found.path) for found, _ in live)}")
+            places = ", ".join(str(found.path) for found, _ in live)
+            raise UserError(f"several runs are live, name one with --run: {places}")
         return live[0]
 
     @classmethod

@@ -14,6 +14,7 @@ from neuronpipe.launch.attached import run_ended
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.typed import typed_command
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -119,5 +120,5 @@ def _say(arguments: argparse.Namespace, listener: Listener, package: Package, di
         return
     print(f"serving {package.manifest.name} at {listener.address}")
     print(f"  OpenAI clients:  base URL {listener.address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     {listener.address} in a browser, or neuronpipe watch {directory.path}")
+    print(f"  look inside:     {listener.address} in a browser, or {typed_command()} watch {directory.path}")
     print("  end:             Ctrl-C", flush=True)

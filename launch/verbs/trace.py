@@ -35,6 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Read the rings and write what was asked for."""
     if not 0 <= arguments.seconds <= MOST_SECONDS:
         raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MOST_SECONDS:g}")
+    if not (arguments.output or arguments.picture) and sys.stdout.isatty():
+        raise UserError("trace events are for programs: give --picture FILE.svg to look at, or --output FILE.json")
     directory, run_file = RunDirectory.find(arguments.run)
     with attach(directory.path) as client, RunTrace.open(run_file, client.status().processes) as trace:
         rows = _watch(trace, arguments.seconds)

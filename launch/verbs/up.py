@@ -10,6 +10,7 @@ from pathlib import Path
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.typed import typed_command
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.protocol.links import CONTROL
 
@@ -38,7 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
         place = live.directory.path
         print(f"up: {place}")
         for purpose, verb in (("ask it", "ask"), ("watch it", "watch"), ("end it", "down")):
-            print(f"  {purpose + ':':<10}neuronpipe {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
+            print(f"  {purpose + ':':<10}{typed_command()} {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
     return 0
 
 

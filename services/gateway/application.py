@@ -151,7 +151,13 @@ class Gateway:
         return _json(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self._name, "object": "model", "created": self._created, "owned_by": "neuronpipe"}
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "neuronpipe",
+            "chat_template": self._package.manifest.chat is not None,
+        }
 
     async def health(self, request: Request) -> Response:
         """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
@@ -189,7 +195,10 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     """No such path, or not that method there."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    detail = error.detail
+    if error.status_code == 404:
+        detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
+    text = f"{request.method} {request.url.path}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(Problem(error.status_code, code, text, headers=headers))
 

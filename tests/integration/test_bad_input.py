@@ -144,7 +144,8 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
         (("up", "--sequences", "0"), "--sequences"),
         (("ask", "--run"), "--run"),
         (("walk",), "walk"),
-        ((), "VERB"),
+        (("stauts",), "did you mean `status`?"),
+        (("run", "-p", ""), "give -p TEXT"),
         (("perplexity", "--text", "/nowhere"), "/nowhere"),
         (("convert", "/nowhere", "target"), "/nowhere"),
     ],
@@ -152,6 +153,28 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
 def test_words_that_mean_nothing(shell: Shell, package: Path, words: tuple[str, ...], named: str) -> None:
     place = [package] if words[:1] in {("run",), ("up",), ("perplexity",)} else []
     assert named in shell.refused(*words[:1], *place, *words[1:])
+
+
+def test_no_words_at_all_are_answered_with_help(shell: Shell) -> None:
+    said = shell.call()
+    assert said.code == 2
+    assert "usage: neuronpipe" in said.errors
+    assert "serve" in said.errors
+
+
+def test_lines_to_paste_begin_with_the_command_as_it_was_typed(shell: Shell, package: Path) -> None:
+    run = shell.folder / "run"
+    done = shell.call("up", package, "--run", run, environment={"NEURONPIPE_COMMAND": "./a place/neuronpipe"})
+    try:
+        assert f"'./a place/neuronpipe' down --run {run}" in done.out
+    finally:
+        assert shell.call("down", "--run", run).code == 0
+
+
+def test_an_error_does_not_stand_behind_the_text_on_one_line(shell: Shell, package: Path) -> None:
+    said = shell.call("run", package, *ASK, "--use", "decode=no.such.module:Class")
+    assert said.code == 2
+    assert said.out.endswith("\n")
 
 
 def test_a_plan_for_another_package_is_refused(shell: Shell, package: Path, converted: Converted) -> None:

@@ -78,6 +78,11 @@ def test_arguments_are_passed_on_as_they_are(installed: Checkout) -> None:
     assert installed.run("run", "-p", "two words", "") == (0, "<run>\n<-p>\n<two words>\n<>\n", "")
 
 
+def test_the_command_knows_how_it_was_typed(installed: Checkout) -> None:
+    script(installed.root / ".venv/bin/neuronpipe", 'echo "$NEURONPIPE_COMMAND"')
+    assert installed.run("up")[1] == f"{installed.root}/launch/neuronpipe\n"
+
+
 def test_a_second_start_installs_nothing_and_is_quick(installed: Checkout) -> None:
     took_s = []
     for _ in range(5):

@@ -89,6 +89,8 @@ def test_token_ids_are_a_prompt(server: Server, client: openai.OpenAI) -> None:
 def test_the_model_is_listed_and_no_other_is_served(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="below /v1"):
+        client.with_options(base_url=str(client.base_url).removesuffix("v1/")).models.list()
     with pytest.raises(openai.NotFoundError, match="neuronpipe-demo"):
         client.completions.create(model="gpt-4", prompt=PROMPT)
 

@@ -130,6 +130,22 @@ def test_stop_ends_the_generation(page: Page) -> None:
     assert page["send"].is_displayed()
 
 
+def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) -> None:
+    page.browser.execute_script("document.getElementById('prompt').value = 'import os '.repeat(400)")
+    page.ask("", 8)
+    assert page.eventually(lambda: "start anew" in page.answers[0][1])
+    assert page["prompt"].get_attribute("value").startswith("import os ")
+    page["prompt"].clear()
+    page.ask("import os", 8)
+    assert page.eventually(lambda: page.answers[-1][1].startswith("8 tokens"))
+    (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
+    assert "400" in refusal["message"]
+
+
+def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:
+    assert page.eventually(lambda: "goes on with the text" in page["hint"].text)
+
+
 def test_on_a_phone_it_fits_and_shows_one_thing_at_a_time(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     page.open()

@@ -120,7 +120,7 @@ def test_several_live_runs_must_be_told_apart() -> None:
     for _ in range(2):
         directory = RunDirectory.create()
         directory.publish(run_file(directory), "{}")
-    with pytest.raises(UserError, match="several runs are live"):
+    with pytest.raises(UserError, match="several runs are live, name one with --run"):
         RunDirectory.find()
 
 

@@ -38,7 +38,7 @@ async function send(text) {
     shown.body.textContent = answer.content;
     scroll(follow);
   };
-  let first = 0, tokens = 0, reason = "stopped";
+  let first = 0, tokens = 0, reason = "stopped", failed = false;
   try {
     const response = await ask("/v1/chat/completions", {
       method: "POST",
@@ -70,11 +70,19 @@ async function send(text) {
     const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(tokens > 100 ? 0 : 1)} tokens/s` : "";
     shown.note.textContent = `${tokens} tokens${speed}, ${reason}`;
   } catch (error) {
-    shown.item.classList.toggle("failed", error.name !== "AbortError");
-    shown.note.textContent = error.name === "AbortError" ? "stopped" : error.message;
+    failed = error.name !== "AbortError";
+    shown.item.classList.toggle("failed", failed);
+    shown.note.textContent = failed ? error.message : "stopped";
   }
   draw();
-  conversation.push(answer);
+  if (failed) {
+    // The message was not answered: it is no part of the conversation, and can be sent again.
+    conversation.pop();
+    element("prompt").value ||= text;
+    grow();
+  } else {
+    conversation.push(answer);
+  }
   asking = null;
   working(false);
 }
@@ -121,4 +129,12 @@ element("forget").addEventListener("click", () => {
 });
 element("show-chat").addEventListener("click", () => show("chat"));
 element("show-live").addEventListener("click", () => show("live"));
+async function describe() {
+  const response = await ask("/v1/models");
+  if (!response.ok || (await response.json()).data[0].chat_template) return;
+  element("hint").textContent =
+    "This model was not taught to converse: it goes on with the text it is given. Begin one, for instance def fibonacci(n):";
+}
+
+describe();
 look();

@@ -49,7 +49,8 @@ export async function* events(response) {
 
 export async function problem(response) {
   try {
-    return (await response.json()).error.message;
+    const { message, code } = (await response.json()).error;
+    return code === "context_length_exceeded" ? `${message}, or start anew (in the settings)` : message;
   } catch {
     return `the server answered ${response.status}`;
   }
