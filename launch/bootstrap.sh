@@ -174,7 +174,7 @@ install_project() {
     PATH=$venv/bin:$PATH
     build_requirements=$("$venv/bin/python" -c '
 import sys, tomllib
-print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"], sep="\n")' "$root/pyproject.toml")
+print(*tomllib.load(open(sys.argv[1], "rb"))["build-system"]["requires"], sep="\n")' "$root/pyproject.toml" 2>>"$log")
     old_ifs=$IFS
     IFS='
 '
@@ -208,6 +208,7 @@ bootstrap() {
         "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
     fi
     if ! is_current "$1"; then
+        trap 'say "setting up was interrupted; the same command goes on with it"; exit 130' INT
         : >"$log"
         # Stamped with the time before the build: what is edited meanwhile is newer, and built by the next start.
         printf '%s\n' "$root" >"$venv/new.stamp"
@@ -219,6 +220,7 @@ bootstrap() {
         rm -f "$venv/run.stamp" "$venv/test.stamp"
         [ "$1" = run ] || cp -p "$venv/new.stamp" "$venv/run.stamp"
         mv "$venv/new.stamp" "$venv/$1.stamp"
+        trap - INT
         say "ready after $(($(date +%s) - started)) s"
     fi
     exec 9>&-

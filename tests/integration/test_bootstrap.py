@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.pipeline import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "find", "mkdir", "cat", "date", "tail", "touch", "rm", "mv", "cp", "readlink", "sleep")
@@ -47,11 +50,25 @@ class Checkout:
         script(self.tools / "cc", "cat >/dev/null")
         script(self.tools / "id", "echo 1000")
 
-    def start(self, *words: str, program: str | Path | None = None, path: str | None = None) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *words: str,
+        program: str | Path | None = None,
+        path: str | None = None,
+        start_new_session: bool = False,
+    ) -> subprocess.Popen[str]:
         command = [program or self.root / "launch/neuronpipe", *words]
         environment = {"PATH": path or str(self.tools), "HOME": "/"}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=environment, cwd="/", stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd="/",
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            start_new_session=start_new_session,
+        )
 
     def run(self, *words: str, program: str | Path | None = None) -> tuple[int, str, str]:
         process = self.start(*words, program=program)
@@ -127,6 +144,16 @@ def test_two_first_starts_install_once(checkout: Checkout) -> None:
     both = [checkout.start("a"), checkout.start("b")]
     assert [process.communicate(timeout=60)[0] for process in both] == ["<a>\n", "<b>\n"]
     assert checkout.installations() == 1
+
+
+def test_an_interrupted_installation_says_how_to_go_on(checkout: Checkout) -> None:
+    script(checkout.root / ".venv/bin/python", f'echo "$*" >>"{checkout.calls}"\nexec sleep 30')
+    process = checkout.start("x", start_new_session=True)
+    assert eventually(checkout.calls.exists)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.count("setting up was interrupted") == 1
 
 
 def test_a_failed_installation_shows_why_and_is_tried_again(checkout: Checkout) -> None:
