@@ -27,7 +27,14 @@ ERROR = {
 }
 USAGE = {
     "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    "properties": {
+        "prompt_tokens_details": {
+            "type": "object",
+            "required": ["cached_tokens"],
+            "properties": {"cached_tokens": {"type": "integer"}},
+        }
+    },
     "additionalProperties": {"type": "integer"},
 }
 MODEL = {

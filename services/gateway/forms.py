@@ -17,11 +17,18 @@ REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, int]:
-    """Token counts over all texts, a prompt counted once however many texts continue it."""
-    prompts = sum(one.prompt_tokens for one in finished[::texts_per_prompt])
+def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, Any]:
+    """Token counts over all texts, a prompt counted once however many texts continue it. `cached_tokens`, those whose
+    keys and values were there already, are of the same prompts."""
+    counted = finished[::texts_per_prompt]
+    prompts = sum(one.prompt_tokens for one in counted)
     made = sum(one.tokens for one in finished)
-    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": made,
+        "total_tokens": prompts + made,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in counted)},
+    }
 
 
 class Form:
