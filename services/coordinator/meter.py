@@ -29,10 +29,10 @@ class Meter:
         self._sent_ns = 0
         self._sent_flash = (0, 0)
         self._counters: Cost = {}  # of the members of the step under way
-        self._done: Cost | None = None  # what the last step took, until monitors are told of it
+        self._done: tuple[Step | Prefill, Cost, Cost] | None = None  # last step, its cost, its counters
         self._drawn = 0
         self._gap_ms = 0.0
-        self._drawn_ns = 0  # when the tokens of the last step were drawn, until what follows from it is done
+        self._drawn_ns = 0  # when the tokens of the last step were drawn; later, when the step after it was sent
         self._told = 0
 
     def flash_now(self) -> tuple[int, int]:
@@ -46,12 +46,13 @@ class Meter:
     # ---- a step ----------------------------------------------------------------------------------------------
     def sending(self, message: Step | Prefill) -> None:
         """A step is about to be sent, or to be sent again."""
-        self.end_of_telling()
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
     def sent(self, began_ns: int, seats: int) -> None:
         """It is sent."""
         self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=seats, step=self._step)
+        if self._drawn_ns:
+            self._drawn_ns = self._sent_ns  # clients are told of the step before from now on
 
     def answered(self, counters: Cost) -> None:
         """A member is done with it."""
@@ -67,7 +68,7 @@ class Meter:
             "read_bytes": bytes_now - bytes_then,
             "reads": reads_now - reads_then,
         }
-        self._done = cost
+        self._done = self._sent, cost, self._counters
         return cost
 
     def drawn(self, began_ns: int, tokens: int) -> None:
@@ -83,10 +84,12 @@ class Meter:
 
     def end_of_telling(self) -> None:
         """Whatever a step's tokens led to is done: text and messages to clients."""
-        if self._drawn_ns:
-            self._spans.put(lib.NP_SPAN_TELL, self._drawn_ns, value=self._told, step=self._step)
-        if self._done is not None and self._sent is not None and self._events.watched:
-            self._events.send(step_event(self._sent, self._done, self._counters, self._drawn, self._gap_ms))
+        if self._done is not None:
+            step, cost, counters = self._done
+            if self._drawn_ns:
+                self._spans.put(lib.NP_SPAN_TELL, self._drawn_ns, value=self._told, step=step.step)
+            if self._events.watched:
+                self._events.send(step_event(step, cost, counters, self._drawn, self._gap_ms))
         self._done = None
         self._drawn_ns = self._told = self._drawn = 0
         self._gap_ms = 0.0

@@ -235,7 +235,9 @@ class CoordinatorService:
     def _handle(self, event: Event) -> None:
         pending: list[Event] = [event]
         while pending:
-            for action in self._core.handle(pending.pop(0), time.monotonic()):
+            actions = self._core.handle(pending.pop(0), time.monotonic())
+            actions.sort(key=lambda action: isinstance(action, Tell))  # members compute while clients are told
+            for action in actions:
                 answer = self._do(action)
                 if answer is not None:
                     pending.append(answer)
