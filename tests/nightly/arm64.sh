@@ -64,7 +64,7 @@ fi
 
 # ---- in namespaces of our own --------------------------------------------------------------------------------
 mount --make-rprivate /
-mkdir -p "$root/proc" "$root/sys" "$root/work"
+mkdir -p "$root/proc" "$root/sys" "$root/src"
 mount -t proc proc "$root/proc"
 
 mount -t tmpfs -o mode=755 tmpfs "$root/dev"
@@ -94,13 +94,13 @@ for folder in /etc/ssl/certs ${NEURONPIPE_BIND:-}; do
 done
 
 # The same clone every time: only what changed is compiled again.
-copy=$root/work/neuronpipe
+copy=$root/src/neuronpipe
 [ -d "$copy/.git" ] || git clone --quiet --no-hardlinks "file://$checkout" "$copy"
 git -C "$copy" fetch --quiet "file://$checkout" HEAD
 git -C "$copy" checkout --quiet --force --detach FETCH_HEAD
 
 inside() {
-    chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -euc "cd /work/neuronpipe; $1" inside "$@"
+    chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -euc "cd /src/neuronpipe; $1" inside "$@"
 }
 
 inside 'test ! -e /dev/shm && ulimit -l && uname -m'
@@ -111,12 +111,12 @@ inside './launch/neuronpipe doctor' || [ $? = 1 ]
 if [ $# -gt 0 ]; then
     say "pytest $*"
     chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -euc \
-        'cd /work/neuronpipe && exec .venv/bin/python -m pytest -o faulthandler_timeout=900 "$@"' inside "$@"
+        'cd /src/neuronpipe && exec .venv/bin/python -m pytest -o faulthandler_timeout=900 "$@"' inside "$@"
     exit
 fi
 say "the folder for adb, started from outside: this machine has no Arm library that it could borrow"
-inside 'rm -rf /work/portable && sh launch/portable.sh /work/portable'
-env -i PATH=/usr/bin:/bin "$root/work/portable/neuronpipe" run -p 'def fibonacci(n):' -n 8 --json
+inside 'rm -rf /src/portable && sh launch/portable.sh /src/portable'
+env -i PATH=/usr/bin:/bin "$root/src/portable/neuronpipe" run -p 'def fibonacci(n):' -n 8 --json
 say "Python tests"
 # QEMU shows a process no processor time of its own, so one test cannot pass.
 inside '.venv/bin/python -m pytest -o faulthandler_timeout=900 \
