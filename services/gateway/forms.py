@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, Any]
     }
 
 
-class Form:
+class Form(ABC):
     """One answer's frame. counts: every chunk of a stream has `usage`, null but for the last. rates: tokens are shown
     with the logarithms of their probabilities, but for end tokens, which are no part of the text."""
 
@@ -101,15 +102,15 @@ class Form:
         return json.dumps(content).encode()
 
     # ---- what differs ----------------------------------------------------------------------------------------
-    def _addition(self, text: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _addition(self, text: str) -> str: ...
 
-    def _content(self, finished: Finished) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _content(self, finished: Finished) -> dict[str, Any]: ...
 
+    @abstractmethod
     def _ratings(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
         """offset: where the text of these tokens begins, in characters of the answer."""
-        raise NotImplementedError
 
 
 class ChatForm(Form):

@@ -6,6 +6,7 @@ A field that is null counts as not given, as in OpenAI's API. The descriptions a
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -115,9 +116,9 @@ class Sampling(Body):
         return "json" if isinstance(self.response_format, JsonFormat) else None
 
     @property
+    @abstractmethod
     def rated(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
-        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
