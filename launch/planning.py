@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 
 from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.room import room_warning
 from neuronpipe.launch.sizes import parse_bytes, parse_share
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
@@ -81,20 +83,35 @@ def _parse_techniques(text: str) -> frozenset[Technique]:
 def package_and_plan(
     arguments: argparse.Namespace, *, sequences: int = 1, gateway: bool = False
 ) -> tuple[Package, Plan]:
-    """Open the package and make its plan, or read and check the one that was given; with a gateway or without."""
+    """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
+
+    Says so on stderr when the plan takes more memory than is available now.
+    """
     package = Package.open(arguments.package)
-    device: Device = probe(package.path)
-    if arguments.plan is not None:
-        given = read_plan(arguments.plan)
-        given.check(package_id=package.manifest.id, device_id=device.id, where=str(arguments.plan))
-        validate(given, package.manifest, str(arguments.plan))
-        if gateway != any(seat.role == GATEWAY for seat in given.compute.seats):
-            raise UserError(
-                f"{arguments.plan}: field 'compute.seats': "
-                + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
-                + " such a plan"
-            )
-        return package, given
+    device = probe(package.path)
+    if arguments.plan is None:
+        made = _made_plan(arguments, package, device, sequences, gateway)
+    else:
+        made = _given_plan(arguments.plan, package, device, gateway)
+    if (warning := room_warning(made, device)) is not None:
+        print(f"neuronpipe: {warning}", file=sys.stderr)
+    return package, made
+
+
+def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> Plan:
+    given = read_plan(file)
+    given.check(package_id=package.manifest.id, device_id=device.id, where=str(file))
+    validate(given, package.manifest, str(file))
+    if gateway != any(seat.role == GATEWAY for seat in given.compute.seats):
+        raise UserError(
+            f"{file}: field 'compute.seats': "
+            + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
+            + " such a plan"
+        )
+    return given
+
+
+def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, sequences: int, gateway: bool) -> Plan:
     if arguments.workers is not None and not 1 <= arguments.workers <= 64:
         raise UserError(f"--workers {arguments.workers}: between 1 and 64")
     wanted = Wanted(
@@ -111,7 +128,7 @@ def package_and_plan(
     facts = device_facts(device, arguments.workers, gateway=gateway)
     while arguments.sequences is None and wanted.sequences > 1:  # nobody asked for so many: as many as memory allows
         try:
-            return package, plan(package.manifest, facts, wanted)
+            return plan(package.manifest, facts, wanted)
         except LimitTooSmall:
             wanted = dataclasses.replace(wanted, sequences=wanted.sequences - 1)
-    return package, plan(package.manifest, facts, wanted)
+    return plan(package.manifest, facts, wanted)

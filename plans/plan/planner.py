@@ -234,8 +234,10 @@ class _Planning:
 
     def _refuse_limit(self, least: Account, least_slots: int) -> None:
         limit = least_limit_bytes(self._manifest, self._seating)
+        chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
         raise LimitTooSmall(
-            f"--memory {self._limit_bytes:,}: the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
+            f"--memory {self._limit_bytes:,}{chosen}: "
+            f"the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
             f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
             f"{least_slots:,} for the neurons being computed; a smaller --context needs less"
         )

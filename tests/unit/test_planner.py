@@ -126,6 +126,8 @@ def test_a_limit_below_the_least_is_refused_and_the_figure_in_the_message_works(
     with pytest.raises(UserError, match=f"{least:,} bytes"):
         plan(m, facts, Wanted(memory_bytes=least - 1))
     assert plan(m, facts, Wanted(memory_bytes=least)).memory.total_bytes() <= least
+    with pytest.raises(UserError, match=f"--memory {least - 1:,}, a share of what is available now: the least"):
+        plan(m, device(memory_bytes=least - 1), Wanted())
 
 
 @given(tokenizer_bytes=st.integers(1, 10 * MIB))
