@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.pipeline import Run, Shell
-
-PATIENCE_S = 30.0
+from tests.pipeline import PATIENCE_S, Run, Shell
 
 
 class Reply(NamedTuple):

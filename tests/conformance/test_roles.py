@@ -15,7 +15,7 @@ from neuronpipe.protocol.messages.loader import Reset
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.protocol.version import MAGIC
 
-from tests.pipeline import Shell
+from tests.pipeline import SLOWER, Shell
 
 Converted = Callable[..., Package]
 WRONG = """
@@ -40,7 +40,7 @@ class ShowsNoLife(DecodeService):
 
 def report(shell: Shell, *words: Any) -> tuple[int, dict[str, str]]:
     """Exit code, and for every check why it failed, if it did."""
-    done = shell.call("conformance", *words, "--json", cwd=shell.folder)
+    done = shell.call("conformance", *words, "--patience", f"{30 * SLOWER:g}", "--json", cwd=shell.folder)
     assert done.out, done.errors
     said = json.loads(done.out)
     assert said["passed"] == (done.code == 0)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 SEATS = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
 MOST_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
@@ -35,7 +35,7 @@ class Generations:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             self.failure = "no answer within a minute of the last kill"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from neuronpipe.plans.package.reader import Package
 
-from tests.pipeline import Shell, eventually
+from tests.pipeline import PATIENCE_S, SLOWER, Shell, eventually
 
 Converted = Callable[..., Package]
 
@@ -38,11 +38,11 @@ def test_ctrl_c_ends_a_run_at_once(shell: Shell, package: Path) -> None:
     first_character(process)
     before = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert errors == "neuronpipe: interrupted\n"
     assert not shell.leftovers()
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 5 * SLOWER
 
 
 @pytest.mark.parametrize("verb", ["run", "up"])
@@ -52,7 +52,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(shell: Shell, package: Path, verb
         process = started(shell, package, verb)
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGINT)
-        out, errors = process.communicate(timeout=20)
+        out, errors = process.communicate(timeout=PATIENCE_S)
         if verb == "up" and out:  # it was faster, and has said where the run is
             assert shell.call("down").code == 0
         assert eventually(lambda: not shell.leftovers(), 5), (delay_s, shell.leftovers(), errors)
@@ -63,7 +63,7 @@ def test_a_command_that_is_killed_takes_its_run_along(shell: Shell, package: Pat
     process = started(shell, package)
     first_character(process)
     os.kill(process.pid, number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE_S)
     assert eventually(lambda: not shell.leftovers())
 
 
@@ -72,7 +72,7 @@ def test_a_reader_that_goes_away_ends_the_run(shell: Shell, package: Path) -> No
     first_character(process)
     assert process.stdout is not None
     process.stdout.close()
-    process.wait(20)
+    process.wait(PATIENCE_S)
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()

@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Converted = Callable[..., Package]
 OPTIONS = ("--ffn-resident", "30%")
@@ -136,7 +136,7 @@ def test_a_process_started_later_believes_nothing_that_was_replaced(
     replace_files(package, tmp_path / "spare")
     (victim,) = (pid for pid in shell.processes() if Path(f"/proc/{pid}/comm").read_text().startswith(f"np-{role}"))
     os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert (
         errors

@@ -15,7 +15,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, tokens
 from tests.faults.kills import Generations, grown, kill_at_random, open_things
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Converted = Callable[..., Package]
 PROMPT = 2 * tokens(RECIPES["awkward"], 40)
@@ -63,7 +63,7 @@ def ask_through_kills(run: Run, seats: list[tuple[str, int]], seed: int) -> tupl
         assert eventually(lambda: run.status().ready)
         kills.append(time.monotonic())
         os.kill(run.pid(role, index), signal.SIGKILL)
-    asking.join(60)
+    asking.join(PATIENCE_S)
     assert not asking.is_alive(), f"no answer after killing {seats}"
     took = [min((at for at in times if at > kill), default=kill) - kill for kill in kills]
     return answer, took

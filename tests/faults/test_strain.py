@@ -20,7 +20,7 @@ from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, tokens
 from tests.faults.kills import grown, open_things
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Converted = Callable[..., Package]
 PROMPT = tokens(RECIPES["awkward"], 40)
@@ -116,7 +116,7 @@ def test_a_process_that_stands_still_for_a_while_changes_nothing(
     pid, restarts = run.pid(*seat), [process.restarts for process in run.status().processes]
     asking = threading.Thread(target=ask)
     asking.start()
-    assert seen.wait(20)
+    assert seen.wait(PATIENCE_S)
     os.kill(pid, signal.SIGSTOP)
     try:
         if seat[0] != "coordinator":  # who answers that question
@@ -124,7 +124,7 @@ def test_a_process_that_stands_still_for_a_while_changes_nothing(
         time.sleep(STOPPED_S)
     finally:
         os.kill(pid, signal.SIGCONT)
-    asking.join(60)
+    asking.join(PATIENCE_S)
     assert answer == undisturbed
     assert [process.restarts for process in run.status().processes] == restarts
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline import eventually
+from tests.pipeline import PATIENCE_S, SLOWER, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "find", "mkdir", "cat", "date", "tail", "touch", "rm", "mv", "cp", "readlink", "sleep")
@@ -72,7 +72,7 @@ class Checkout:
 
     def run(self, *words: str, program: str | Path | None = None) -> tuple[int, str, str]:
         process = self.start(*words, program=program)
-        out, errors = process.communicate(timeout=60)
+        out, errors = process.communicate(timeout=PATIENCE_S)
         return process.returncode, out, errors
 
     def installations(self) -> int:
@@ -107,7 +107,7 @@ def test_a_second_start_installs_nothing_and_is_quick(installed: Checkout) -> No
         assert installed.run("x")[0] == 0
         took_s.append(time.perf_counter() - started)
     assert installed.installations() == 1
-    assert min(took_s) < 0.3
+    assert min(took_s) < 0.3 * SLOWER
 
 
 def test_it_starts_through_links_from_anywhere(installed: Checkout, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_checkout_that_moved_is_installed_again(installed: Checkout, tmp_path:
 def test_two_first_starts_install_once(checkout: Checkout) -> None:
     script(checkout.root / ".venv/bin/python", f'echo "$*" >>"{checkout.calls}"\nsleep 0.2')
     both = [checkout.start("a"), checkout.start("b")]
-    assert [process.communicate(timeout=60)[0] for process in both] == ["<a>\n", "<b>\n"]
+    assert [process.communicate(timeout=PATIENCE_S)[0] for process in both] == ["<a>\n", "<b>\n"]
     assert checkout.installations() == 1
 
 
@@ -151,7 +151,7 @@ def test_an_interrupted_installation_says_how_to_go_on(checkout: Checkout) -> No
     process = checkout.start("x", start_new_session=True)
     assert eventually(checkout.calls.exists)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert errors.count("setting up was interrupted") == 1
 

@@ -16,7 +16,7 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Tok
 from neuronpipe.protocol.messages.request import Cancel, Generate
 
 from tests.conformance.checkpoints import RECIPES, tokens
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Converted = Callable[..., Package]
 COMMON = tokens(RECIPES["awkward"], 40)
@@ -52,7 +52,7 @@ def ask_at_once(run: Run, prompts: Sequence[list[int]] = PROMPTS, **options: Any
     for thread in asking:
         thread.start()
     for thread in asking:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     return answers
 
 

@@ -12,7 +12,7 @@ from neuronpipe.launch.demo import DEMO
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 
-from tests.pipeline import Shell, eventually
+from tests.pipeline import PATIENCE_S, Shell, eventually
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_run_rests_while_it_is_hot_and_says_the_same(shell: Shell, device: Pat
             assert eventually(lambda: run.status().rest_share > 0)
         finally:
             watcher.send_signal(signal.SIGINT)
-            said, _ = watcher.communicate(timeout=30)
+            said, _ = watcher.communicate(timeout=PATIENCE_S)
         assert watcher.returncode == 130
         assert "hot: cpu-0-0 97 of 90 C" in said
         assert eventually(lambda: run.status().rest_share == 0)
@@ -56,7 +56,7 @@ def test_the_watcher_ends_with_its_run(shell: Shell, device: Path) -> None:
         assert watcher.stdout is not None
         assert json.loads(watcher.stdout.readline())["state"] == "hot"
         run.down()
-        watcher.communicate(timeout=30)
+        watcher.communicate(timeout=PATIENCE_S)
         assert watcher.returncode == 0
 
 

@@ -18,7 +18,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Scored
 from neuronpipe.protocol.messages.request import Bias, Generate, Score
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 END = 0
 PROMPT = "def area(width, height):"
@@ -137,9 +137,9 @@ def test_an_answer_in_a_schema_goes_on_with_the_same_tokens_after_a_kill(run: Ru
     )
     pid = run.pid(role)
     asking.start()
-    assert half.wait(30)
+    assert half.wait(PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
-    asking.join(60)
+    asking.join(PATIENCE_S)
     assert answer == undisturbed
     assert eventually(lambda: run.status().ready)
 

@@ -17,8 +17,8 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.services.coordinator.text import FileTokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
-from tests.http_client import PATIENCE_S, Server, read_reply, request, served
-from tests.pipeline import Shell, eventually
+from tests.http_client import Server, read_reply, request, served
+from tests.pipeline import PATIENCE_S, Shell, eventually
 
 MODEL = "neuronpipe-demo"
 PROMPT = "def fibonacci(n):"
@@ -259,7 +259,7 @@ def test_a_gateway_ends_with_the_run_that_it_was_put_onto(shell: Shell) -> None:
         assert process.stdout is not None
         port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as line:
-            line.sendall(request("POST", "/v1/completions", {**LONG, "stream": True}))
+            line.sendall(request("POST", "/v1/completions", {**LONG, "temperature": 0, "stream": True}))
             assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
             run.down()
             answer = b""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "awk", "cat", "chmod", "cp", "date", "df", "find", "id", "ln", "ls", "mkdir", "mv", "rm", "sed", "sort")
@@ -102,7 +102,7 @@ class Checkout:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         return ran.returncode, ran.stdout
@@ -242,7 +242,7 @@ def test_ctrl_c_lets_the_phone_sleep_again(checkout: Checkout, phone: Phone) -> 
     try:
         assert eventually(lambda: "started" in phone.asked())
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody in it
-        assert process.wait(30) == 130
+        assert process.wait(PATIENCE_S) == 130
     finally:
         process.kill()
     assert phone.asked()[-1] == "termux-wake-unlock"
@@ -272,7 +272,7 @@ def test_a_real_run_rests_when_the_phone_is_hot_and_ends_with_the_script(
         assert run.ask("def f(", max_tokens=4)["tokens"] == 4
     finally:
         process.send_signal(number)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number
     assert "hot: cpu-0-0 99 of 90 C" in said
     assert [word for word in phone.asked() if word != "installed"] == ["termux-wake-lock", "termux-wake-unlock"]

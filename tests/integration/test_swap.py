@@ -13,7 +13,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
 
 from tests.conformance.checkpoints import RECIPES, tokens
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, SLOWER, Run, Shell, eventually
 
 Converted = Callable[..., Package]
 PROMPT = tokens(RECIPES["relu2"], 20)
@@ -102,10 +102,10 @@ def swap_while_asking(run: Run, *words: str) -> tuple[list[int], dict[str, int]]
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        said = run.shell.json("swap", *words, "--run", run.path)
+        said = run.shell.json("swap", *words, "--run", run.path, "--patience", f"{20 * SLOWER:g}")
     finally:
         over.set()
-        asking.join(60)
+        asking.join(PATIENCE_S)
     assert not asking.is_alive()
     assert all(answer == answers[0] for answer in answers)
     return answers[0], dict(said["pids"])
@@ -133,8 +133,8 @@ def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], wor
             ("decode.1", "--use", "experiment:EndsAtOnce"),
             "ended before it was ready: RuntimeError: nothing works today",
         ),
-        (("decode.1", "--use", "experiment:SaysNothing"), "was not ready within 1 s"),
-        (("decode.1", "--use", "experiment:SaysHelloForAnother"), "was not ready within 1 s"),
+        (("decode.1", "--use", "experiment:SaysNothing"), f"was not ready within {SLOWER:.0f} s"),
+        (("decode.1", "--use", "experiment:SaysHelloForAnother"), f"was not ready within {SLOWER:.0f} s"),
         (("decode.1", "--use", "experiment:OneBitOff"), "computes other bits than the present implementation: logits"),
         (("decode.0", "--use", "experiment:NeverAnswers"), "did not answer within"),
         (("loader", "--use", "experiment:ReadsNothing"), "did not answer within"),
@@ -146,7 +146,7 @@ def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], wor
 def test_what_fails_leaves_the_old_one_working_and_says_why(small: Run, words: tuple[str, ...], why: str) -> None:
     prompt = tokens(RECIPES["relu2"], 6)
     before, said = pids(small), small.ask(prompt, 6)["token_ids"]
-    done = small.shell.call("swap", *words, "--run", small.path, "--patience", "1", cwd=small.shell.folder)
+    done = small.shell.call("swap", *words, "--run", small.path, "--patience", f"{SLOWER:g}", cwd=small.shell.folder)
     assert done.code == 2
     (line,) = done.errors.splitlines()
     assert line.startswith(f"neuronpipe: {words[0]} stays as it was: {words[2]}: ")
@@ -160,7 +160,9 @@ def test_one_that_fails_in_its_seat_makes_way_for_the_implementation_before(smal
     prompt = tokens(RECIPES["relu2"], 6)
     said = small.ask(prompt, 6)["token_ids"]
     done = small.shell.call(
-        "swap", "decode.1", "--use", f"experiment:{name}", "--run", small.path, cwd=small.shell.folder
+        *("swap", "decode.1", "--use", f"experiment:{name}"),
+        *("--run", small.path, "--patience", f"{20 * SLOWER:g}"),
+        cwd=small.shell.folder,
     )
     if name == "OnlyInRehearsals":
         assert done.code == 2

@@ -29,7 +29,7 @@ from neuronpipe.protocol.links import EVENTS, WATCH
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.request import AskStatus
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def door(run: Run) -> Iterator[tuple[str, int]]:
     line = process.stdout.readline()
     yield re.fullmatch(r"neuronpipe watch '(.+)'\n", line)[1], process.pid  # type: ignore[index]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
 
@@ -88,7 +88,7 @@ class Lines:
     def leave(self) -> None:
         """Ctrl-C, which is no error."""
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(10) == 0
+        assert self.process.wait(PATIENCE_S) == 0
         self._thread.join()
         _end(self.process)
 
@@ -122,7 +122,7 @@ def test_the_screen_is_drawn_and_q_leaves(run: Run) -> None:
         except OSError:
             break
     os.close(master)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
     _end(process)
 
 
@@ -195,13 +195,13 @@ def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
     second, same = opened("--port", port)
     assert same == line  # a door that was killed and is opened again knows its guests
     second.terminate()
-    assert second.wait(10) == 0
+    assert second.wait(PATIENCE_S) == 0
     _end(second)
     assert not list(run.path.glob("door-*.json"))
     third, fresh = opened("--port", port)
     assert fresh != line
     third.terminate()
-    assert third.wait(10) == 0
+    assert third.wait(PATIENCE_S) == 0
     _end(third)
 
 
