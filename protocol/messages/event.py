@@ -24,22 +24,26 @@ class Life(Message):
 
 @message
 class StepEvent(Message):
-    """A step was done, and its tokens were told. Counts and times of waiting are of its members' counters.
+    """Steps of one kind, decode or prefill, were done, and their tokens were told. The event is sent once 25 ms have
+    passed since the first of them was sent: one that takes longer has its own. Figures are sums over the steps; counts
+    and times of waiting are of their members' counters.
 
-    step: its number
+    step: number of the last one
     batch: tokens computed: sequences of a decode step, tokens of a prefill
-    prefill: whether it was a prefill
-    ms: from sending it to the last answer
+    prefill: whether they were prefills
+    ms: from sending a step to the last answer
     misses: cluster parts that were not in memory
-    read_bytes: read from flash for it
-    tokens: tokens that it gave to clients
-    tbt_ms: the longest time since the token before of any of them; 0 where all were the first of their texts
+    read_bytes: read from flash meanwhile
+    tokens: tokens that they gave to clients
+    tbt_ms: the longest time since the token before of any token of a step; 0 where all were the first of their texts
     reads: reads of the loader meanwhile
     looked_up: cluster parts that computing came to: the misses among them
     rows: of gates, ups and downs together, read from slots
     positions: whose keys and values were read, of each layer and head
     flash_ms: of it waited for flash, a mean over the members
     meet_ms: of it waited for other members, likewise
+    steps: how many they are
+    gaps_ms: what `tbt_ms` sums up, one by one, without the zeros
     """
 
     step: int
@@ -56,3 +60,5 @@ class StepEvent(Message):
     positions: int = 0
     flash_ms: float = 0.0
     meet_ms: float = 0.0
+    steps: int = 1
+    gaps_ms: tuple[float, ...] = ()

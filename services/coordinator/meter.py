@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from neuronpipe.native import lib
-from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.sequences import Cost, add_cost
-from neuronpipe.services.coordinator.step_event import step_event
+from neuronpipe.services.coordinator.step_events import DoneStep, StepEvents
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.trace import Trace
 
@@ -18,7 +17,7 @@ from neuronpipe.services.trace import Trace
 class Meter:
     """Reads the board before and after. neurons: how many the model has, over all layers and experts."""
 
-    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: Publisher) -> None:
+    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents) -> None:
         self._board_memory = memory.view("board", "memory")
         self._board_flash = memory.view("board", "flash")
         self._neurons = neurons
@@ -29,7 +28,7 @@ class Meter:
         self._sent_ns = 0
         self._sent_flash = (0, 0)
         self._counters: Cost = {}  # of the members of the step under way
-        self._done: tuple[Step | Prefill, Cost, Cost] | None = None  # last step, its cost, its counters
+        self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # last step, when sent, its cost, its counters
         self._drawn = 0
         self._gap_ms = 0.0
         self._drawn_ns = 0  # when the tokens of the last step were drawn; later, when the step after it was sent
@@ -68,7 +67,7 @@ class Meter:
             "read_bytes": bytes_now - bytes_then,
             "reads": reads_now - reads_then,
         }
-        self._done = self._sent, cost, self._counters
+        self._done = self._sent, self._sent_ns, cost, self._counters
         return cost
 
     def drawn(self, began_ns: int, tokens: int) -> None:
@@ -85,11 +84,10 @@ class Meter:
     def end_of_telling(self) -> None:
         """Whatever a step's tokens led to is done: text and messages to clients."""
         if self._done is not None:
-            step, cost, counters = self._done
+            step, sent_ns, cost, counters = self._done
             if self._drawn_ns:
                 self._spans.put(lib.NP_SPAN_TELL, self._drawn_ns, value=self._told, step=step.step)
-            if self._events.watched:
-                self._events.send(step_event(step, cost, counters, self._drawn, self._gap_ms))
+            self._events.add(DoneStep(step, sent_ns, cost, counters, self._drawn, self._gap_ms))
         self._done = None
         self._drawn_ns = self._told = self._drawn = 0
         self._gap_ms = 0.0

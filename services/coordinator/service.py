@@ -50,6 +50,7 @@ from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.meter import Meter
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.seats import Seats, SeatState
+from neuronpipe.services.coordinator.step_events import EVERY_MS, StepEvents
 from neuronpipe.services.coordinator.text import FileTokenizer
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
@@ -105,8 +106,9 @@ class CoordinatorService:
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
+        self._step_events = StepEvents(self._events)
         neurons = shape.layers * shape.experts * shape.neurons
-        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._events)
+        self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -122,6 +124,7 @@ class CoordinatorService:
                 self._take(*received)
             if self._core.requests.works and not self._core.busy:
                 self._handle(Tick())
+            self._step_events.publish(trace.now())
         self._dismiss_all()
         self._context.close()
 
@@ -134,7 +137,8 @@ class CoordinatorService:
         if self._core.busy:
             return BUSY_MS
         pause_ms = 1000 * (self._core.rest.resume_at - time.monotonic())
-        return IDLE_MS if pause_ms <= 0 else min(IDLE_MS, 1 + int(pause_ms))
+        limit_ms = EVERY_MS if self._step_events.waiting else IDLE_MS
+        return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:

@@ -19,7 +19,7 @@ from neuronpipe.protocol.run_directory import RunFacts
 from neuronpipe.services.monitor.regions import Residency
 
 WINDOW_S = 3.0
-MOST_EVENTS = 4096  # a fast model makes a thousand a second
+MOST_EVENTS = 512  # at most two kinds, forty times a second
 FlashCount = tuple[float, int, int]  # when, bytes, reads
 
 
@@ -104,7 +104,7 @@ class Monitor:
             silent_s=round(since_s, 1) if since_s >= 1 else 0.0,
             tokens_per_s=_speed([(event.tokens, event.tbt_ms) for event in late if event.tbt_ms]),
             prompt_tokens_per_s=_speed([(event.batch, event.ms) for event in late if event.prefill]),
-            tbt_ms=_quantiles([event.tbt_ms for event in busy if event.tbt_ms > 0]),
+            tbt_ms=_quantiles([gap_ms for event in busy for gap_ms in event.gaps_ms]),
             flash_waiting=int(
                 self._loader.get("gate_waiting", 0)
                 + self._loader.get("rest_waiting", 0)
@@ -143,8 +143,8 @@ class Monitor:
     def _dram_bytes(self, event: StepEvent) -> int:
         """A neuron's row is taken to be read once in a step, however many tokens want it."""
         facts = self._facts
-        rows = min(event.rows, 3 * facts.layers * facts.neurons)
-        return facts.step_bytes + rows * facts.row_bytes + event.positions * facts.position_bytes
+        rows = min(event.rows, 3 * facts.layers * facts.neurons * event.steps)
+        return event.steps * facts.step_bytes + rows * facts.row_bytes + event.positions * facts.position_bytes
 
     def _of_regions(self) -> dict[str, Any]:
         facts, there = self._facts, self._residency

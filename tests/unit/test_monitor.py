@@ -58,6 +58,11 @@ def step(number: int, **fields: Any) -> StepEvent:
     return StepEvent(**{"step": number, "batch": 1, "ms": 9.0, "misses": 0, "read_bytes": 0, "tokens": 1, **fields})
 
 
+def steps(number: int, *gaps_ms: float, **fields: Any) -> StepEvent:
+    count = len(gaps_ms)
+    return step(number, batch=count, tokens=count, tbt_ms=sum(gaps_ms), steps=count, gaps_ms=gaps_ms, **fields)
+
+
 def spans(*rows: tuple[int, int, str, int, int, int]) -> Any:
     return np.array([(a, b, NUMBER[kind], layer, value, step) for a, b, kind, layer, value, step in rows], SPANS)
 
@@ -70,8 +75,8 @@ def in_us(spans: Any) -> Any:
 
 def test_speed_is_that_of_the_steps_and_does_not_count_the_rest_between_texts() -> None:
     watched = monitor()
-    for number in range(10):
-        watched.take_event(step(number, tbt_ms=10.0), 1.0)
+    watched.take_event(steps(3, 10.0, 10.0, 10.0), 1.0)
+    watched.take_event(steps(9, *6 * [10.0]), 1.0)
     watched.take_event(step(10, prefill=True, batch=64, ms=32.0, tokens=1), 1.0)
     seen = shot(watched, 3.0)
     assert seen.tokens_per_s == 100
@@ -79,9 +84,15 @@ def test_speed_is_that_of_the_steps_and_does_not_count_the_rest_between_texts() 
     assert seen.tbt_ms == {"p50": 10.0, "p90": 10.0, "p99": 10.0}
 
 
+def test_one_slow_token_shows_among_the_fast_ones_of_its_event() -> None:
+    watched = monitor()
+    watched.take_event(steps(25, *24 * [1.0], 12.0), 1.0)
+    assert shot(watched, 1.0).tbt_ms == {"p50": 1.0, "p90": 1.0, "p99": 12.0}
+
+
 def test_a_run_at_rest_has_no_speed_and_keeps_the_figures_of_its_last_text() -> None:
     watched = monitor()
-    watched.take_event(step(1, tbt_ms=10.0, looked_up=10, misses=1, flash_ms=3.0, read_bytes=70), 1.0)
+    watched.take_event(steps(1, 10.0, looked_up=10, misses=1, flash_ms=3.0, read_bytes=70), 1.0)
     seen = shot(watched, 60.0)
     assert (seen.tokens_per_s, seen.dram_bytes_per_s) == (0, 0)
     assert (seen.hit_rate, seen.flash_bytes_per_token) == (0.9, 70)
@@ -94,6 +105,9 @@ def test_memory_traffic_counts_a_row_once_in_a_step() -> None:
     assert shot(watched, 1.0).dram_bytes_per_token == 1000 + 70 + 20
     watched = monitor()
     watched.take_event(step(1, rows=1000, positions=0), 1.0)  # as several tokens of a step count them
+    assert shot(watched, 1.0).dram_bytes_per_token == 1000 + 3 * 2 * 10 * 10
+    watched = monitor()
+    watched.take_event(steps(2, 1.0, 1.0, rows=1000, positions=0), 1.0)
     assert shot(watched, 1.0).dram_bytes_per_token == 1000 + 3 * 2 * 10 * 10
 
 
