@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interru
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -34,6 +35,9 @@ VERBS = {
     "trace": "write down what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
 }
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Version(argparse.Action):
@@ -99,8 +103,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("neuronpipe: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads: not an error worth a word
+        _silence()  # nobody reads: not an error worth a word
         return 141
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _silence()
+        print(f"neuronpipe: {error.filename or 'the output'}: cannot be written: {error.strerror}", file=sys.stderr)
+        return UserError.exit_code
+
+
+def _silence() -> None:
+    """What is still on its way to stdout would be tried again at the end, and complained of."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from neuronpipe.launch.client import Client
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Scored
 from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -44,28 +45,28 @@ def rate(
     return nll
 
 
-def keep_logits(file: Path, directory: RunDirectory, package: Package, plan: Plan, tokens: int) -> Keep:
+@contextlib.contextmanager
+def kept_logits(file: Path, directory: RunDirectory, package: Package, plan: Plan, tokens: int) -> Iterator[Keep]:
     """Copies logit rows from the run's exchange segment into a .npy file, float32 [tokens, vocabulary], as they come.
-    Raises UserError when the file cannot be written."""
+    Raises UserError when the file cannot be written; then there is none."""
     import numpy as np
 
     vocabulary = package.manifest.shape.vocabulary
-    try:
-        out: Any = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(tokens, vocabulary))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
     logits: Any = None
+    # Written, not mapped: where a disk is full, a write is refused, and a mapped page ends the process.
+    with whole_file(file) as place, place.open("wb") as out:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (tokens, vocabulary)}
+        np.lib.format.write_array_header_1_0(out, header)
+        begin = out.tell()
 
-    def keep(first: int, scored: Scored) -> None:
-        nonlocal logits
-        if logits is None:  # the run is live: its segments are there
-            run_file = directory.read()
-            layout = run_layouts(package.manifest, plan)["exchange"]
-            segment = Segment.open(layout, run_file.supervisor_pid, run_file.segments["exchange"].fd)
-            logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)
-        start = first + scored.position
-        out[start : start + scored.rows] = logits[scored.row : scored.row + scored.rows]
-        if start + scored.rows == tokens:
-            out.flush()
+        def keep(first: int, scored: Scored) -> None:
+            nonlocal logits
+            if logits is None:  # the run is live: its segments are there
+                run_file = directory.read()
+                layout = run_layouts(package.manifest, plan)["exchange"]
+                segment = Segment.open(layout, run_file.supervisor_pid, run_file.segments["exchange"].fd)
+                logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)
+            out.seek(begin + 4 * vocabulary * (first + scored.position))
+            out.write(logits[scored.row : scored.row + scored.rows].data)
 
-    return keep
+        yield keep

@@ -13,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from neuronpipe.launch.trace.window import middle_layers
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
 from neuronpipe.services.monitor.groups import GROUP_OF, GROUPS, NUMBER
@@ -35,10 +36,8 @@ def write_picture(file: Path, rows: Sequence[Row], title: str) -> None:
     """Draw the last tokens. Raises UserError when the file's name does not end in .svg, or it cannot be written."""
     if file.suffix != ".svg":
         raise UserError(f"{file}: pictures are SVG; give a name that ends in .svg")
-    try:
-        file.write_text(draw(rows, title), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+    with whole_file(file) as place:
+        place.write_text(draw(rows, title), encoding="utf-8")
 
 
 def draw(rows: Sequence[Row], title: str) -> str:

@@ -7,6 +7,7 @@ logits after every token are written as float32 [tokens, vocabulary], read from 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,7 @@ from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.rating import keep_logits, rate
+from neuronpipe.launch.rating import kept_logits, rate
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -46,8 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         file, window_tokens = arguments.logits_out, plan.compute.context_tokens
-        keep = keep_logits(file, live.directory, package, plan, len(tokens)) if file else None
-        with Progress("rating", "tokens", plain=arguments.json) as progress:
+        kept = kept_logits(file, live.directory, package, plan, len(tokens)) if file else contextlib.nullcontext()
+        with kept as keep, Progress("rating", "tokens", plain=arguments.json) as progress:
             nll = rate(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
     mean = math.fsum(nll) / len(nll)
     result = {

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.protocol.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +27,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Make the plan and show it."""
     _, made = package_and_plan(arguments, gateway=arguments.gateway)
     if arguments.output is not None:
-        try:
-            arguments.output.write_text(made.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{arguments.output}: cannot be written: {error.strerror}") from None
+        with whole_file(arguments.output) as place:
+            place.write_text(made.to_json(), encoding="utf-8")
     if arguments.diff is not None:
         print(difference(read_plan(arguments.diff), made), end="")
     else:

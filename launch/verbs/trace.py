@@ -11,6 +11,7 @@ from neuronpipe.launch.attached import attach
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.monitor.rings import Row, RunTrace
@@ -46,11 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         write_picture(arguments.picture, rows, f"run {run_file.run}")
     if arguments.output:
-        try:
-            with arguments.output.open("w", encoding="utf-8") as file:
-                write_chrome(file, rows)
-        except OSError as error:
-            raise UserError(f"{arguments.output}: cannot be written: {error.strerror}") from None
+        with whole_file(arguments.output) as place, place.open("w", encoding="utf-8") as file:
+            write_chrome(file, rows)
     elif not arguments.picture:
         write_chrome(sys.stdout, rows)
         print()

@@ -77,7 +77,8 @@ def convert(
             work.fixed()
             for layer in range(shape.layers):
                 work.neurons(layer, np.arange(shape.neurons) if shares is None else hot_first(shares[layer, 0]))
-            return writer.finish(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
+            writer.complete(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
+            return writer.publish()
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:

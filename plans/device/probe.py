@@ -19,6 +19,7 @@ from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed, curv
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
 from neuronpipe.plans.device.memory import measure_memory
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 
 Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
@@ -106,8 +107,7 @@ def _keep(path: Path, measured: FlashCurve | MemorySpeed | None) -> None:
     """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
     if measured is None:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(dataclasses.asdict(measured)), encoding="utf-8")
-        fresh.rename(path)
+        with whole_file(path) as place:
+            place.write_text(json.dumps(dataclasses.asdict(measured)), encoding="utf-8")

@@ -46,33 +46,34 @@ def write_predictor(
 ) -> Package:
     """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor.
 
-    The manifest's id changes. A process that is killed meanwhile leaves the package as it was, or without a predictor.
+    The manifest's id changes. All files are complete before the first of them gets its name: a disk that is full leaves
+    the package as it was. A process that is killed meanwhile leaves it as it was, or without a predictor.
     Raises UserError for what the disk refuses.
     """
-    manifest = package.manifest
+    path, manifest = package.path, package.manifest
+    tensors, lacking, complete = (path / f".{name}.partial-{os.getpid()}" for name in (PREDICTOR, "lacking", MANIFEST))
     try:
-        if manifest.predictor is not None:
-            _write_manifest(package.path, _without_predictor(manifest))
-        partial = package.path / f".{PREDICTOR}.partial-{os.getpid()}"
-        try:
-            _write_tensors(partial, manifest, predictor, layers)
-            partial.rename(package.predictor_path)
-        finally:
-            partial.unlink(missing_ok=True)
-        entry = FileEntry(package.predictor_path.stat().st_size, sha256_of(package.predictor_path))
-        _write_manifest(
-            package.path,
-            replace(
-                manifest,
-                files={**manifest.files, PREDICTOR: entry},
-                predictor=predictor,
-                activity_by_layer=activity.mean_by_layer,
-                gate_fired_by_layer=activity.gate_fired_by_layer,
-            ).sealed(),
+        _write_tensors(tensors, manifest, predictor, layers)
+        entry = FileEntry(tensors.stat().st_size, sha256_of(tensors))
+        with_it = replace(
+            manifest,
+            files={**manifest.files, PREDICTOR: entry},
+            predictor=predictor,
+            activity_by_layer=activity.mean_by_layer,
+            gate_fired_by_layer=activity.gate_fired_by_layer,
         )
+        _write(complete, with_it.sealed().to_bytes())
+        if manifest.predictor is not None:
+            _write(lacking, _without_predictor(manifest).to_bytes())
+            _rename(lacking, path / MANIFEST)
+        _rename(tensors, package.predictor_path)
+        _rename(complete, path / MANIFEST)
     except OSError as error:
         raise UserError(f"{package.predictor_path}: cannot be written: {error.strerror}") from None
-    return Package.open(package.path)
+    finally:
+        for partial in (tensors, lacking, complete):
+            partial.unlink(missing_ok=True)
+    return Package.open(path)
 
 
 def _without_predictor(manifest: Manifest) -> Manifest:
@@ -105,14 +106,17 @@ def _encoded(name: str, rows: Rows) -> dict[str, NDArray[np.generic]]:
     return quants | ({f"{name}.scales": rows.scales} if rows.scales.size else {})
 
 
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    partial = directory / f".{MANIFEST}.partial-{os.getpid()}"
-    with partial.open("wb") as file:
-        file.write(manifest.to_bytes())
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(directory / MANIFEST)
-    descriptor = os.open(directory, os.O_RDONLY)
+
+
+def _rename(path: Path, name: Path) -> None:
+    """Rename, and have it on disk before the next one."""
+    path.rename(name)
+    descriptor = os.open(name.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -59,10 +59,10 @@ def pack_clusters(layout: Layout, gate: Rows, up: Rows, down: Rows) -> NDArray[n
 
 
 class PackageWriter:
-    """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `finish`.
+    """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
 
-    Write every fixed tensor, rows in order, and every cluster, in order; then `finish`. Whatever the file system
-    refuses becomes a UserError, and nothing stays behind unless `finish` returned.
+    Write every fixed tensor, rows in order, and every cluster, in order; then `complete` and `publish`. Whatever the
+    file system refuses becomes a UserError, and nothing stays behind unless `publish` returned.
     """
 
     def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool) -> None:
@@ -130,10 +130,10 @@ class PackageWriter:
         self._checksums.write(cluster_checksums(packed, self._manifest.layout).data)
         self._words += len(packed)
 
-    def finish(
+    def complete(
         self, tokenizer: bytes, quantization_error: dict[str, float], chat_template: str | None = None
     ) -> Package:
-        """Write what is left, the manifest last, and let the package appear under its name."""
+        """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it."""
         missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
         if missing or self._words != self._manifest.words:
             raise ValueError(f"incomplete: {missing[:3]}, {self._words} of {self._manifest.words} clusters")
@@ -149,5 +149,9 @@ class PackageWriter:
         }
         manifest = replace(self._manifest, files=files, quantization_error=quantization_error).sealed()
         (path / MANIFEST).write_bytes(manifest.to_bytes())
+        return Package.open(path)
+
+    def publish(self) -> Package:
+        """Let the package appear under its name."""
         self._directory.publish()
         return Package.open(self._target)

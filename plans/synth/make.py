@@ -117,11 +117,13 @@ def synthesize(
             factors.append(fitted)
             quality.append(judge(predicted, active[held_out]))
             x = x + change
-        package = writer.finish(tokenizer_json(work, shape.vocabulary), {})
-    predictor = Predictor(
-        rank_of(shape.width), predictor_quantization, reads, ("gate",), "none", int((~held_out).sum()), tuple(quality)
-    )
-    return write_predictor(package, predictor, factors, Activity(tuple(mean), tuple(fired)))
+        package = writer.complete(tokenizer_json(work, shape.vocabulary), {})
+        calibrated = int((~held_out).sum())
+        predictor = Predictor(
+            rank_of(shape.width), predictor_quantization, reads, ("gate",), "none", calibrated, tuple(quality)
+        )
+        write_predictor(package, predictor, factors, Activity(tuple(mean), tuple(fired)))
+        return writer.publish()
 
 
 def _calibration_texts(work: Workload) -> list[range]:

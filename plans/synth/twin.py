@@ -7,7 +7,6 @@ is SiLU, which the architecture `llama` means.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
 from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
@@ -43,9 +43,8 @@ def write_twin(path: Path, shape: Shape, seed: int) -> None:
     """
     _require(path, shape)
     tensors = tuple(_tensors(shape))
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        writer = GGUFWriter(partial, "llama")
+    with whole_file(path) as place:
+        writer = GGUFWriter(place, "llama")
         _describe(writer, shape)
         for tensor in tensors:
             dimensions = (tensor.rows, tensor.columns) if tensor.rows else (tensor.columns,)
@@ -57,11 +56,6 @@ def write_twin(path: Path, shape: Shape, seed: int) -> None:
         for number, tensor in enumerate(tensors):
             writer.write_tensor_data(_random(tensor, np.random.Generator(np.random.SFC64((seed, number)))))
         writer.close()
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _require(path: Path, shape: Shape) -> None:

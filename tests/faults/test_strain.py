@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -127,24 +126,3 @@ def test_a_process_that_stands_still_for_a_while_changes_nothing(
     asking.join(PATIENCE_S)
     assert answer == undisturbed
     assert [process.restarts for process in run.status().processes] == restarts
-
-
-def test_a_disk_that_is_full_or_a_file_that_may_not_grow_leaves_nothing_half_written(
-    shell: Shell, converted: Converted, tmp_path: Path
-) -> None:
-    """Whatever writes a package says what is wrong in one line. The limit on file sizes stands for the disk."""
-    package = converted("awkward", "q8").path
-
-    def may_not_grow() -> None:
-        psutil.Process().rlimit(psutil.RLIMIT_FSIZE, (100_000, 100_000))
-
-    for words in (
-        ("synth", "turbosparse-100m", tmp_path / "synthetic"),
-        ("synth", "turbosparse-100m", tmp_path / "synthetic", "--gguf", tmp_path / "twin.gguf"),
-    ):
-        done = shell.call(*words, preexec_fn=may_not_grow)
-        assert done.code == 2, done
-        assert "Traceback" not in done.errors
-        assert "File too large" in done.errors.splitlines()[-1]
-        assert list(tmp_path.iterdir()) == []
-    assert Package.open(package).manifest.id

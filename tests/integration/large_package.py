@@ -51,4 +51,5 @@ def write_large_package(target: Path) -> Package:
             for _ in range(SHAPE.neurons // FILE_BLOCK_ROWS):
                 gate, up, down = (rows(FILE_BLOCK_ROWS, SHAPE.width) for _ in range(3))
                 writer.neurons(gate, up, down)
-        return writer.finish(tokenizer(SHAPE.vocabulary).to_str().encode(), {})
+        writer.complete(tokenizer(SHAPE.vocabulary).to_str().encode(), {})
+        return writer.publish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,17 +99,39 @@ def test_a_predictor_of_another_shape_is_refused(package: Package) -> None:
         _ = Package(gate.path, gate.manifest).predictor
 
 
+def test_a_disk_that_is_full_leaves_the_predictor_that_was_there(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_predictor(package, "q8", "gate")
+    before = {path.name: path.read_bytes() for path in package.path.iterdir()}
+
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(predictor_writer, "_write", full)  # the factors found room, the manifest does not
+    with pytest.raises(UserError, match=r"predictor\.safetensors: cannot be written: No space left"):
+        with_predictor(Package.open(package.path), "q4", "gate", "up")
+    assert {path.name: path.read_bytes() for path in package.path.iterdir()} == before
+
+
 def test_a_killed_replacement_leaves_a_package_without_predictor(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_predictor(package, "q8", "gate")
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
+    rename, renamed = predictor_writer._rename, []
 
-    monkeypatch.setattr(predictor_writer, "sha256_of", killed)  # the new file is there, its manifest is not
+    def killed(path: Path, name: Path) -> None:
+        if len(renamed) == 2:  # the new file is there, its manifest is not
+            raise KeyboardInterrupt
+        renamed.append(name.name)
+        rename(path, name)
+
+    monkeypatch.setattr(predictor_writer, "_rename", killed)
     with pytest.raises(KeyboardInterrupt):
         with_predictor(Package.open(package.path), "q4", "gate", "up")
+    assert renamed == ["manifest.json", "predictor.safetensors"]
     left = Package.open(package.path)
     left.verify_fixed()
     assert left.predictor is None

@@ -14,7 +14,7 @@ from neuronpipe.plans.package.manifest import Shape
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.stored import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
-from neuronpipe.plans.synth import codes, firing
+from neuronpipe.plans.synth import codes, firing, make
 from neuronpipe.plans.synth.make import synthesize
 from neuronpipe.plans.synth.measure import measure
 from neuronpipe.plans.synth.shapes import SHAPES, coordinates, rank_of
@@ -35,6 +35,16 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def statistics(package: Package) -> dict[str, dict[str, Any]]:
     """Requested and measured, by preset."""
     return {preset: measure(package, preset, 300) for preset in PRESETS}
+
+
+def test_a_package_whose_predictor_finds_no_room_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(package: Package, *_: object) -> Package:
+        raise UserError(f"{package.predictor_path}: cannot be written")
+
+    monkeypatch.setattr(make, "write_predictor", full)
+    with pytest.raises(UserError, match=r"predictor\.safetensors: cannot be written"):
+        synthesize("small", SMALL, tmp_path / "package")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_greedy_decoding_walks_the_trajectory_of_every_preset(package: Package) -> None:

@@ -1,0 +1,124 @@
+"""Disks that are full: one line that says so, nothing half-written, and what was there before is there still.
+
+Where a command writes files only, a limit on their size stands for the disk: the kernel refuses a write in the same
+place. A run's shared memory would fall under such a limit as well, so runs get a disk that is small.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from neuronpipe.plans.package.reader import Package
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.pipeline import Done, Shell
+
+Converted = Callable[..., Package]
+
+
+def refused(done: Done, reason: str) -> str:
+    """The line with which a command gives up. Progress may stand before it."""
+    assert done.code == 2, done
+    assert "Traceback" not in done.errors
+    line = done.errors.splitlines()[-1]
+    assert line.startswith("neuronpipe: ")
+    assert reason in line
+    return line
+
+
+def files_of_at_most(limit_bytes: int) -> dict[str, Any]:
+    """For a command whose files may not grow beyond this."""
+    return {"preexec_fn": lambda: psutil.Process().rlimit(psutil.RLIMIT_FSIZE, (limit_bytes, limit_bytes))}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=64k", "none", disk)
+    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small disk, and not everywhere")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("twin", [(), ("--gguf", "twin.gguf")], ids=["alone", "with a twin"])
+def test_a_synthetic_package_appears_whole_or_not_at_all(shell: Shell, tmp_path: Path, twin: tuple[str, ...]) -> None:
+    words = ("synth", "turbosparse-100m", "made", *twin)
+    refused(shell.call(*words, cwd=tmp_path, **files_of_at_most(100_000)), "File too large")
+    assert content(tmp_path) == {}
+
+
+def test_a_package_that_was_to_be_replaced_stays(shell: Shell, converted: Converted, tmp_path: Path) -> None:
+    package = Path(shutil.copytree(converted("qwen2", "q8").path, tmp_path / "package"))
+    source, before = write_checkpoint(tmp_path / "source", TINY), content(package)
+    done = shell.call("convert", source, package, "--overwrite", **files_of_at_most(20_000))
+    refused(done, "could not be written and was removed: File too large")
+    assert content(package) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source"]
+
+
+def test_a_predictor_stays_until_the_new_one_is_there(shell: Shell, tmp_path: Path) -> None:
+    package, text = tmp_path / "package", tmp_path / "text"
+    text.write_text("the rain in the other house " * 200)
+    shell.json("convert", write_checkpoint(tmp_path / "source", TINY), package, "--activation", "relu")
+    profile = ("profile", package, "--text", text, "--tokens", "512", "--rank", "32")
+    shell.json(*profile)
+    before = content(package)
+    refused(shell.call(*profile, "--recall", "0.9", **files_of_at_most(5000)), "File too large")
+    assert content(package) == before
+    assert Package.open(package).predictor is not None
+
+
+def test_what_is_written_about_a_run_appears_whole_or_not_at_all(
+    shell: Shell, converted: Converted, tmp_path: Path
+) -> None:
+    old = "what was here before"
+    for name in ("trace.json", "plan.json", "picture.svg"):
+        (tmp_path / name).write_text(old)
+    with shell.up(converted("awkward", "q8").path) as run:
+        run.ask("the rain", 4)
+        for words in (
+            ("trace", "--run", run.path, "--output", tmp_path / "trace.json"),
+            ("trace", "--run", run.path, "--picture", tmp_path / "picture.svg"),
+            ("plan", converted("awkward", "q8").path, "-o", tmp_path / "plan.json"),
+        ):
+            said = refused(shell.call(*words, **files_of_at_most(100)), "cannot be written: File too large")
+            assert str(words[-1]) in said
+    assert content(tmp_path) == dict.fromkeys(("trace.json", "plan.json", "picture.svg"), old.encode())
+
+
+def test_logits_that_find_no_room_are_not_kept(shell: Shell, converted: Converted, small_disk: Path) -> None:
+    text = shell.folder / "text"
+    text.write_text("the rain in the other house")
+    words = ("perplexity", converted("awkward", "q8").path, "--text", text, "--logits-out", small_disk / "logits.npy")
+    (small_disk / "others").write_bytes(b"\1" * 60_000)
+    assert "logits.npy" in refused(shell.call(*words), "cannot be written: No space left on device")
+    assert [path.name for path in small_disk.iterdir()] == ["others"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("bench", "--json", "--tests", "tg2", "--repetitions", "1"), ("run", "-p", "the rain", "-n", "4"), ("plan",)],
+    ids=lambda words: words[0],
+)
+def test_output_that_finds_no_room_is_not_taken_for_written(
+    shell: Shell, converted: Converted, words: tuple[str, ...]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = shell.call(words[0], converted("awkward", "q8").path, *words[1:], stdout=full)
+    refused(done, "the output: cannot be written: No space left on device")
