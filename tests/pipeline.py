@@ -32,6 +32,9 @@ PATIENCE_S = 60.0 * SLOWER
 _PSS = re.compile(r"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 _marks = itertools.count()
 
+# What a script starts in the background ignores it, and so would our commands, which are ended by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 class Done(NamedTuple):
     """A command that has ended."""
@@ -172,6 +175,10 @@ class Run:
     def pid(self, role: str, index: int = 0) -> int:
         """The process that has a seat now. Raises StopIteration while there is none."""
         return next(p.pid for p in self.status().processes if (p.role, p.index) == (role, index) and p.pid)
+
+    def seated(self, role: str, index: int = 0) -> bool:
+        """Whether a process has a seat now."""
+        return any((p.role, p.index) == (role, index) and p.pid for p in self.status().processes)
 
     def down(self) -> None:
         """End the run, if it has not ended."""

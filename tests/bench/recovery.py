@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from neuronpipe.launch.demo import DEMO
 
-from tests.faults.kills import Generations
+from tests.faults.kills import Generations, asking
 from tests.pipeline import Run, Shell, eventually
 
 PROMPT, TOKENS = [1, 200, 300], 400
@@ -34,7 +34,7 @@ def measure(run: Run, role: str, kills: int, expected: list[int]) -> list[float]
     """Milliseconds from each kill to the next token."""
     draw = random.Random(role)
     took = []
-    with Generations(run, PROMPT, TOKENS, expected) as generations:
+    with Generations(asking(run, PROMPT, TOKENS), expected) as generations:
         for _ in range(kills):
             generations.next_token_after(time.monotonic())
             time.sleep(draw.uniform(0.0, 0.1))

@@ -9,20 +9,26 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
-SEATS = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
+Seat = tuple[str, int]
+SEATS: list[Seat] = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
 MOST_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
 MOST_DELAY_S = 0.4
 
 
 class Generations:
-    """Asks the same in a thread, over and over until closed; every answer must be the same."""
+    """Asks the same in a thread, over and over until closed; every answer must be the same.
 
-    def __init__(self, run: Run, prompt: list[int], tokens: int, expected: list[int]) -> None:
-        self._run, self._prompt, self._tokens, self._expected = run, prompt, tokens, expected
+    ask: gets one answer, and calls what it is given with every token of it.
+    """
+
+    def __init__(self, ask: Callable[[Callable[[], None]], Any], expected: Any) -> None:
+        self._ask_once, self._expected = ask, expected
         self._over = threading.Event()
         self.token_times: list[float] = []
         self.answers = 0
@@ -42,14 +48,12 @@ class Generations:
     def _ask(self) -> None:
         while not self._over.is_set() and self.failure is None:
             try:
-                answer = self._run.ask(
-                    self._prompt, self._tokens, seen=lambda token: self.token_times.append(time.monotonic())
-                )
+                answer = self._ask_once(lambda: self.token_times.append(time.monotonic()))
             except Exception as error:  # whatever it is, it is told in the test's thread
                 self.failure = f"generation {self.answers}: {error!r}"
                 return
-            if answer["token_ids"] != self._expected:
-                self.failure = f"generation {self.answers}: {answer['token_ids']}, not {self._expected}"
+            if answer != self._expected:
+                self.failure = f"generation {self.answers}: {answer}, not {self._expected}"
             self.answers += 1
 
     def next_token_after(self, moment: float, within_s: float = 30.0) -> float:
@@ -60,30 +64,41 @@ class Generations:
         return next(at for at in self.token_times if at > moment) - moment
 
 
+def asking(run: Run, prompt: list[int], tokens: int) -> Callable[[Callable[[], None]], list[int]]:
+    """What gets the tokens of one answer from a run."""
+
+    def ask(seen: Callable[[], None]) -> list[int]:
+        return list(run.ask(prompt, tokens, seen=lambda token: seen())["token_ids"])
+
+    return ask
+
+
 def kill(run: Run, role: str, index: int) -> float:
     """Kill the process in a seat, once there is one; when."""
-    assert eventually(lambda: run.status().ready, 30)
+    assert eventually(lambda: run.status().ready and run.seated(role, index), 30)
     pid = run.pid(role, index)
     moment = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     return moment
 
 
-def kill_at_random(run: Run, generations: Generations, kills: int, seed: int) -> dict[str, list[float]]:
-    """Kill seats in random turns at random moments; seconds until the next token, by role."""
+def kill_at_random(
+    run: Run, clients: Sequence[Generations], kills: int, seed: int, seats: Sequence[Seat] = SEATS
+) -> dict[str, list[float]]:
+    """Kill seats in random turns at random moments; seconds until every client had its next token, by role."""
     draw = random.Random(seed)
     took: dict[str, list[float]] = {}
-    times: dict[tuple[str, int], list[float]] = {seat: [] for seat in SEATS}
-    turns: list[tuple[str, int]] = []
+    times: dict[Seat, list[float]] = {seat: [] for seat in seats}
+    turns: list[Seat] = []
     for _ in range(kills):
-        turns = turns or draw.sample(SEATS, len(SEATS))
+        turns = turns or draw.sample(seats, len(seats))
         seat = turns.pop()
         if len(times[seat]) >= MOST_KILLS:
             time.sleep(max(0.0, times[seat][-MOST_KILLS] + WITHIN_S - time.monotonic()))
         time.sleep(draw.uniform(0.0, MOST_DELAY_S))
         moment = kill(run, *seat)
         times[seat].append(moment)
-        took.setdefault(seat[0], []).append(generations.next_token_after(moment))
+        took.setdefault(seat[0], []).append(max(one.next_token_after(moment) for one in clients))
     return took
 
 

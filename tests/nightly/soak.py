@@ -1,15 +1,16 @@
-"""Mixed load for an hour, memory that stays flat: texts short and long, scores, abandoned requests, kills.
+"""Mixed load for an hour, memory that stays flat: texts, streams, schemas, clients that leave, monitors, swaps, kills.
 
     python tests/nightly/soak.py [--minutes N] [--clients N] [--seed N]
 
-Every text is one of a few whose tokens are known from the start. Memory is what the run itself says, once a second; its
-middle over the last quarter may exceed that over the second quarter by 2 % and 2 MB. What the processes have open is
-counted as well.
+About half of the requests come over HTTP. Every text is one of a few whose tokens are known from the start. Memory is
+what the run itself says, once a second; its middle over the last quarter may exceed that over the second quarter by 2 %
+and 2 MB. What the processes have open is counted as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -22,27 +23,36 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from neuronpipe.launch.attached import attach
 from neuronpipe.launch.demo import DEMO
+from neuronpipe.protocol.channel import Subscriber, open_context
+from neuronpipe.protocol.links import EVENTS
 from neuronpipe.protocol.messages.client import ScoreFinished
 from neuronpipe.protocol.messages.request import Generate, Score
 
 from tests.faults.kills import SEATS, grown, kill, open_things
+from tests.faults.streams import Stream
+from tests.http_client import Server, request, served
 from tests.pipeline import Run, Shell, eventually
 
 PROMPTS = [[1, 200 + n, 300] * (1 + 8 * n) for n in range(6)]
 LENGTHS = [1, 20, 100]
 OPTIONS = ("--ffn-resident", "50%", "--workers", "2", "--sequences", "4")
-KILL_EVERY_S = 40.0
+COLOURS = ["red", "green", "blue"]
+KINDS = {"text": 8, "score": 1, "left": 2, "stream": 6, "schema": 1, "hung_up": 2, "stuck_monitor": 1}  # kind: weight
+DISTURBED_EVERY_S = 20.0  # kills and swaps take turns
+TOLD_EVERY = 60  # readings of memory
+SWAPPED = ["decode.0", "decode.1", "loader", "cache", "prefill"]
 MORE_SHARE, MORE_BYTES = 0.02, 2_000_000
 
 
 class Load:
     """Clients that ask at random until told to stop."""
 
-    def __init__(self, run: Run, clients: int, seed: int) -> None:
-        self._run = run
-        self.expected = {n: run.ask(prompt, max(LENGTHS))["token_ids"] for n, prompt in enumerate(PROMPTS)}
+    def __init__(self, server: Server, clients: int, seed: int) -> None:
+        self._server, self._run = server, server.run
+        self.expected = {n: self._run.ask(prompt, max(LENGTHS))["token_ids"] for n, prompt in enumerate(PROMPTS)}
+        self._streamed = {(n, length): self._stream_of(n, length)() for n in range(len(PROMPTS)) for length in LENGTHS}
         self.over = threading.Event()
-        self.done: dict[str, int] = dict.fromkeys(("text", "score", "left"), 0)
+        self.done: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.failure: str | None = None
         self._draws = [random.Random(seed + n) for n in range(clients)]
         self._threads = [threading.Thread(target=self._ask, args=(draw,)) for draw in self._draws]
@@ -59,7 +69,7 @@ class Load:
 
     def _ask(self, draw: random.Random) -> None:
         while not self.over.is_set() and self.failure is None:
-            kind = draw.choices(("text", "score", "left"), (8, 1, 2))[0]
+            (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
             try:
                 getattr(self, f"_{kind}")(draw)
             except Exception as error:  # told in the main thread
@@ -83,17 +93,54 @@ class Load:
             client.send(Generate(request="left", tokens=tuple(draw.choice(PROMPTS)), max_tokens=200, temperature=0.0))
             time.sleep(draw.uniform(0.0, 0.2))
 
+    def _stream_of(self, n: int, length: int) -> Stream:
+        return Stream(self._server, prompt=PROMPTS[n], max_tokens=length)
+
+    def _stream(self, draw: random.Random) -> None:
+        n, length = draw.randrange(len(PROMPTS)), draw.choice(LENGTHS)
+        stream = self._stream_of(n, length)
+        assert stream() == self._streamed[n, length], f"stream of prompt {n}, {length} tokens"
+        assert not stream.broken, "the gateway is not among those that are killed"
+
+    def _schema(self, draw: random.Random) -> None:
+        """An answer that follows a schema, whatever is drawn."""
+        form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": COLOURS}, "strict": True}}
+        seed = draw.randrange(1 << 16)
+        stream = Stream(self._server, prompt="colour", temperature=1.0, seed=seed, response_format=form)
+        assert json.loads(stream()) in COLOURS
+
+    def _hung_up(self, draw: random.Random) -> None:
+        """A client of HTTP that closes its connection in the middle of a stream."""
+        body = {"prompt": draw.choice(PROMPTS), "max_tokens": 200, "temperature": 0, "stream": True}
+        with self._server.connect() as line:
+            line.sendall(request("POST", "/v1/completions", body))
+            time.sleep(draw.uniform(0.0, 0.2))
+
+    def _stuck_monitor(self, draw: random.Random) -> None:
+        """A subscriber to everything that does not read."""
+        with open_context() as context:
+            Subscriber(context, EVENTS, f"ipc://{self._run.path}/events")
+            time.sleep(draw.uniform(1.0, 5.0))
+
 
 def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
-    """Bytes of the run, once a second; a process is killed now and then."""
-    draw, end, kill_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + KILL_EVERY_S
+    """Bytes of the run, once a second; now and then a process is killed, or another takes its seat."""
+    draw, end, disturb_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + DISTURBED_EVERY_S
     memory: list[int] = []
+    swap_next = False
     while time.monotonic() < end:
         assert load.failure is None, load.failure
         memory.append(run.status().memory_bytes)
-        if time.monotonic() >= kill_at:
-            kill(run, *draw.choice(SEATS))
-            kill_at += KILL_EVERY_S
+        if len(memory) % TOLD_EVERY == 0:
+            print(f"{memory[-1] / 1e6:.1f} MB, {load.done}", flush=True)
+        if time.monotonic() >= disturb_at:
+            if swap_next:
+                done = run.shell.call("swap", draw.choice(SWAPPED), "--run", run.path)
+                assert done.code == 0, done.errors
+            else:
+                kill(run, *draw.choice(SEATS))
+            swap_next = not swap_next
+            disturb_at += DISTURBED_EVERY_S
         time.sleep(1.0)
     return memory
 
@@ -108,8 +155,9 @@ def main() -> None:
     print(f"{arguments.minutes} minutes, {arguments.clients} clients, --seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="np-") as folder:
         shell = Shell(Path(folder))
-        with shell.up(DEMO, *OPTIONS) as run:
-            with Load(run, arguments.clients, arguments.seed) as load:
+        with served(shell, DEMO, *OPTIONS) as server:
+            run = server.run
+            with Load(server, arguments.clients, arguments.seed) as load:
                 before = open_things(shell, run)
                 memory = watch(run, load, 60 * arguments.minutes, arguments.seed)
             assert load.failure is None, load.failure
