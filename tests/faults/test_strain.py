@@ -14,6 +14,7 @@ import psutil
 import pytest
 from neuronpipe.launch.attached import attach
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.messages.request import AskStatus, Generate
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -90,8 +91,9 @@ def test_a_client_that_never_reads_costs_nobody_else_anything(run: Run, undistur
         memory_before = coordinator.memory_info().rss
         for number in range(20):
             deaf.send(Generate(request=f"r{number}", tokens=tuple(PROMPT), max_tokens=60))
-        for _ in range(20_000):
-            deaf.send(AskStatus())
+        with contextlib.suppress(Full):  # on a machine that is busy it cannot even ask
+            for _ in range(20_000):
+                deaf.send(AskStatus())
         assert run.ask(PROMPT, 24)["token_ids"] == undisturbed
         assert coordinator.memory_info().rss - memory_before < 16 << 20
     assert eventually(lambda: run.status().sequences_active + run.status().sequences_waiting == 0, 60)
