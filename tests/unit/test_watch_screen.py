@@ -1,0 +1,89 @@
+"""The screen of `watch` in few and in many columns."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from neuronpipe.launch.watch.marks import listed
+from neuronpipe.launch.watch.screen import View, render
+from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
+from neuronpipe.services.monitor.groups import GROUPS
+from rich.console import Console
+
+LABELS = [group.label for group in GROUPS if group.letter]
+SHOT = Snapshot(
+    run="r",
+    model="turbosparse-mistral-7b",
+    mode="predicted",
+    quantization="q4",
+    plan="p",
+    at_s=0.0,
+    ready=True,
+    steps=12345,
+    tokens=12340,
+    sequences_most=4,
+    tokens_per_s=1062.5,
+    tbt_ms={"p50": 72.4, "p90": 84.9, "p99": 134.2},
+    memory_bytes=2 << 30,
+    memory_limit_bytes=4 << 30,
+    regions=tuple(
+        Region(name=name, total_bytes=1 << 30, used_bytes=1 << 29) for name in ("fixed", "kv", "hot", "cold")
+    ),
+    hit_rate=0.975,
+    flash_bytes_per_token=12.5e6,
+    dram_bytes_per_token=1.3e9,
+    flash_wait=0.64,
+    member_wait=0.27,
+    fired=(0.1, 0.2) * 16,
+    resident=(0.5, 0.75) * 16,
+    strip_ms=116.6,
+    strip_steps=(12343, 12344, 12345),
+    strip=tuple(
+        StripRow(name=name, cells="".join(40 * group.letter for group in GROUPS))
+        for name in ("coordinator.0", "decode.0")
+    ),
+    processes=tuple(
+        ProcessView(role=role, index=0, pid=7, state="starting", core=0, doing={"neurons": 0.5, "attention": 0.25})
+        for role in ("coordinator", "decode")
+    ),
+)
+
+
+def shown(columns: int) -> list[str]:
+    view = View("/run/user/1000/neuronpipe-0a1b2c3d")
+    view.show(SHOT)
+    console = Console(width=columns, file=io.StringIO(), record=True)
+    console.print(render([view], columns))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_lines_break_between_what_is_said_never_within(columns: int) -> None:
+    lines = shown(columns)
+    for said in (
+        *(f"■ {label}" for label in LABELS),
+        "■ fixed 512.0 MiB",
+        "■ cold 512.0 MiB",
+        "■ processes",
+        "p99 134.2 ms",
+        "27% for each other",
+        "12343 to 12345, 116.6 ms",
+        "last second",
+    ):
+        assert any(said in line for line in lines), said
+    assert not any(line.rstrip().endswith("■") for line in lines)
+
+
+def test_cores_and_memory_of_processes_make_way_for_what_they_do() -> None:
+    (narrow,) = [line for line in shown(40) if line.startswith("process ")]
+    (wide,) = [line for line in shown(60) if line.startswith("process ")]
+    assert narrow.split() == ["process", "cpu", "state", "last", "second"]
+    assert wide.split() == ["process", "core", "cpu", "memory", "state", "last", "second"]
+
+
+def test_a_list_takes_as_many_lines_as_it_needs() -> None:
+    assert listed(["12345", "123", "1"], 10, ", ").plain == "12345,\n123, 1"
+    assert listed(["12345", "123", "1"], 11, ", ").plain == "12345, 123,\n1"
+    assert listed(["123456789012", "1"], 10).plain == "123456789012\n1"
+    assert listed([], 10).plain == ""
