@@ -265,10 +265,10 @@ class Subscriber(Channel):
     def __init__(self, context: Context, link: Link, endpoint: str, prepare: Prepare = lambda socket: None) -> None:
         socket = context.socket(zmq.SUB)
         super().__init__(socket, link, link.outward, link.inward)
-        prepare(socket)
         socket.subscribe(MAGIC)
         socket.reconnect_ivl = RECONNECT_MS
         socket.reconnect_ivl_max = RECONNECT_MOST_MS
+        prepare(socket)
         socket.connect(endpoint)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:

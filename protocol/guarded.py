@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import zmq
@@ -17,9 +17,22 @@ from neuronpipe.protocol.channel import Context, Publisher, Subscriber
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import WATCH
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 KEY_BYTES = 32
-PATIENT_RECONNECT_MS = 5000
+RECONNECT_MS = 200  # a door with another key is no failure to connect: this often it would be asked again
+RECONNECT_MOST_MS = 2000
+Standing = Literal["alone", "stranger", "refused", "let in"]
+"""How a guest stands: nobody answers, who answers is not the door of the invitation, the door turns the guest's key
+away (nothing can change that), the door is open."""
+STANDINGS: dict[int, Standing] = {
+    zmq.EVENT_CLOSED: "alone",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "stranger",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "stranger",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused",
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "let in",
+}
+"""What events of the socket make of it."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +118,24 @@ class GuardedSubscriber(Subscriber):
             socket.curve_serverkey = public
             socket.curve_secretkey = secret
             socket.curve_publickey = zmq.curve_public(secret)
+            socket.reconnect_ivl = RECONNECT_MS
+            socket.reconnect_ivl_max = RECONNECT_MOST_MS
 
+            socket.monitor(events, sum(STANDINGS))
+            self._heard.connect(events)
+
+        self._standing: Standing = "alone"
+        self._heard = context.socket(zmq.PAIR)
+        events = f"inproc://standing-{id(self)}"
         super().__init__(context, WATCH, place, prepare)
-        self._socket.reconnect_ivl_max = PATIENT_RECONNECT_MS
+
+    @property
+    def standing(self) -> Standing:
+        """How it stands now."""
+        while self._heard.poll(0):
+            event = parse_monitor_message(self._heard.recv_multipart())["event"]
+            self._standing = STANDINGS[event]
+        return self._standing
 
 
 class _Only:

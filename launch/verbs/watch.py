@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.watch.sources import Source, open_source
+from neuronpipe.launch.watch.waits import Waits
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -74,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _once(sources: list[Source], as_json: bool) -> None:
     """One snapshot of each, as soon as it says something."""
     began = time.monotonic()
-    waiting = list(sources)
+    waiting, waits = list(sources), Waits()
     while waiting:
         ripe = time.monotonic() - began > FIRST_S
         for source in list(waiting):
@@ -83,6 +84,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
                 raise UserError(f"{source.name}: {source.ended}")
             if source.ended or (ripe and source.latest is not None and source.latest.uptime_s):
                 waiting.remove(source)
+        waits.say(waiting)
         time.sleep(POLL_S)
     if as_json:
         for source in sources:
@@ -98,7 +100,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
 def _stream(sources: list[Source], every_s: float) -> None:
     """Events as they come, snapshots in between."""
     due_at = 0.0
-    live = list(sources)
+    live, waits = list(sources), Waits()
     while live:
         fresh = time.monotonic() >= due_at
         due_at = time.monotonic() + every_s if fresh else due_at
@@ -112,6 +114,7 @@ def _stream(sources: list[Source], every_s: float) -> None:
                 print(json.dumps({"type": "Ended", "source": source.name, "reason": source.ended}), flush=True)
                 live.remove(source)
         sys.stdout.flush()
+        waits.say(live)
         time.sleep(POLL_S)
 
 
@@ -142,7 +145,7 @@ def _screen(sources: list[Source], every_s: float) -> None:
                 for view, source in zip(views, sources, strict=True):
                     if source.latest is not None and source.latest is not view.snapshot:
                         view.show(source.latest)
-                    view.ended = source.ended
+                    view.ended, view.awaits = source.ended, source.awaits
                 live.update(render(views, console.width), refresh=True)
             if keyboard.pressed(POLL_S) in ("q", "Q", "\x1b"):
                 return

@@ -19,11 +19,12 @@ HISTORY = 240
 
 @dataclass
 class View:
-    """One run on the screen. speeds: tokens per second at each of the last snapshots."""
+    """One run on the screen. awaits: as of its source; speeds: tokens per second at each of the last snapshots."""
 
     name: str
     snapshot: Snapshot | None = None
     ended: str | None = None
+    awaits: str = ""
     speeds: list[float] = field(default_factory=list)
 
     def show(self, snapshot: Snapshot) -> None:
@@ -43,7 +44,8 @@ def render(views: Sequence[View], columns: int, *, keys: bool = True) -> Rendera
 def _run(view: View, columns: int) -> Iterable[RenderableType]:
     shot = view.snapshot
     if shot is None:
-        yield Text.assemble((view.name, STRONG), "  ", view.ended or "waiting for a first snapshot", overflow="fold")
+        said = view.ended or view.awaits or "waiting for a first snapshot"
+        yield Text.assemble((view.name, STRONG), "  ", said, overflow="fold")
         return
     yield _head(view, shot)
     if columns >= WIDE_COLUMNS:

@@ -9,12 +9,19 @@ from typing import Protocol
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import NotRunning, UserError
-from neuronpipe.protocol.guarded import GuardedSubscriber
+from neuronpipe.protocol.guarded import GuardedSubscriber, Standing
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.monitor.observer import Observer
 
 QUIET_S = 10.0  # a door publishes four times a second
+PATIENT_S = 1.0
+AWAITED: dict[Standing, str] = {
+    "alone": "no door answers there; is it open, and can it be reached from here?",
+    "stranger": "what answers there is not the door of this invitation; was it opened anew?",
+    "refused": "the door turns this key away; ask who opened it for the line that was printed",
+    "let in": "the door is open, but nothing comes out of it",
+}
 
 
 class Source(Protocol):
@@ -23,6 +30,10 @@ class Source(Protocol):
     name: str
     latest: Snapshot | None
     ended: str | None
+
+    @property
+    def awaits(self) -> str:
+        """Why there is nothing to see, when there was nothing for PATIENT_S."""
 
     def poll(self, fresh: bool) -> list[Message]:
         """Events since the last call. fresh: take a new snapshot if this is where they are made."""
@@ -39,6 +50,14 @@ class Near:
         self.name = str(self._observer.directory.path)
         self.latest: Snapshot | None = None
         self.ended: str | None = None
+        self._opened_at = time.monotonic()
+
+    @property
+    def awaits(self) -> str:
+        """See `Source`."""
+        if (self.latest and self.latest.uptime_s) or time.monotonic() - self._opened_at < PATIENT_S:
+            return ""
+        return "the coordinator has not answered yet"
 
     def poll(self, fresh: bool) -> list[Message]:
         """See `Source`."""
@@ -71,6 +90,13 @@ class Far:
         self.ended: str | None = None
         self._heard_at = time.monotonic()
 
+    @property
+    def awaits(self) -> str:
+        """See `Source`."""
+        if time.monotonic() - self._heard_at < PATIENT_S:
+            return ""
+        return AWAITED[self._subscriber.standing]
+
     def poll(self, fresh: bool) -> list[Message]:
         """See `Source`."""
         events: list[Message] = []
@@ -82,8 +108,11 @@ class Far:
                 self.ended = message.detail
             else:
                 events.append(message)
-        if time.monotonic() - self._heard_at > QUIET_S:
-            self.ended = f"nothing heard for {QUIET_S:.0f} s: is the door open, and is this its invitation?"
+        standing = self._subscriber.standing
+        if standing == "refused":
+            self.ended = AWAITED[standing]
+        elif time.monotonic() - self._heard_at > QUIET_S:
+            self.ended = f"nothing heard for {QUIET_S:.0f} s: {AWAITED[standing]}"
         return events
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,9 +159,7 @@ def test_a_door_shows_the_run_to_who_has_the_key(run: Run, door: tuple[str, int]
 def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, door: tuple[str, int]) -> None:
     address, pid = door
     host, port = "127.0.0.1", int(address.split(":")[2].partition("?")[0])
-    stranger, whole = DoorKeys.fresh(), base64.urlsafe_b64decode(address.partition("key=")[2] + "==")
-    forged = whole[:32] + base64.urlsafe_b64decode(stranger.invitation + "==")[32:]  # the door's key, another guest's
-    wrong_address = f"tcp://{host}:{port}?key={base64.urlsafe_b64encode(forged).decode()}"
+    wrong_address = forged(address, guest=True)
     with (
         open_context() as context,
         contextlib.closing(Far(address)) as right,
@@ -173,11 +170,47 @@ def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, do
             with socket.create_connection((host, port)) as raw:
                 raw.sendall(os.urandom(2000))
         assert eventually(lambda: seen_through(right, run))
-        time.sleep(0.5)
-        wrong.poll(True)
+        assert eventually(lambda: wrong.poll(True) or wrong.ended)
+        assert "turns this key away" in (wrong.ended or "")
         assert wrong.latest is None
         assert none.receive(100) is None
     os.kill(pid, 0)
+
+
+def test_who_waits_at_a_door_in_vain_is_told_why(run: Run, door: tuple[str, int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        closed = f"tcp://127.0.0.1:{nobody.getsockname()[1]}?{door[0].partition('?')[2]}"
+    for address, why in (
+        (closed, "no door answers there"),
+        (forged(door[0], guest=False), "not the door of this invitation"),
+    ):
+        process = run.shell.start("watch", "--once", address)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith(f"neuronpipe: {address.partition('?')[0]}: ")
+        assert why in line
+        process.kill()
+        _end(process)
+
+
+def test_a_guest_who_was_let_in_is_told_when_the_door_has_gone(run: Run) -> None:
+    process = run.shell.start("watch", "--invite", "--run", run.path)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    with contextlib.closing(Far(line.split("'")[1])) as far:
+        assert eventually(lambda: seen_through(far, run))
+        assert far.awaits == ""
+        process.terminate()
+        _end(process)
+        assert eventually(lambda: far.poll(True) is not None and "no door answers there" in far.awaits)
+
+
+def forged(address: str, *, guest: bool) -> str:
+    """An invitation whose door, or whose guest, is another."""
+    place, _, key = address.partition("key=")
+    right, other = (base64.urlsafe_b64decode(one + "==") for one in (key, DoorKeys.fresh().invitation))
+    keys = right[:32] + other[32:] if guest else other[:32] + right[32:]
+    return f"{place}key={base64.urlsafe_b64encode(keys).decode()}"
 
 
 def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:

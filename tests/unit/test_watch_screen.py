@@ -82,6 +82,12 @@ def test_cores_and_memory_of_processes_make_way_for_what_they_do() -> None:
     assert wide.split() == ["process", "core", "cpu", "memory", "state", "last", "second"]
 
 
+def test_what_is_waited_for_stands_where_the_run_will_be() -> None:
+    console = Console(width=40, file=io.StringIO(), record=True)
+    console.print(render([View("tcp://192.0.2.7:7000", awaits="no door answers there")], 40))
+    assert "tcp://192.0.2.7:7000  no door answers" in console.export_text()
+
+
 def test_a_list_takes_as_many_lines_as_it_needs() -> None:
     assert listed(["12345", "123", "1"], 10, ", ").plain == "12345,\n123, 1"
     assert listed(["12345", "123", "1"], 11, ", ").plain == "12345, 123,\n1"
