@@ -21,6 +21,7 @@ from neuronpipe.protocol.segments import Mapping, Segment
 from neuronpipe.services.memory import run_layouts
 
 PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
+SHARED_TOKENS = 8
 POLL_S = 0.01
 
 
@@ -59,16 +60,26 @@ class Stage:
         return tuple((7919 * (first + n) + 1) % vocabulary for n in range(min(count, context)))
 
     def text(
-        self, client: Client, tokens: int = TEXT_TOKENS, first: int = 0, seen: Callable[[], None] = lambda: None
+        self,
+        client: Client,
+        tokens: int = TEXT_TOKENS,
+        first: int = 0,
+        seen: Callable[[], None] = lambda: None,
+        *,
+        like: int | None = None,
     ) -> str:
-        """The likeliest tokens after a prompt, in words. first: which prompt; seen: called with every token."""
+        """The likeliest tokens after a prompt, in words. first: which prompt; seen: called with every token; like: the
+        prompt with which it shares its beginning, whose keys and values are then taken where they are still there."""
+        prompt = self._tokens(PROMPT_TOKENS, first)
+        if like is not None:
+            prompt = self._tokens(SHARED_TOKENS, like) + prompt[SHARED_TOKENS:]
         ask = Generate(
             request=f"text-{first}",
-            tokens=self._tokens(PROMPT_TOKENS, first),
+            tokens=prompt,
             max_tokens=tokens,
             temperature=0.0,
             ignore_end=True,
-            share_prefix=False,
+            share_prefix=like is not None,
         )
         chosen: dict[int, int] = {}
         for message in client.request(ask):

@@ -29,6 +29,8 @@ from neuronpipe.services.implementations import SWAPPABLE, Implementation, Imple
 
 TEXT_TOKENS = 24
 TEXTS = 3
+LENDER, BORROWER = 1000, 2000  # prompts that no other question has, nor their beginnings
+BORROWED = "a text that begins with another's keys and values"
 IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four come in each second
 STOPPED_S = 0.5
 DAMAGE_STRIDE_BYTES = 4096
@@ -64,6 +66,8 @@ class Suite:
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
             with self._stage(self._plan, [], Path(folder)) as (stage, _):
                 self._expected = self._answers(stage)
+                with stage.client(self._patience_s) as client:  # nobody has them here: all is computed
+                    self._expected[BORROWED] = stage.text(client, TEXT_TOKENS, BORROWER, like=LENDER)
             self._with("ordinary peers", Path(folder), [], self._ordinary)
             self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
             self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits)
@@ -138,6 +142,9 @@ class Suite:
         yield "computes the bits that our own implementations compute"
         self._at_once(stage)
         yield f"{TEXTS} texts at once are what each is alone"
+        if self._role == "prefill":
+            self._borrow(stage)
+            yield "copies keys and values when told to"
         self._beats(record)
         yield "gives signs of life while idle"
         for role in self._others:
@@ -196,6 +203,12 @@ class Suite:
         if len(answers) < TEXTS:
             raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered")
         self._compare(answers)
+
+    def _borrow(self, stage: Stage) -> None:
+        """The lender's text is so much longer than what both share that the borrower gets a slot of its own."""
+        with stage.client(self._patience_s) as client:
+            stage.text(client, TEXT_TOKENS, LENDER)
+            self._compare({BORROWED: stage.text(client, TEXT_TOKENS, BORROWER, like=LENDER)})
 
     def _through(self, stage: Stage, seat: str, number: signal.Signals) -> None:
         """A text, while the process in this seat is stopped for a while or killed."""

@@ -19,9 +19,12 @@ from tests.pipeline import SLOWER, Shell
 
 Converted = Callable[..., Package]
 WRONG = """
+import dataclasses
 import time
 from neuronpipe.protocol.messages.lifecycle import Beat
+from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.decode.service import DecodeService
+from neuronpipe.services.prefill.service import PrefillService
 
 class OneBitOff(DecodeService):
     def compute(self, step):
@@ -35,6 +38,10 @@ class ShowsNoLife(DecodeService):
         super().__init__(job)
         answer = self._service.answer
         self._service.answer = lambda message: None if isinstance(message, Beat) else answer(message)
+
+class CopiesNothing(PrefillService):
+    def _handle(self, message):
+        super()._handle(dataclasses.replace(message, copy_from=None) if isinstance(message, Prefill) else message)
 """
 
 
@@ -47,7 +54,7 @@ def report(shell: Shell, *words: Any) -> tuple[int, dict[str, str]]:
     return done.code, {check["name"]: check["why"] for check in said["checks"]}
 
 
-@pytest.mark.parametrize(("role", "checks"), [("decode", 18), ("prefill", 17), ("loader", 19), ("cache", 17)])
+@pytest.mark.parametrize(("role", "checks"), [("decode", 18), ("prefill", 18), ("loader", 19), ("cache", 17)])
 def test_our_own_implementation_passes(shell: Shell, converted: Converted, role: str, checks: int) -> None:
     code, failures = report(shell, role, "--package", converted("relu2", "f16").path)
     assert [f"{name}: {why}" for name, why in failures.items() if why] == []
@@ -55,15 +62,16 @@ def test_our_own_implementation_passes(shell: Shell, converted: Converted, role:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("role", "name", "why"),
     [
-        ("OneBitOff", "other bits than our own implementations: "),
-        ("ShowsNoLife", "decode-0: 0 beats in 1.5 s, while idle"),
+        ("decode", "OneBitOff", "other bits than our own implementations: "),
+        ("decode", "ShowsNoLife", "decode-0: 0 beats in 1.5 s, while idle"),
+        ("prefill", "CopiesNothing", "other bits than our own implementations: a text that begins with another's"),
     ],
 )
-def test_what_is_wrong_is_told(shell: Shell, converted: Converted, name: str, why: str) -> None:
+def test_what_is_wrong_is_told(shell: Shell, converted: Converted, role: str, name: str, why: str) -> None:
     (shell.folder / "wrong.py").write_text(WRONG)
-    code, failures = report(shell, "decode", "--use", f"wrong:{name}", "--package", converted("relu2", "f16").path)
+    code, failures = report(shell, role, "--use", f"wrong:{name}", "--package", converted("relu2", "f16").path)
     assert code == 1
     assert why in failures["ordinary peers"]
 
