@@ -26,8 +26,13 @@ async def read_body(request: Request, kind: type[Wanted]) -> Wanted:
     if content_type != "application/json":
         # A page from elsewhere could send anything else without asking first.
         raise Problem(415, "unsupported_media_type", "expected the header `Content-Type: application/json`")
+    return parse_body(await _bytes(request), kind)
+
+
+def parse_body(data: bytes, kind: type[Wanted]) -> Wanted:
+    """A body's bytes as `kind`. Raises Problem naming the parameter."""
     try:
-        return kind.model_validate_json(await _bytes(request))
+        return kind.model_validate_json(data)
     except ValidationError as error:
         raise _problem(error) from None
 

@@ -39,6 +39,11 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
+    from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
+    from neuronpipe.services.gateway.bodies import parse_body
+    from neuronpipe.services.gateway.problems import Problem
+    from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
+    from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
 
 from neuronpipe.launch.demo import DEMO
 
@@ -47,6 +52,26 @@ from tests.conformance.gguf_files import write_gguf
 
 MOST_S, MOST_BYTES = 10, 2 << 30
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
+DEMO_IDS = 4096
+TURNS = [{"role": role, "content": "a b"} for role in ("system", "user", "assistant", "user")]
+SCHEMAS = [
+    b'{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", null]}}}',
+    b'{"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 4}, {"type": "string", "pattern": "a"}],'
+    b' "$defs": {"n": {"type": "number", "multipleOf": 2}}}',
+]
+TEMPLATES = [
+    b"{% for m in messages %}{{ bos_token + m['role'] ~ m.content | trim | replace('a', 'b') }}{% endfor %}",
+    b"{%- set n = namespace(x=[]) %}{% for i in range(3) %}{% set n.x = n.x + [i * 2] %}{% endfor %}{{ n.x | join }}",
+    b"{% macro f(x) %}{% if x is defined and x[0].role != 'user' %}{{ x | tojson(indent=2) }}{% endif %}{% endmacro %}"
+    b"{{ f(messages) | indent(2) }}{{ raise_exception('no') }}",
+]
+CHAT = (
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "top_logprobs": 2, "logprobs": true,'
+    b' "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}, "stop": ["x"]}'
+)
+COMPLETION = (
+    b'{"prompt": [[1, 2], [3]], "max_tokens": 4, "logit_bias": {"5": -100}, "stream": true, "seed": 1, "top_p": 0.5}'
+)
 Target = Callable[[bytes], object]
 
 
@@ -73,6 +98,16 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         path.rename(folder / RUN_FILE)
         RunDirectory.find(folder)
 
+    grammars = Grammars((DEMO / "tokenizer.json").read_text, DEMO_IDS, [0])
+
+    def schema(data: bytes) -> None:
+        """Compiled, and followed for a while along what it allows."""
+        following = grammars.start(data.decode("utf-8", "replace"))
+        for _ in range(8):
+            allowed = int.from_bytes(following.allowed, "little")
+            if not allowed or following.take(allowed.bit_length() - 1):
+                break
+
     return {
         "wire": (vocabulary.decode, [bytes.fromhex(one["frame"]) for one in json.loads(GOLDEN.read_text())]),
         "gguf": (file("x.gguf", read_gguf_header), [(folder / "model.gguf").read_bytes()[:4096]]),
@@ -81,6 +116,10 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "manifest": (lambda data: parse_manifest(data, "x"), [(DEMO / "manifest.json").read_bytes()]),
         "plan": (lambda data: parse_plan(data.decode("utf-8", "replace"), "x"), [_plan()]),
         "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
+        "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
+        "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
+        "template": (lambda data: Template(data.decode("utf-8", "replace"), "<s>", "</s>").render(TURNS), TEMPLATES),
+        "schema": (schema, SCHEMAS),
     }
 
 
@@ -94,7 +133,7 @@ def once(target: Target, data: bytes) -> None:
     began, said = time.monotonic(), ""
     try:
         target(data)
-    except (UserError, WireError, NotRunning) as error:
+    except (UserError, WireError, NotRunning, Problem, GrammarError, TemplateError, Refused) as error:
         said = str(error)
     assert len(said) < 10_000, "the error is long"
     assert "\n" not in said, "the error is not one line"
