@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from hypothesis import HealthCheck, settings
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Activation
@@ -15,6 +16,10 @@ from neuronpipe.plans.package.reader import Package
 
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.pipeline import Shell
+
+# How long an example takes says something about the machine, and whoever else is busy on it.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -134,13 +134,13 @@ def ended_well(heard: list[Message]) -> bool:
     return isinstance(heard[-1], Finished)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(requests())
 def test_any_request_is_answered_or_refused(ask: Generate) -> None:
     ended_well(answers(ask))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(servable)
 def test_a_request_within_the_ranges_is_refused_for_its_schema_alone(ask: Generate) -> None:
     heard = answers(ask)

@@ -25,7 +25,7 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
 from neuronpipe.protocol.version import MAGIC
 
-EXAMPLES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EVERY = Vocabulary(*all_messages())
 GOLDEN_FILE = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
 GOLDEN = [bytes.fromhex(golden["frame"]) for golden in json.loads(GOLDEN_FILE.read_text(encoding="utf-8"))]
@@ -96,7 +96,7 @@ def understood_or_refused(frame: bytes) -> None:
 
 @pytest.mark.parametrize("cls", all_messages(), ids=lambda cls: cls.__name__)
 def test_every_message_comes_back_as_it_was(cls: type[Message]) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(messages_of(cls))
     def round_trip(content: Message) -> None:
         assert Vocabulary(cls).decode(encode(content)) == content

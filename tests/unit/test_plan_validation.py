@@ -105,7 +105,7 @@ def test_a_plan_that_no_planner_makes_is_refused_by_its_field(path: str, value: 
         validate(read, manifest(), "plan.json")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     extra=st.integers(0, 12 * MIB), workers=st.integers(1, 5), neurons=st.integers(1, 3000), layers=st.integers(1, 9)
 )

@@ -145,7 +145,7 @@ def test_a_resident_share_too_small_for_one_block_per_worker_is_refused() -> Non
         plan(manifest(), device(), Wanted(ffn_resident_share=0.01))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     extra=st.one_of(st.integers(0, 12 * MIB), st.integers(0, 2 * GIB)),
     workers=st.integers(1, 5),

@@ -110,7 +110,7 @@ def test_greedy_takes_the_greatest_after_penalties_biases_and_grammar(options: d
         assert sampler_of(logits).draw(draw) == int(changed(logits, draw).argmax())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32), st.floats(0.05, 5), st.integers(0, 60), st.floats(0.01, 1), st.integers(0, 2**64 - 1))
 def test_options_that_are_off_change_no_draw(
     seed: int, temperature: float, top_k: int, top_p: float, draw_seed: int
