@@ -1,6 +1,6 @@
 """Text that must follow a grammar: which tokens may come next, by the llguidance library.
 
-The library is loaded when the first request needs it, and stays. While it reads the tokenizer everybody waits: one
+The library is loaded when the first request needs it, and stays. While it takes in the vocabulary everybody waits: one
 process serves all.
 """
 
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
+
+from neuronpipe.services.coordinator.text import Tokenizer
 
 SCHEMA_BYTES_MOST = 64 << 10
 KEPT_COMPILED = 8
@@ -37,12 +39,12 @@ class Grammar(Protocol):
 class Grammars:
     """The grammars that a package's tokens can follow.
 
-    tokenizer: reads tokenizer.json, when the first grammar is asked for
+    tokenizer: what the tokens stand for
     vocabulary: how many ids there are, those included that no token has
     end_tokens: allowed where the text may end, and nowhere else
     """
 
-    def __init__(self, tokenizer: Callable[[], str], vocabulary: int, end_tokens: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._end_tokens = sorted(end_tokens)
@@ -69,17 +71,31 @@ class Grammars:
 
     @functools.cached_property
     def _tokens(self) -> Any:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         try:
+            vocabulary = _Vocabulary(self._tokenizer, self._vocabulary, self._end_tokens)
             # Without slices: they make strings cheaper, and cost 35 MB with a vocabulary of 128,000.
-            return LLTokenizer(
-                self._tokenizer(), n_vocab=self._vocabulary, eos_token=self._end_tokens or None, slices=[]
-            )
+            return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._end_tokens or None, slices=[])
         except Exception as error:  # the library's own kinds
             raise GrammarError(
                 f"no grammar can be followed with this package's tokenizer: {_one_line(error)}"
             ) from None
+
+
+class _Vocabulary:
+    """A tokenizer in the library's words. Reading tokenizer.json itself, it would keep all of that a second time."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokenizer.pieces(vocabulary)
+        self.special_token_ids = tokenizer.special_tokens
+        self.eos_token_id = end_tokens[0] if end_tokens else None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(), frame=False)
 
 
 class _Following:

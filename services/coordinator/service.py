@@ -85,12 +85,9 @@ class CoordinatorService:
         self._lines = {(role, index): number for number, (role, index, _) in enumerate(places)}
         services = [place for place in places if place[0] not in ("coordinator", GATEWAY)]
         self._seats = Seats(services)
-        self._core = Core(
-            limits,
-            [(role, index) for role, index, _ in services],
-            FileTokenizer(job.package.tokenizer()),
-            Grammars(job.package.tokenizer, shape.vocabulary, limits.end_tokens),
-        )
+        tokenizer = FileTokenizer(job.package.tokenizer())
+        grammars = Grammars(tokenizer, shape.vocabulary, limits.end_tokens)
+        self._core = Core(limits, [(role, index) for role, index, _ in services], tokenizer, grammars)
         self._core.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)
         self._board = self._memory.view("board", "processes")

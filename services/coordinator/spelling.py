@@ -52,6 +52,11 @@ class Spelling:
             plain=frozenset(token.content for token in library.get_added_tokens_decoder().values()),
         )
 
+    @property
+    def every_byte(self) -> bool:
+        """Whether names can spell any byte: then nothing else than what is known here turns them into text."""
+        return self.alphabet is not None or self.byte_names
+
     def bytes_of(self, name: str) -> bytes:
         """The bytes of the token of this name."""
         if name in self.plain:

@@ -29,6 +29,15 @@ class Tokenizer(Protocol):
         """The bytes of one token, as in `Token`; empty for an id that no token has."""
         ...
 
+    @property
+    def special_tokens(self) -> list[int]:
+        """Ids of tokens that are no text."""
+        ...
+
+    def pieces(self, count: int) -> list[bytes]:
+        """The bytes of the first `count` ids. Raises ValueError when names may mean other bytes than `piece` finds."""
+        ...
+
 
 class FileTokenizer:
     """A package's tokenizer.json through the `tokenizers` library."""
@@ -60,6 +69,18 @@ class FileTokenizer:
             self._spelling = Spelling.of(self._library)
         name = self._library.id_to_token(token)
         return b"" if name is None else self._spelling.bytes_of(name)
+
+    @property
+    def special_tokens(self) -> list[int]:
+        """Ids of tokens that are no text."""
+        return [token for token, added in self._library.get_added_tokens_decoder().items() if added.special]
+
+    def pieces(self, count: int) -> list[bytes]:
+        """The bytes of the first `count` ids. Raises ValueError when names may mean other bytes than `piece` finds."""
+        pieces = [self.piece(token) for token in range(count)]
+        if self._spelling is None or not self._spelling.every_byte:
+            raise ValueError("its decoder is neither ByteLevel nor ByteFallback")
+        return pieces
 
 
 class TextStream:

@@ -31,7 +31,7 @@ LOGITS = np.random.default_rng(7).normal(0, 4, VOCABULARY).astype(np.float32)
 LOGITS[5:9] = math.inf, -math.inf, 0.0, -0.0
 SAMPLER = Sampler(memoryview(LOGITS).cast("B").cast("f"), VOCABULARY)
 TOKENIZER = FileTokenizer(TEXT)
-GRAMMARS = Grammars(lambda: TEXT, VOCABULARY, [END])
+GRAMMARS = Grammars(TOKENIZER, VOCABULARY, [END])
 
 any_float = st.floats() | st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e-300, 1e38])
 any_int = st.integers(-(2**63), 2**64 - 1) | st.integers(0, 30)

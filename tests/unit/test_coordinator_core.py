@@ -36,7 +36,6 @@ from neuronpipe.services.coordinator.schedule import BESIDE_DECODE_TOKENS
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
-NO_GRAMMARS = Grammars(str, 200, [END])
 
 
 class Letters:
@@ -49,6 +48,9 @@ class Letters:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
+
+
+NO_GRAMMARS = Grammars(Letters(), 200, [END])
 
 
 def make_core(**changes: int) -> Core:

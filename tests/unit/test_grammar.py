@@ -25,13 +25,13 @@ PERSON = json.dumps(
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(PATH.read_text, VOCABULARY, [END])
+def tokenizer() -> FileTokenizer:
+    return FileTokenizer(PATH.read_text())
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> FileTokenizer:
-    return FileTokenizer(PATH.read_text())
+def grammars(tokenizer: FileTokenizer) -> Grammars:
+    return Grammars(tokenizer, VOCABULARY, [END])
 
 
 def allowed(grammar: Grammar) -> list[int]:
@@ -122,9 +122,40 @@ def test_a_schema_that_cannot_be_compiled_says_why_in_one_line(grammars: Grammar
     assert len(str(caught.value)) < 500
 
 
-def test_a_tokenizer_that_the_library_does_not_understand_is_an_error_of_the_request() -> None:
-    with pytest.raises(GrammarError, match="this package's tokenizer"):
-        Grammars(lambda: "{}", 10, [0]).start("json")
+def test_a_tokenizer_whose_names_may_mean_anything_is_an_error_of_the_request() -> None:
+    library = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "{": 1, "##}": 2}, unk_token="[UNK]"))
+    library.decoder = decoders.WordPiece()
+    with pytest.raises(GrammarError, match="this package's tokenizer: its decoder is neither"):
+        Grammars(FileTokenizer(library.to_str()), 3, [0]).start("json")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_may_follow_is_what_the_library_finds_when_it_reads_the_file_itself(grammars: Grammars, seed: int) -> None:
+    text = PATH.read_text()
+    reading = Grammars(FileTokenizer(text), VOCABULARY, [END])
+    reading.__dict__["_tokens"] = llguidance.LLTokenizer(text, n_vocab=VOCABULARY, eos_token=[END], slices=[])
+    ours, theirs, chance = grammars.start(PERSON), reading.start(PERSON), random.Random(seed)
+    complete = False
+    while not complete:
+        assert ours.allowed == theirs.allowed
+        token = chance.choice(allowed(ours))
+        complete = ours.take(token)
+        assert theirs.take(token) == complete
+
+
+def test_an_id_that_no_token_has_never_follows(tokenizer: FileTokenizer) -> None:
+    grammar = Grammars(tokenizer, VOCABULARY + 100, [END]).start('{"type": "string"}')
+    follow(grammar, tokenizer.encode('"'))
+    bits = int.from_bytes(grammar.allowed, "little")
+    assert bits.bit_count() > 1000
+    assert bits >> VOCABULARY == 0
+
+
+def test_a_package_without_end_tokens_has_none_that_may_follow(tokenizer: FileTokenizer) -> None:
+    grammar = Grammars(tokenizer, VOCABULARY, []).start('{"type": "integer"}')
+    follow(grammar, tokenizer.encode("12"))
+    assert END not in allowed(grammar)
+    assert follow(Grammars(tokenizer, VOCABULARY, []).start("json"), tokenizer.encode("{}"))
 
 
 def test_the_bytes_of_every_token_are_those_the_library_knows(tokenizer: FileTokenizer) -> None:
