@@ -24,8 +24,12 @@ def write_chrome(file: TextIO, rows: Sequence[Row]) -> None:
 
 def _events(row: Row, number: int, origin_ns: int) -> Iterable[dict[str, Any]]:
     pid = row.pid or -number - 1  # a process that is being started again has none
-    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": row.name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": number}}
+    for name, value in (
+        ("process_name", {"name": row.name}),
+        ("process_sort_index", {"sort_index": number}),
+        ("thread_name", {"name": row.role}),
+    ):
+        yield {"ph": "M", "name": name, "pid": pid, "tid": pid, "args": value}
     for span in row.spans:
         kind = _KINDS.get(span.kind)
         arguments: dict[str, Any] = {"step": span.step, "layer": span.layer}
@@ -36,7 +40,7 @@ def _events(row: Row, number: int, origin_ns: int) -> Iterable[dict[str, Any]]:
             "name": kind.name if kind else f"kind {span.kind}",
             "cat": row.role,
             "pid": pid,
-            "tid": 0,
+            "tid": pid,
             "ts": (span.start_ns - origin_ns) / 1000,
             "dur": (span.end_ns - span.start_ns) / 1000,
             "args": arguments,

@@ -65,9 +65,16 @@ def draw(rows: Sequence[Row], title: str) -> str:
 
 
 def _steps_title(rows: Sequence[Row], window: Window) -> str:
-    sent = [s for row in rows for s in row.spans if s.kind == NUMBER["send"] and window.shows(s)]
-    what = "the last step" if len(sent) == 1 else f"the last {len(sent)} steps"
+    count = len(_sent(rows, window))
+    what = f"the last {count} steps" if count > 1 else "the last step" if count else "no whole step"
     return f"{what}, {window.ns / 1e6:.1f} ms"
+
+
+def _sent(rows: Sequence[Row], window: Window) -> list[Span]:
+    """The sending of each step that the window shows to its last answer; the next one is sent before its end."""
+    spans = [span for row in rows for span in row.spans]
+    answered = {s.step for s in spans if s.kind == NUMBER["await"] and s.end_ns <= window.to_ns}
+    return sorted(s for s in spans if s.kind == NUMBER["send"] and s.start_ns >= window.from_ns and s.step in answered)
 
 
 def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int, title: str) -> int:
@@ -179,13 +186,13 @@ def _percent(share: float) -> str:
 def _step_marks(
     svg: ElementTree.Element, rows: Sequence[Row], window: Window, scale: float, top: int, bottom: int
 ) -> None:
-    """Where a step is sent: a line through all rows, and its number."""
-    for row in rows:
-        for span in row.spans:
-            if span.kind == NUMBER["send"] and window.from_ns <= span.start_ns < window.to_ns:
-                x = LEFT + (span.start_ns - window.from_ns) * scale
-                _line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
-                _text(svg, x + 4, top - 6, f"step {span.step}", size=11, fill=FAINT)
+    """Where a step is sent: a line through all rows, and its number, where the next one leaves room for it."""
+    marks = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
+    for (x, step), (after, _) in itertools.zip_longest(marks, marks[1:], fillvalue=(math.inf, 0)):
+        _line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
+        name = f"step {step}"
+        if after - x > 8 + 6.2 * len(name):
+            _text(svg, x + 4, top - 6, name, size=11, fill=FAINT)
 
 
 def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int) -> int:

@@ -107,6 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(render(rows), end="")
         if earlier is not None:
             print("\n" + compare(rows, earlier, arguments.compare), end="")
+    if arguments.picture and not arguments.json:
+        print(f"\n{arguments.picture}: what each process did in the last steps; open it with a browser")
     return 0
 
 

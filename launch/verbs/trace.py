@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from neuronpipe.launch.attached import attach
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.monitor.rings import Row, RunTrace
 
 POLL_S = 0.005  # a ring of 4096 spans holds tens of milliseconds of a small model
@@ -43,12 +46,18 @@ def main(arguments: argparse.Namespace) -> int:
         rows = _watch(trace, arguments.seconds)
     if not any(span.step for row in rows for span in row.spans):  # the cache evicts without a step as well
         when = f"in these {arguments.seconds:g} s" if arguments.seconds else "yet"
-        raise UserError(f"{directory.path}: no step was computed {when}; ask it something with `neuronpipe ask`")
+        meanwhile = " meanwhile" if arguments.seconds else ""
+        raise UserError(
+            f"{directory.path}: no step was computed {when}; ask it something{meanwhile} with `neuronpipe ask`"
+        )
     if arguments.picture:
-        write_picture(arguments.picture, rows, f"run {run_file.run}")
+        write_picture(arguments.picture, rows, _title(run_file))
+        print(f"{arguments.picture}: what each process did in the last steps; open it with a browser")
     if arguments.output:
         with whole_file(arguments.output) as place, place.open("w", encoding="utf-8") as file:
             write_chrome(file, rows)
+        count = sum(len(row.spans) for row in rows)
+        print(f"{arguments.output}: {count:,} spans over {_length_s(rows):.1f} s; open it at https://ui.perfetto.dev")
     elif not arguments.picture:
         write_chrome(sys.stdout, rows)
         print()
@@ -60,17 +69,27 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _watch(trace: RunTrace, seconds: float) -> list[Row]:
     """What the rings hold, or what is put into them from now on."""
-    rows = trace.take()
+    there = trace.take_arrays()
     if seconds == 0:
-        return rows
-    rows = [Row(row.role, row.index, row.pid, [], 0) for row in rows]
-    began = time.monotonic()
+        return trace.rows(there)
+    parts: list[list[tuple[Any, int]]] = []
+    began, took = time.monotonic(), 0.0
     with Progress("watching", "ms", plain=not sys.stderr.isatty()) as progress:
-        while (took := time.monotonic() - began) < seconds:
+        while took < seconds or not parts:
             time.sleep(min(POLL_S, seconds - took))
-            rows = [
-                Row(old.role, old.index, new.pid, old.spans + new.spans, old.lost + new.lost)
-                for old, new in zip(rows, trace.take(), strict=True)
-            ]
-            progress(int(1000 * took), int(1000 * seconds))
-    return rows
+            parts.append(trace.take_arrays())
+            took = time.monotonic() - began
+            progress(int(1000 * min(took, seconds)), int(1000 * seconds))
+    rings = zip(*parts, strict=True)
+    return trace.rows([(np.concatenate([spans for spans, _ in ring]), sum(lost for _, lost in ring)) for ring in rings])
+
+
+def _title(run_file: RunFile) -> str:
+    facts = run_file.facts
+    model = f"{facts.model} {facts.quantization} {facts.mode}, " if facts else ""
+    return f"{model}run {run_file.run}"
+
+
+def _length_s(rows: Sequence[Row]) -> float:
+    spans = [span for row in rows for span in row.spans]
+    return (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9

@@ -89,10 +89,14 @@ class RunTrace(Closing):
 
     def take(self) -> list[Row]:
         """A row for each process."""
-        rows = []
-        for process, (spans, lost) in zip(self._processes, self.take_arrays(), strict=True):
-            rows.append(Row(process.role, process.index, process.pid, [Span(*one) for one in spans.tolist()], lost))
-        return rows
+        return self.rows(self.take_arrays())
+
+    def rows(self, taken: Sequence[tuple[Any, int]]) -> list[Row]:
+        """The same of what `take_arrays` gave."""
+        return [
+            Row(process.role, process.index, process.pid, [Span(*one) for one in spans.tolist()], lost)
+            for process, (spans, lost) in zip(self._processes, taken, strict=True)
+        ]
 
     def take_arrays(self) -> list[tuple[Any, int]]:
         """For each process its spans, [n] of SPANS, and how many were overwritten unseen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -85,6 +86,9 @@ def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
         events_file, picture = tmp_path / "t.json", tmp_path / "t.svg"
         done = shell.call("trace", "--run", run.path, "--output", events_file, "--picture", picture)
         assert done.code == 0, done.errors
+        drawn, written = done.out.splitlines()
+        assert drawn == f"{picture}: what each process did in the last steps; open it with a browser"
+        assert re.fullmatch(rf"{events_file}: [\d,]+ spans over [\d.]+ s; open it at https://ui.perfetto.dev", written)
         with (
             attach(run.path) as client,
             RunTrace.open(RunDirectory(run.path).read(), client.status().processes) as trace,
@@ -101,6 +105,23 @@ def test_trace_writes_what_a_run_does(shell: Shell, tmp_path: Path) -> None:
     answered = [span for span in coordinator.spans if span.kind == NUMBER["await"]]
     assert [span.step for span in answered] == sorted({span.step for span in answered})
     assert len(answered) == 8  # one prefill, whose token is the first, and seven decode steps
+
+
+def test_trace_of_some_seconds_has_what_happened_in_them(shell: Shell, tmp_path: Path) -> None:
+    with shell.up(DEMO) as run:
+        run.ask("def f(", max_tokens=8)
+        nothing = shell.refused("trace", "--run", run.path, "--seconds", "0.1", beside=True)
+        assert "no step was computed in these 0.1 s; ask it something meanwhile" in nothing
+        before = run.status().steps
+        file = tmp_path / "t.json"
+        watching = shell.start("trace", "--run", run.path, "--seconds", "3", "--output", file)
+        while watching.poll() is None:
+            run.ask("def f(", max_tokens=8)
+        _, errors = watching.communicate()
+        assert watching.returncode == 0, errors
+    steps = {event["args"].get("step", 0) for event in json.loads(file.read_text())["traceEvents"]}
+    assert steps - {0}
+    assert min(steps - {0}) > before
 
 
 def test_two_implementations_are_compared_in_one_run(shell: Shell) -> None:

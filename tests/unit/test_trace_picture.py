@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -93,6 +94,24 @@ def test_a_process_that_did_nothing_in_the_layers_shown_has_an_empty_row_there()
     assert [text.text for text in svg.iter(f"{SVG}text")].count("cache.0") == 2
 
 
+def test_a_step_that_was_only_sent_is_not_counted_as_shown() -> None:
+    rows = a_run()
+    coordinator = rows[2].spans
+    told = coordinator[-1]
+    coordinator[-1] = told._replace(end_ns=told.start_ns + MS // 2)  # clients are told while the next one is computed
+    coordinator.append(Span(told.start_ns + 10, told.start_ns + 20, NUMBER["send"], 0, 1, 6))
+    texts = [text.text for text in ElementTree.fromstring(draw(rows, "t")).iter(f"{SVG}text")]
+    assert "the last 3 steps, 20.5 ms" in texts
+    assert [text for text in texts if re.match(r"step \d", text or "")] == ["step 3", "step 4", "step 5"]
+
+
+def test_numbers_of_steps_do_not_stand_on_each_other() -> None:
+    fast = Span(0, 10, NUMBER["send"], 0, 1, 1), Span(10, 20, NUMBER["await"], 0, 1, 1)
+    slow = Span(20, 30, NUMBER["send"], 0, 1, 2), Span(30, 9000, NUMBER["await"], 0, 1, 2)
+    svg = ElementTree.fromstring(draw([Row("coordinator", 0, 1, [*fast, *slow], 0)], "t"))
+    assert [text.text for text in svg.iter(f"{SVG}text") if re.match(r"step \d", text.text or "")] == ["step 2"]
+
+
 def test_reads_that_overlap_lie_side_by_side() -> None:
     svg = ElementTree.fromstring(draw(a_run(), "t"))
     reads = [r for r in svg.iter(f"{SVG}rect") if (t := r.find(f"{SVG}title")) is not None and "read" in (t.text or "")]
@@ -122,6 +141,7 @@ def test_trace_events_name_processes_and_count_microseconds() -> None:
     events = json.loads(file.getvalue())["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert named == {11: "coordinator.0", 12: "decode.0", 13: "loader.0", 14: "cache.0"}
+    assert all(event["tid"] == event["pid"] for event in events)  # the one thread of each
     spans = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in spans) == 0
     neurons = next(event for event in spans if event["name"] == "neurons")
