@@ -10,7 +10,8 @@ not survive a fork.
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request at the door     seats change hands (takeover.py); an implementation that took a seat on the live run and
                               cannot live makes way for the one before it
-    SIGTERM, SIGINT           coordinator and gateway come to an end; who is left is ended, then killed
+    SIGTERM, SIGINT           the coordinator ends the others and then itself; who is left is ended, then killed. The
+                              gateway goes last: it tells whoever asks meanwhile
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ class Supervisor:
         self._stopping = True
         if self._takeover is not None:
             answer(self._takeover.guest, {"error": "the run is ending"})
-        first = [pid for pid, seat in self._processes.items() if seat.role in ("coordinator", GATEWAY)]
+        first = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
         for pids, number, patience_s in (
             (first, signal.SIGTERM, DRAIN_S if self.failure is None else 0.0),  # a failed run has nothing to finish
             (list(self._processes), signal.SIGTERM, TERMINATE_S),
@@ -329,10 +330,14 @@ class Supervisor:
                 if pid in self._processes:
                     os.kill(pid, number)
             deadline = time.monotonic() + (patience_s if pids else 0.0)
-            while self._processes and time.monotonic() < deadline:
+            while self._awaited(pids) and time.monotonic() < deadline:
                 self._reap()
                 time.sleep(0.002)
         self._directory.remove()
+
+    def _awaited(self, told: list[int]) -> bool:
+        """Whether anybody is left who is to go now: of the gateway nothing is expected before it is told."""
+        return any(seat.role != GATEWAY or pid in told for pid, seat in self._processes.items())
 
 
 def supervise(

@@ -24,7 +24,6 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.loader.service import LoaderService
 
 RECORD = "NEURONPIPE_CONFORMANCE_RECORD"
-LAST_WORDS_S = 1.0
 LATE_S, PAUSE_S = 1.2, 0.002
 GARBAGE = (
     (b"",),
@@ -167,14 +166,6 @@ class Witness(CoordinatorService):
         if peer in self._seats:
             self._write({"peer": peer, "told": type(message).__name__, "at": time.monotonic()})
         super()._send(peer, message)
-
-    def _dismiss_all(self) -> None:
-        super()._dismiss_all()
-        deadline = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < deadline and any(seat.state != "stopped" for seat in self._seats):
-            received = self._control.receive(50)
-            if received is not None and received[0] in self._seats:
-                self._take_from_seat(*received)
 
     def _write(self, content: dict[str, Any]) -> None:
         self._record.write(json.dumps(content) + "\n")

@@ -31,11 +31,13 @@ class Refused(Message):
     code: "bad_request" will never be served, "too_long" exceeds the context; "busy", "starting" and "draining" may be
         tried again; "cancelled" was asked for; "failed" is trouble inside the run
     message: one line for a person
+    retry_after_s: of "busy": when there may be room again, as far as one can tell; 0: nobody knows
     """
 
     request: str
     code: RefusalCode
     message: str
+    retry_after_s: int = 0
 
 
 @message

@@ -25,6 +25,7 @@ from neuronpipe.services.coordinator.events import (
     Broken,
     Dismiss,
     Eased,
+    Ending,
     EpochChanged,
     Event,
     Leaving,
@@ -98,6 +99,9 @@ class Core:
                 actions += self._results.measured(work, event, now)
             case Eased(share, until):
                 self.rest.ask(share, until)
+            case Ending():
+                self._step = None
+                actions += self.requests.end_all()
             case Tick():
                 pass
         return actions + self._proceed(now)

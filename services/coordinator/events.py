@@ -106,11 +106,16 @@ class Leaving:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ending:
+    """The run comes to its end: nothing is taken on any more, and nothing is finished."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed and nothing else happened."""
 
 
-Event = Asked | SeatReady | EpochChanged | Leaving | Left | Broken | Sampled | Measured | Eased | Tick
+Event = Asked | SeatReady | EpochChanged | Leaving | Left | Broken | Sampled | Measured | Eased | Ending | Tick
 
 
 # ---- actions -------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, FinishReason, RefusalCode, Refused
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.services.coordinator import endings
 from neuronpipe.services.coordinator.admission import Admission, Limits
+from neuronpipe.services.coordinator.busy import retry_after_s
 from neuronpipe.services.coordinator.events import Asked, Tell
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, longest_match
@@ -15,6 +17,7 @@ from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
 from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
 READING_MOST_S = 10.0
+ENDING = "the run is ending"
 
 
 class Waiting(NamedTuple):
@@ -38,6 +41,7 @@ class Requests:
         self.waiting: list[Waiting] = []
         self.works: list[Work] = []
         self.cached_tokens = 0  # prompt tokens that were not computed
+        self._ending = False
 
     @property
     def logits_are_read(self) -> bool:
@@ -71,8 +75,12 @@ class Requests:
         known += [(one.client, one.ask.request) for one in self.waiting]
         if (client, ask.request) in known:
             return []
+        if self._ending:
+            return [Tell(client, Refused(request=ask.request, code="draining", message=ENDING))]
         admitted = self._admission.check(ask, len(self.waiting))
         if isinstance(admitted, Refused):
+            if admitted.code == "busy":
+                admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.works))
             return [Tell(client, admitted)]
         self.waiting.append(Waiting(client, ask, admitted, now))
         return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
@@ -155,6 +163,15 @@ class Requests:
         """All of a score was read."""
         self._drop(work)
         return Tell(work.client, endings.score_finished(work, now))
+
+    def end_all(self) -> list[Tell]:
+        """The run ends: who has a slot, who waits, and who asks from now on is told so."""
+        self._ending = True
+        waiting, self.waiting = self.waiting, []
+        told = [self.refuse(work, "draining", ENDING) for work in [*self.works]]
+        return told + [
+            Tell(one.client, Refused(request=one.ask.request, code="draining", message=ENDING)) for one in waiting
+        ]
 
     def refuse(self, work: Work, code: RefusalCode, message: str) -> Tell:
         """A work cannot go on."""

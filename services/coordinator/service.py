@@ -33,6 +33,7 @@ from neuronpipe.services.coordinator.events import (
     Broken,
     Dismiss,
     Eased,
+    Ending,
     EpochChanged,
     Event,
     Leaving,
@@ -59,6 +60,7 @@ from neuronpipe.services.trace import Trace
 IDLE_MS = 250
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed when nobody is left to tell
+ENDING_MS = 5
 log = logging.getLogger(__name__)
 
 
@@ -122,12 +124,22 @@ class CoordinatorService:
             if self._core.requests.works and not self._core.busy:
                 self._handle(Tick())
             self._step_events.publish(trace.now())
-        self._dismiss_all()
+        poller.remove(self._wake)
+        self._end(poller)
         self._context.close()
 
-    def _dismiss_all(self) -> None:
+    def _end(self, poller: Poller) -> None:
+        """Tell clients and services that the run ends, and whoever comes meanwhile, until no service is left."""
+        self._handle(Ending())
+        self._epoch.advance()  # the step under way is nobody's any more
         for seat in self._seats:
             self._send(seat.peer, Drain())
+        left = True
+        while left:
+            left = any(self._board[self._line(seat)] for seat in self._seats)  # first: then all their words are there
+            poller.wait(ENDING_MS)
+            while (received := self._control.receive()) is not None:
+                self._take(*received)
 
     def _patience_ms(self) -> int:
         """For how long nothing but a message can give it something to do."""
@@ -159,6 +171,8 @@ class CoordinatorService:
         seat = self._seats.heard(peer, time.monotonic())
         name = (seat.role, seat.index)
         match message:
+            case Hello() if self._draining:  # it was starting when the others were told
+                self._send(peer, Drain())
             case Hello():
                 self._greet(seat, message)
             case Ready():
@@ -314,7 +328,7 @@ class CoordinatorService:
             role="coordinator",
             index=0,
             pid=os.getpid(),
-            state="ready",
+            state="draining" if self._draining else "ready",
             core=self._job.seat.core,
             step=self._core.schedule.steps,
             restarts=self._job.incarnation,
@@ -323,7 +337,7 @@ class CoordinatorService:
         processes = (me, *(self._process_status(seat, now) for seat in self._seats), *gateways)
         return Status(
             run=self._job.run,
-            ready=self._core.all_ready,
+            ready=self._core.all_ready and not self._draining,
             plan=self._job.plan.id,
             mode=self._job.plan.compute.mode,
             processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),

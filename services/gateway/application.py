@@ -33,6 +33,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 HEALTH_S = 2.0
+ENDING = "the server is ending"
 
 
 class Gateway:
@@ -65,6 +66,11 @@ class Gateway:
         )
         app.router.redirect_slashes = False
         return Door(app, self._listener, self._metrics, frozenset(route.path for route in routes))
+
+    def end(self) -> None:
+        """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
+        self._coordinator.end("draining", ENDING)
+        self._live.end(ENDING)
 
     # ---- texts -----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Answer:

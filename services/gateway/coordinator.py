@@ -19,14 +19,16 @@ from neuronpipe.protocol.channel import Connection, Poller, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Status, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
 from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
 
 QUIET_S = 0.5
 TICK_S = 0.25
+FRESH_S = 1.0
+READY_S = 2.0
+POLL_S = 0.02
 CANCEL_AGAIN_TOKENS = 16
-FIRST_ANSWER_S = 5.0
 MOST_REQUESTS = 128
 MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 
@@ -84,8 +86,9 @@ class Coordinator:
         self._unheard = 0
         self._pid: int | None = None
         self._news = asyncio.Event()
-        self.status: Status | None = None
-        self.ended: str | None = None
+        self._status: Status | None = None
+        self._status_at = 0.0
+        self._ended: tuple[str, str] | None = None  # code and reason
         self.over = asyncio.Event()  # the run has ended
         self._ticking = self._loop.create_task(self._tick())
 
@@ -129,8 +132,16 @@ class Coordinator:
         self._count += 1
         return f"r{self._count}"
 
+    def end(self, code: str, reason: str) -> None:
+        """There is nothing to ask any more: whoever waits is told, and whoever asks from now on."""
+        self._ended = code, reason
+        self._news.set()
+        for name, text in list(self._texts.items()):
+            del self._texts[name]
+            text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))
+
     async def fresh_status(self, within_s: float) -> Status:
-        """How the run is now. Raises Problem when nobody answers in time."""
+        """How the run is now. Raises Problem when nobody answers in time, or it is ending."""
         self._news.clear()
         self._ask_status()
         self._loop.call_soon(self._receive)
@@ -139,12 +150,29 @@ class Coordinator:
                 await self._news.wait()
         except TimeoutError:
             raise unavailable("starting", "the run does not answer at the moment; try again") from None
-        assert self.status is not None
-        return self.status
+        self._require_no_end()
+        assert self._status is not None
+        return self._status
+
+    def _require_no_end(self) -> None:
+        if self._ended is not None:
+            raise unavailable(*self._ended)
+        if self._status is not None and _coordinator(self._status).state == "draining":
+            raise unavailable("draining", "the run is ending")
+
+    async def _require_ready(self) -> None:
+        """A process that was lost is back within a blink: who asks meanwhile waits for it, and not for long."""
+        deadline = self._loop.time() + READY_S
+        status = self._status
+        while status is None or not status.ready or self._loop.time() - self._status_at > FRESH_S:
+            status = await self.fresh_status(max(POLL_S, deadline - self._loop.time()))
+            if not status.ready:
+                if self._loop.time() > deadline:
+                    raise unavailable("starting", "not all processes of the run are ready; try again")
+                await asyncio.sleep(POLL_S)
 
     async def _require_run(self, texts: int) -> None:
-        if self.ended is not None:
-            raise unavailable("ended", self.ended)
+        self._require_no_end()
         if len(self._texts) + texts > MOST_REQUESTS:
             raise Problem(
                 429,
@@ -153,8 +181,7 @@ class Coordinator:
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
-        if self.status is None:
-            await self.fresh_status(FIRST_ANSWER_S)
+        await self._require_ready()
         if self._unheard + texts > MOST_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
@@ -197,10 +224,10 @@ class Coordinator:
             text.mailbox.put(text.number, message)
 
     def _take_status(self, status: Status) -> None:
-        pid = next(process.pid for process in status.processes if process.role == "coordinator")
-        self._pid, self.status = pid, status
-        self._news.set()
         now = self._loop.time()
+        pid = _coordinator(status).pid
+        self._pid, self._status, self._status_at = pid, status, now
+        self._news.set()
         for text in self._texts.values():
             if text.home != pid and now - text.heard_at > QUIET_S:
                 text.home, text.heard_at = pid, now
@@ -214,9 +241,10 @@ class Coordinator:
             now = self._loop.time()
             if any(now - text.heard_at > QUIET_S for text in self._texts.values()):
                 self._ask_status()
-            if self.ended is None and (reason := self._run_ended()) is not None:
-                self.ended = reason
+            if not self.over.is_set() and (reason := self._run_ended()) is not None:
+                self.end("ended", reason)
                 self.over.set()
-                for name, text in list(self._texts.items()):
-                    del self._texts[name]
-                    text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))
+
+
+def _coordinator(status: Status) -> ProcessStatus:
+    return next(process for process in status.processes if process.role == "coordinator")

@@ -32,14 +32,31 @@ class Live:
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
         self._why = "nobody looks at the run any more"
+        self._ending: str | None = None
 
     def view(self) -> View:
-        """For one who wants to look. Raises Problem when too many do."""
+        """For one who wants to look. Raises Problem when too many do, or the server is ending."""
+        self._require_no_end()
         if len(self._viewers) >= MOST_VIEWERS:
             raise Problem(
                 429, "rate_limit_exceeded", f"{MOST_VIEWERS} look already", kind="rate_limit_error", retry_after_s=5
             )
         return View(self)
+
+    def end(self, reason: str) -> None:
+        """All who look are told."""
+        self._ending = reason
+        self._disappoint(unavailable("draining", reason))
+
+    def _require_no_end(self) -> None:
+        if self._ending is not None:
+            raise unavailable("draining", self._ending)
+
+    def _disappoint(self, problem: Problem) -> None:
+        """There is no next snapshot."""
+        if self._next is not None and not self._next.done():
+            self._next.set_exception(problem)
+            self._next.exception()  # who waited has gone, perhaps
 
     async def enter(self, view: View) -> None:
         """Somebody looks."""
@@ -52,7 +69,8 @@ class Live:
         self._viewers.discard(view)
 
     async def next(self) -> bytes:
-        """The next snapshot, as an event. Raises Problem when the run has ended."""
+        """The next snapshot, as an event. Raises Problem when the run has ended, or the server does."""
+        self._require_no_end()
         if self._watching is None:
             raise unavailable("ended", self._why)
         if self._next is None or self._next.done():
@@ -76,9 +94,7 @@ class Live:
             self._why = str(error)
         finally:
             self._watching = None
-            if self._next is not None and not self._next.done():
-                self._next.set_exception(unavailable("ended", self._why))
-                self._next.exception()  # who waited has gone, perhaps
+            self._disappoint(unavailable("ended", self._why))
             if observer is not None:
                 thread.submit(observer.close)
             thread.shutdown(wait=False)

@@ -47,7 +47,8 @@ class Problem(Exception):
 def from_refusal(refused: Refused) -> Problem:
     """The run's refusal as HTTP says it."""
     status, kind, code = REFUSALS[refused.code]
-    return Problem(status, code, refused.message, kind=kind, retry_after_s=1 if status in (429, 503) else None)
+    retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
+    return Problem(status, code, refused.message, kind=kind, retry_after_s=retry_after_s)
 
 
 def unavailable(code: str, message: str) -> Problem:

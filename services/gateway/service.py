@@ -21,7 +21,7 @@ from neuronpipe.services.job import Job
 
 if TYPE_CHECKING:
     from neuronpipe.services.gateway.coordinator import Coordinator
-    from uvicorn import Server
+    from neuronpipe.services.gateway.server import Server
 
 KEEP_ALIVE_S = 15
 MOST_GROWTH_BYTES = 512 << 20
@@ -52,11 +52,13 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, BoundedProtocol
     from neuronpipe.services.gateway.coordinator import Coordinator
+    from neuronpipe.services.gateway.server import Server
 
     _limit_memory()
     coordinator = Coordinator(run.endpoint(CONTROL), run_ended)
+    gateway = Gateway(package, coordinator, listener, run.path)
     config = uvicorn.Config(
-        Gateway(package, coordinator, listener, run.path).application(),
+        gateway.application(),
         http=BoundedProtocol,
         ws="none",
         lifespan="off",
@@ -70,7 +72,7 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
     )
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
-            server = uvicorn.Server(config)
+            server = Server(config, gateway.end)
             ending = asyncio.create_task(_end_with_run(coordinator, server))
             await server.serve(sockets=[listening])
             ending.cancel()

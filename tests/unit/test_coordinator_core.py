@@ -19,6 +19,7 @@ from neuronpipe.services.coordinator.events import (
     Broken,
     Dismiss,
     Eased,
+    Ending,
     EpochChanged,
     Leaving,
     Left,
@@ -495,6 +496,20 @@ def test_requests_beyond_the_bound_of_those_that_wait_are_refused_at_once() -> N
     (refused,) = answers[-1]
     assert isinstance(refused, Refused)
     assert refused.code == "busy"
+    assert refused.retry_after_s == 1  # no text has a pace yet
+
+
+def test_when_the_run_ends_all_are_told_and_nothing_is_taken_on_any_more() -> None:
+    driven = Driven(sequences=1)
+    (prefill,) = sent(driven.ask("1", "ab"))
+    driven.ask("2", "cd")
+    actions = driven.core.handle(Ending(), 0.5)
+    assert [(message.request, message.code) for message in told(actions)] == [("1", "draining"), ("2", "draining")]
+    assert sent(actions) == []
+    (refused,) = told(driven.ask("3", "ef"))
+    assert isinstance(refused, Refused)
+    assert refused.code == "draining"
+    assert finish(driven.core, prefill) == []  # what comes of the step is nobody's any more
 
 
 def test_a_seat_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
