@@ -95,12 +95,7 @@ class Gateway:
         frame: bool = True,
     ) -> Answer:
         if body.model not in (None, self._name):
-            raise Problem(
-                404,
-                "model_not_found",
-                f"the model {body.model!r} is not served here; {self._name!r} is",
-                param="model",
-            )
+            raise self._unknown(body.model)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
         grammar = body.grammar
         seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -153,8 +148,12 @@ class Gateway:
         """The model, by its name."""
         name = request.path_params["name"]
         if name != self._name:
-            raise Problem(404, "model_not_found", f"the model {name!r} is not served here; {self._name!r} is")
+            raise self._unknown(name)
         return _json(self._model())
+
+    def _unknown(self, model: str) -> Problem:
+        said = f"the model {model!r} is not served here; {self._name!r} is"
+        return Problem(404, "model_not_found", said, param="model")
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -204,6 +203,8 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     detail = error.detail
     if error.status_code == 404:
         detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
+    elif error.status_code == 405:
+        detail = f"here {(error.headers or {})['Allow']} is understood"
     text = f"{request.method} {request.url.path}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(Problem(error.status_code, code, text, headers=headers))

@@ -4,15 +4,17 @@ may take to arrive, to its size, and to how long what is sent may wait for a rea
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
+from neuronpipe.services.gateway.problems import Problem, unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 512
 HEAD_S = 5.0
 MOST_HEAD_BYTES = 32 << 10
 STALLED_S = 30.0
-BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+CROWDED = unavailable("too_many_connections", f"{MOST_CONNECTIONS} connections are open already; try again")
 
 
 class BoundedProtocol(H11Protocol):
@@ -27,7 +29,7 @@ class BoundedProtocol(H11Protocol):
         """Turn away one too many; give the others a while to say what they want."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.write(BUSY)
+            transport.write(_whole(CROWDED))
             transport.close()
             return
         self._head_due = self.loop.call_later(HEAD_S, self._too_slow)
@@ -49,6 +51,12 @@ class BoundedProtocol(H11Protocol):
         elif waiting and self._head_due is None and self.conn.trailing_data[0]:
             self._head_due = self.loop.call_later(HEAD_S, self._too_slow)
 
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP. Where an answer has begun, its end says so."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_whole(Problem(400, "invalid_http", f"this is not HTTP/1.1: {msg}")))
+        self.transport.close()
+
     def pause_writing(self) -> None:
         """More waits for the reader than is kept: it has a while to take some."""
         super().pause_writing()
@@ -69,3 +77,11 @@ class BoundedProtocol(H11Protocol):
         self._head_due = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
+
+
+def _whole(problem: Problem) -> bytes:
+    """A response, after which the connection closes."""
+    body = problem.body()
+    headers = [*problem.headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
+    lines = "".join(f"{name}: {value}\r\n" for name, value in [*headers, ("connection", "close")])
+    return f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\n{lines}\r\n".encode() + body

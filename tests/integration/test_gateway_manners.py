@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from neuronpipe.services.gateway.connections import MOST_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
 from tests.pipeline import Shell, eventually
@@ -58,6 +59,50 @@ def exchange(server: Server, data: bytes) -> bytes:
 def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: bytes) -> None:
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 4") or not answer
+    if answer:
+        assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status", "code", "said"),
+    [
+        ("POST", "/v1/completions", {}, b'{"prompt": ', 400, "invalid_json", "EOF while parsing"),
+        ("POST", "/v1/completions", {}, b'{"prompt": "\xe9"}', 400, "invalid_json", "invalid unicode"),
+        ("POST", "/v1/completions", {}, b"[1]", 400, "invalid_value", "should be an object"),
+        ("POST", "/v1/completions", {"Content_Type": "text/plain"}, b"{}", 415, "unsupported_media_type", "expected"),
+        ("POST", "/v1/completions", {"Content_Type": ""}, b"{}", 415, "unsupported_media_type", "expected"),
+        ("POST", "/v1/completions", {}, b" " * (5 << 20), 413, "body_too_large", "more than 4194304 bytes"),
+        ("GET", "/v1/models/gpt-4", {}, None, 404, "model_not_found", "'neuronpipe-demo' is"),
+        ("GET", "/v1/nothing", {}, None, 404, "not_found", "the API is below /v1"),
+        ("GET", "/page/nothing.js", {}, None, 404, "not_found", "the API is below /v1"),
+        ("GET", "/v1/chat/completions", {}, None, 405, "method_not_allowed", "here POST is understood"),
+        ("DELETE", "/v1/models", {}, None, 405, "method_not_allowed", "here GET, HEAD is understood"),
+    ],
+)
+def test_what_is_wrong_is_said_as_openai_says_it(
+    server: Server,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    body: bytes | None,
+    status: int,
+    code: str,
+    said: str,
+) -> None:
+    reply = server.call(method, path, body, **headers)
+    error = reply.json()["error"]
+    assert (reply.status, error["code"], set(error)) == (status, code, {"message", "type", "param", "code"})
+    assert said in error["message"]
+    assert reply.headers["content-type"] == "application/json"
+
+
+def test_one_connection_too_many_is_told_so(server: Server) -> None:
+    with contextlib.ExitStack() as lines:
+        for _ in range(MOST_CONNECTIONS):
+            lines.enter_context(server.connect())
+        reply = read_reply(lines.enter_context(server.connect()))
+    assert (reply.status, reply.json()["error"]["code"]) == (503, "too_many_connections")
+    assert int(reply.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize(
