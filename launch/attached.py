@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -23,6 +23,8 @@ def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
     def reason() -> str | None:
         try:
             directory.read()
+        except NotRunning:
+            return f"{directory.path}: the run has ended"
         except UserError as error:
             return str(error)
         return None

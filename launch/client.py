@@ -81,6 +81,8 @@ class Client(Closing):
                     continue
                 assert message is not None
                 if isinstance(message, Refused):
+                    if message.code == "draining":
+                        continue  # why the run ends is known when it has ended
                     raise UserError(message.message)
                 if isinstance(message, Accepted):
                     home = seen

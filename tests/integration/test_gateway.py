@@ -268,4 +268,4 @@ def test_a_gateway_ends_with_the_run_that_it_was_put_onto(shell: Shell) -> None:
     assert b"[DONE]" not in answer or b"length" in answer
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    assert "not running" in errors or "no run here" in errors
+    assert errors == f"neuronpipe: {run.path}: the run has ended\n"

@@ -122,10 +122,10 @@ def test_a_run_that_ends_tells_whoever_waits_and_whoever_comes(shell: Shell) -> 
         assert server.process.wait(PATIENCE_S) == 0
 
 
-def test_a_client_of_the_coordinator_is_told_that_the_run_ends(shell: Shell) -> None:
+def test_a_client_of_the_coordinator_is_told_that_the_run_has_ended(shell: Shell) -> None:
     with shell.up(DEMO) as run:
         asking = shell.start("ask", "--run", run.path, "-p", "def f(", "-n", "480", "--ignore-end")
         assert eventually(lambda: run.status().sequences_active == 1)
         run.down()
         _, errors = asking.communicate(timeout=PATIENCE_S)
-    assert (asking.returncode, errors) == (2, "neuronpipe: the run is ending\n")
+    assert (asking.returncode, errors) == (2, f"neuronpipe: {run.path}: the run has ended\n")
