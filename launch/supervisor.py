@@ -242,7 +242,7 @@ class Supervisor:
                 plan=self._plan,
                 directory=self._directory,
                 segments=self._segments,
-                listener=self._listener,
+                listener=listener,
             )
             self._implementations[(seat.role, seat.index)].serve(job)
             code = 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.listener import KEY_VARIABLE
 from neuronpipe.services.job import Job
 
 OURS = {
@@ -93,6 +94,9 @@ class Implementation:
         for name, value in facts.items():
             words = [word.replace(f"{{{name}}}", value) for word in words]
         environment = os.environ | {f"NEURONPIPE_{name.upper()}": value for name, value in facts.items()}
+        if job.listener is not None:
+            os.set_inheritable(job.listener.descriptor, True)
+            environment |= {} if job.listener.key is None else {KEY_VARIABLE: job.listener.key}
         try:
             os.chdir(self.folder)
             os.execvpe(words[0], words, environment)

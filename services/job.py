@@ -24,7 +24,7 @@ class Job:
     plan: Plan
     directory: RunDirectory
     segments: Mapping[str, Segment]
-    listener: Listener | None = None  # of a run with a gateway
+    listener: Listener | None = None  # a gateway's
 
     @property
     def endpoints(self) -> Mapping[str, str]:
@@ -46,4 +46,5 @@ class Job:
             "core": "" if self.seat.core is None else str(self.seat.core),
             "package": str(self.package.path.resolve()),
             "plan": str(self.directory.path / PLAN_FILE),
+            "listen": "" if self.listener is None else str(self.listener.descriptor),
         }

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         metavar="DIR",
-        help="a live run to serve, or run directory of the new one (default: a new one)",
+        help="a live run to join, or where to make the directory of a new one (default: a new one)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object when it is ready")
 
@@ -69,7 +69,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     with started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live:
         os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
         _wait_until_ready(live, listener)
-        _say(arguments, listener, package, live.directory)
+        _say(arguments, listener, package, live.directory, joined=False)
         while (reason := live.failed(WATCH_S)) is None:
             pass
     raise UserError(reason)
@@ -87,14 +87,26 @@ def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
 def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> None:
     """Be the gateway of a run that somebody else started. Raises UserError when it ends first."""
     package = Package.open(Path(run_file.package))
-    if arguments.package not in (DEMO, package.path) and arguments.package.resolve() != package.path.resolve():
+    if arguments.package is not DEMO and arguments.package.resolve() != package.path.resolve():
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
+    _require_no_plan(arguments, directory)
     listener = bind(arguments.host, arguments.port, key)
-    _say(arguments, listener, package, directory)
+    _say(arguments, listener, package, directory, joined=True)
     ended = run_ended(directory)
     serve(package, directory, listener, ended)
     if (reason := ended()) is not None:
         raise UserError(reason)
+
+
+def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> None:
+    """A run that is live has its plan and its processes: to ask for others, and not get them, would be a surprise."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    add_use_argument(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(arguments, name) != default:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
 
 
 def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
@@ -111,14 +123,16 @@ def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
         time.sleep(POLL_S)
 
 
-def _say(arguments: argparse.Namespace, listener: Listener, package: Package, directory: RunDirectory) -> None:
+def _say(
+    arguments: argparse.Namespace, listener: Listener, package: Package, directory: RunDirectory, *, joined: bool
+) -> None:
+    name, place = package.manifest.name, str(directory.path)
     if arguments.json:
-        print(
-            json.dumps({"address": listener.address, "model": package.manifest.name, "run": str(directory.path)}),
-            flush=True,
-        )
+        said = {"address": listener.address, "model": name, "run": place, "joined": joined}
+        print(json.dumps(said), flush=True)
         return
-    print(f"serving {package.manifest.name} at {listener.address}")
+    print(f"serving {name} at {listener.address}")
+    print(f"  run:             {'one that was live already' if joined else 'a new one'}, {place}")
     print(f"  OpenAI clients:  base URL {listener.address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     {listener.address} in a browser, or {typed_command()} watch {directory.path}")
+    print(f"  look inside:     {listener.address} in a browser, or {typed_command()} watch {place}")
     print("  end:             Ctrl-C", flush=True)

@@ -1,0 +1,79 @@
+"""What `serve` says of the run it serves, and a gateway of somebody else's in its seat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.plans.package.reader import Package
+
+from tests.http_client import PATIENCE_S, served
+from tests.pipeline import Run, Shell, eventually
+
+Converted = Callable[..., Package]
+KEY = "correct-horse-battery"
+GATEWAY = f"""#!{sys.executable}
+import http.server, os, socket, sys
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = ("key " + os.environ["NEURONPIPE_KEY"]).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+server = http.server.HTTPServer(("", 0), Answer, bind_and_activate=False)
+server.socket = socket.socket(fileno=int(sys.argv[1]))
+server.serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(long_shell: Shell) -> Iterator[Run]:
+    with long_shell.up(DEMO) as one:
+        yield one
+
+
+def said(shell: Shell, *options: str | Path) -> list[str]:
+    """The lines that `serve` prints when it is ready."""
+    process = shell.start("serve", "--port", "0", *options)
+    assert process.stdout is not None
+    lines = [process.stdout.readline().strip() for _ in range(5)]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE_S)
+    return lines
+
+
+def test_a_place_where_no_run_is_live_gets_a_new_one_and_serve_says_so(shell: Shell) -> None:
+    place = shell.folder / "mistyped"
+    assert said(shell, "--run", place)[1] == f"run:             a new one, {place}"
+
+
+def test_a_live_run_is_joined_and_serve_says_so(shell: Shell, run: Run) -> None:
+    assert said(shell, "--run", run.path)[1] == f"run:             one that was live already, {run.path}"
+
+
+def test_what_a_live_run_cannot_give_any_more_is_refused(shell: Shell, run: Run, converted: Converted) -> None:
+    another = converted("relu2", "f16").path
+    line = shell.refused("serve", another, "--run", run.path)
+    assert f"{another}: the run at {run.path} has another package, {DEMO}" in line
+    for option, value in (("--memory", "1GiB"), ("--context", "64"), ("--use", "decode=a:B")):
+        line = shell.refused("serve", "--run", run.path, option, value)
+        assert f"{option}: the run at {run.path} is live and keeps its plan" in line
+
+
+def test_a_program_in_the_gateways_seat_gets_the_socket_and_the_key(shell: Shell) -> None:
+    program = shell.folder / "gateway"
+    program.write_text(GATEWAY)
+    program.chmod(0o755)
+    with served(shell, "--key", KEY, "--use", f"gateway=argv:{program} {{listen}}") as server:
+        assert server.call("GET", "/").body == f"key {KEY}".encode()
+        os.kill(server.run.pid("gateway"), signal.SIGKILL)
+        assert server.call("GET", "/").status == 200  # it waited for the new one
+        assert eventually(lambda: server.run.status().processes[-1].restarts == 1)
