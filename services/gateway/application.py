@@ -39,8 +39,11 @@ ENDING = "the server is ending"
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, package: Package, coordinator: Coordinator, listener: Listener, run: Path) -> None:
+    def __init__(
+        self, package: Package, coordinator: Coordinator, listener: Listener, run: Path, context_tokens: int
+    ) -> None:
         self._package, self._coordinator, self._listener = package, coordinator, listener
+        self._context_tokens = context_tokens
         self._chat = Chat(package)
         self._live = Live(run)
         self._metrics = Metrics()
@@ -162,6 +165,7 @@ class Gateway:
             "created": self._created,
             "owned_by": "neuronpipe",
             "chat_template": self._package.manifest.chat is not None,
+            "context_tokens": self._context_tokens,
         }
 
     async def health(self, request: Request) -> Response:
@@ -204,7 +208,7 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         detail = "nothing is here; the API is below /v1, and /openapi.json describes it"
     elif error.status_code == 405:
-        detail = f"here {(error.headers or {})['Allow']} is understood"
+        detail = f"here {' or '.join(sorted((error.headers or {})['Allow'].split(', ')))} is understood"
     text = f"{request.method} {request.url.path}: {detail}"
     headers = tuple((error.headers or {}).items())
     return respond(Problem(error.status_code, code, text, headers=headers))

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
@@ -56,7 +57,8 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
 
     _limit_memory()
     coordinator = Coordinator(run.endpoint(CONTROL), run_ended)
-    gateway = Gateway(package, coordinator, listener, run.path)
+    context_tokens = read_plan(run.path / PLAN_FILE).compute.context_tokens
+    gateway = Gateway(package, coordinator, listener, run.path, context_tokens)
     config = uvicorn.Config(
         gateway.application(),
         http=BoundedProtocol,

@@ -76,7 +76,7 @@ def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: byt
         ("GET", "/v1/nothing", {}, None, 404, "not_found", "the API is below /v1"),
         ("GET", "/page/nothing.js", {}, None, 404, "not_found", "the API is below /v1"),
         ("GET", "/v1/chat/completions", {}, None, 405, "method_not_allowed", "here POST is understood"),
-        ("DELETE", "/v1/models", {}, None, 405, "method_not_allowed", "here GET, HEAD is understood"),
+        ("DELETE", "/v1/models", {}, None, 405, "method_not_allowed", "here GET or HEAD is understood"),
     ],
 )
 def test_what_is_wrong_is_said_as_openai_says_it(

@@ -66,6 +66,16 @@ class Page:
         )
         return [(text, note) for text, note in self.browser.execute_script(script)]
 
+    @property
+    def divided(self) -> list[int]:
+        """How many messages of the person are above the line from which on messages are sent, if there is one."""
+        script = (
+            "return [...document.querySelectorAll('#messages .divider')]"
+            ".map(line => [...document.querySelectorAll('#messages .user')]"
+            ".filter(one => line.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_PRECEDING).length)"
+        )
+        return list(self.browser.execute_script(script))
+
     def eventually(self, true: Callable[[], Any]) -> bool:
         """Whether something becomes true in time."""
         return eventually(true, PATIENCE_S)
@@ -133,13 +143,63 @@ def test_stop_ends_the_generation(page: Page) -> None:
 def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) -> None:
     page.browser.execute_script("document.getElementById('prompt').value = 'import os '.repeat(400)")
     page.ask("", 8)
-    assert page.eventually(lambda: "start anew" in page.answers[0][1])
+    assert page.eventually(lambda: "the context of this run holds 512" in page.answers[0][1])
     assert page["prompt"].get_attribute("value").startswith("import os ")
     page["prompt"].clear()
     page.ask("import os", 8)
     assert page.eventually(lambda: page.answers[-1][1].startswith("8 tokens"))
     (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
     assert "400" in refusal["message"]
+
+
+def test_a_conversation_that_no_longer_fits_goes_on_without_its_beginning(page: Page) -> None:
+    for number in range(6):
+        page.ask("import os; " * 30, 8)  # 91 tokens, and 512 fit
+        assert page.eventually(lambda number=number: page.answers[number:] and "tokens" in page.answers[number][1])
+        assert len(page.divided) == (number >= 5), number
+    (above,) = page.divided
+    assert 1 <= above <= 2
+    assert page.answers[-1][1].endswith(f"the oldest {2 * above} messages were left out")
+    page["forget"].click()
+    assert page.answers == []
+    assert page.divided == []
+    assert page["hint"].is_displayed()
+
+
+def test_a_message_that_only_the_server_finds_too_long_takes_the_place_of_those_before(page: Page) -> None:
+    page.ask("=" * 400, 8)  # 25 tokens: nothing warns of what comes
+    assert page.eventually(lambda: "tokens" in page.answers[0][1])
+    page.ask("x7" * 245, 8)  # 490
+    assert page.eventually(lambda: page.answers[1:] and page.answers[1][1].startswith("8 tokens"))
+    assert page.divided == [1]
+    (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
+    assert "400" in refusal["message"]
+
+
+def test_starting_anew_is_there_as_soon_as_there_is_something_to_forget(page: Page) -> None:
+    assert page["forget"].is_displayed()
+    assert not page["forget"].is_enabled()
+    page.ask("def fibonacci(n):", 400)
+    assert page.eventually(lambda: page.answers[0][0])
+    page["forget"].click()
+    assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
+    page.ask("import os", 8)
+    assert page.eventually(lambda: page.answers and page.answers[0][1].startswith("8 tokens"))
+    assert len(page.answers) == 1
+
+
+def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: webdriver.Chrome) -> None:
+    with served(shell, "--ffn-resident", "50%") as server:
+        page = Page(browser, server).open()
+        page.ask("def fibonacci(n):", 400)
+        assert page.eventually(lambda: page.answers[0][0])
+    assert page.eventually(lambda: "ending" in page.answers[0][1])
+    assert page.eventually(lambda: page["state"].text.endswith("the server does not answer"))
+    assert page["prompt"].get_attribute("value") == "def fibonacci(n):"  # to be sent again
+    page["send"].click()
+    assert page.eventually(lambda: page.answers[1][1] == "the server does not answer")
+    browser.get("about:blank")
+    assert all("ERR_CONNECTION" in entry["message"] for entry in browser.get_log("browser"))
 
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:

@@ -1,6 +1,6 @@
 // The run, drawn from the snapshots of /live, which come while the page is visible.
 
-import { ask, events, problem } from "/page/server.js";
+import { ask, events, failure } from "/page/server.js";
 
 const GROUPS = {
   a: ["attention", "--attention"], p: ["predictor", "--predictor"], n: ["neurons", "--neurons"],
@@ -34,15 +34,16 @@ async function watch() {
   while (!signal.aborted) {
     try {
       const response = await ask("/live", { signal });
-      if (!response.ok) throw new Error(await problem(response));
+      if (!response.ok) throw await failure(response);
       for await (const event of events(response)) {
         if (event.error) throw new Error(event.error.message);
         latest = event;
         speeds.push(event.tokens_per_s);
         speeds.splice(0, speeds.length - TREND);
         draw(event);
+        report(event);
       }
-      say("the server has gone", "bad");
+      say("the server has ended", "bad");
     } catch (error) {
       if (!signal.aborted) say(error.message, "bad");
     }
@@ -55,12 +56,17 @@ async function watch() {
 function say(text, mood) {
   element("state").textContent = text;
   element("state").className = mood;
+  element("live").classList.toggle("stale", mood === "bad"); // what it shows is from before
+}
+
+function report(run) {
+  if (run.silent_s > 0) say(`no answer for ${Math.round(run.silent_s)} s`, "bad");
+  else if (!run.ready) say("starting", "bad");
+  else say(summary(run), "good");
 }
 
 function draw(run) {
-  const silent = run.silent_s > 0;
   element("model").textContent = `${run.model}, ${run.quantization}, ${run.mode}`;
-  say(silent ? `no answer for ${Math.round(run.silent_s)} s` : run.ready ? summary(run) : "starting", silent || !run.ready ? "bad" : "good");
   figures(run);
   trend();
   strip(run);
@@ -105,7 +111,7 @@ function trend() {
 
 function strip(run) {
   const rows = run.strip;
-  element("strip").style.height = `${Math.max(1, rows.length) * 23 + 16}px`;
+  element("strip").style.height = rows.length ? `${rows.length * 23 + 16}px` : 0;
   const { context, width, height } = fresh("strip");
   const steps = run.strip_steps;
   put("steps", !rows.length ? "none yet" : `${steps.length > 1 ? `${steps[0]} to ${steps.at(-1)}` : steps[0] ?? "prompt"}, ${run.strip_ms.toFixed(1)} ms`);
@@ -173,16 +179,18 @@ function layers(run) {
   put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, in one layer ${Math.round(100 * top)} %` : "");
   const step = width / Math.max(1, count);
   for (let n = 0; n < count; n++) {
-    context.fillStyle = colour("--empty");
+    context.fillStyle = colour("--members");
     context.fillRect(n * step, height * (1 - run.resident[n]), step - 1, height * run.resident[n]);
     const tall = ((run.fired[n] ?? 0) / top) * height * 0.9;
     context.fillStyle = colour("--neurons");
     context.fillRect(n * step + step * 0.2, height - tall, step * 0.6 - 1, tall);
   }
+  legend("layers-legend", [["in memory", "--members"], ["fire, at another scale", "--neurons"]]);
 }
 
 function regions(run) {
   const { context, width, height } = fresh("regions");
+  put("regions-say", `${bytes(run.memory_bytes)} in all`);
   const parts = run.regions.map((one) => [one.name, one.used_bytes]);
   const named = parts.reduce((sum, [, size]) => sum + size, 0);
   parts.push(["processes", Math.max(0, run.memory_bytes - named)]);
@@ -190,7 +198,7 @@ function regions(run) {
   context.fillRect(0, 0, width, height);
   let x = 0;
   for (const [name, size] of parts) {
-    const wide = (size / Math.max(1, run.memory_limit_bytes)) * width;
+    const wide = (size / Math.max(1, named, run.memory_bytes)) * width;
     context.fillStyle = colour(REGIONS[name] ?? "--faint");
     context.fillRect(x, 0, wide, height);
     x += wide;

@@ -1,10 +1,18 @@
-// The conversation: asking, streaming, stopping. What the run does meanwhile is drawn by live.js.
+// The chat: asking, streaming, stopping. What the run does meanwhile is drawn by live.js.
 
-import { ask, events, problem } from "/page/server.js";
+import { Conversation } from "/page/conversation.js";
 import { look } from "/page/live.js";
+import { ask, events, failure } from "/page/server.js";
 
+const NEAR_END = 80; // pixels: who has scrolled further up is reading, and stays there
 const element = (id) => document.getElementById(id);
-const conversation = [];
+const number = (id) => Number(element(id).value);
+const conversation = new Conversation();
+const divider = Object.assign(document.createElement("li"), {
+  className: "divider",
+  textContent: "What is above does not fit the model's context any more, and is not sent.",
+});
+let context = Infinity;
 let asking = null;
 
 function add(role, text) {
@@ -12,84 +20,122 @@ function add(role, text) {
   item.className = role;
   const body = document.createElement("pre");
   body.textContent = text;
-  const note = document.createElement("small");
-  item.append(body, note);
+  item.append(body, document.createElement("small"));
   element("messages").append(item);
-  scroll(true);
-  return { item, body, note };
+  scroll();
+  return item;
 }
 
-function scroll(always) {
-  const list = element("messages");
-  if (always || list.scrollHeight - list.scrollTop - list.clientHeight < 80) list.scrollTop = list.scrollHeight;
-}
+const follows = (list) => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
+const scroll = () => (element("messages").scrollTop = element("messages").scrollHeight);
 
 async function send(text) {
-  conversation.push({ role: "user", content: text });
-  add("user", text);
-  const shown = add("assistant", "");
-  const answer = { role: "assistant", content: "" };
-  asking = new AbortController();
-  working(true);
+  const question = conversation.add({ role: "user", content: text, item: add("user", text) });
+  const answer = { role: "assistant", content: "", item: add("assistant", "") };
+  const [body, note] = answer.item.children;
   let drawn = false;
   const draw = () => {
+    const follow = follows(element("messages"));
+    body.textContent = answer.content.replace(/^\n+/, "");
     drawn = false;
-    const follow = element("messages").scrollHeight - element("messages").scrollTop - element("messages").clientHeight < 80;
-    shown.body.textContent = answer.content;
-    scroll(follow);
+    if (follow) scroll();
   };
-  let first = 0, tokens = 0, reason = "stopped", failed = false;
+  asking = new AbortController();
+  working(answer.item, true);
   try {
+    note.textContent = await stream(asking.signal, (piece) => {
+      answer.content += piece;
+      if (!drawn) drawn = requestAnimationFrame(draw) > 0;
+    });
+    conversation.add(answer);
+  } catch (error) {
+    const stopped = error.name === "AbortError";
+    note.textContent = stopped ? "stopped" : error.message;
+    answer.item.classList.toggle("failed", !stopped);
+    if (stopped) {
+      if (conversation.messages.includes(question)) conversation.add(answer); // unless it was forgotten meanwhile
+    } else {
+      // The message was not answered: it is no part of the conversation, and can be sent again.
+      conversation.messages.splice(conversation.messages.indexOf(question), 1);
+      element("prompt").value ||= text;
+      grow();
+    }
+  }
+  draw();
+  asking = null;
+  working(answer.item, false);
+}
+
+// Passes on pieces as they come; returns what can be said of the answer.
+async function stream(signal, take) {
+  const { sent, response } = await request(signal);
+  let first = 0, tokens = 0, reason = "";
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    if (event.usage) {
+      tokens = event.usage.completion_tokens;
+      conversation.counted(sent, event.usage.prompt_tokens);
+    }
+    for (const choice of event.choices) {
+      if (choice.delta?.content) {
+        first ||= performance.now();
+        take(choice.delta.content);
+      }
+      if (choice.finish_reason) reason = choice.finish_reason === "length" ? "token limit reached" : "ended";
+    }
+  }
+  if (!reason) throw new Error("the answer broke off");
+  const seconds = (performance.now() - first) / 1000;
+  const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(tokens > 100 ? 0 : 1)} tokens/s` : "";
+  const unsent = conversation.leftOut ? `; the oldest ${conversation.leftOut} messages were left out` : "";
+  return `${tokens} tokens${speed}, ${reason}${unsent}`;
+}
+
+// Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
+async function request(signal) {
+  const system = element("system").value.trim();
+  conversation.fit(system, context - Math.min(number("tokens"), context / 2));
+  for (;;) {
+    divide();
+    const sent = conversation.sent(system);
     const response = await ask("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
-      signal: asking.signal,
+      signal,
       body: JSON.stringify({
-        messages: conversation,
+        messages: sent,
         stream: true,
-        temperature: Number(element("temperature").value),
-        repetition_penalty: Number(element("penalty").value),
-        max_tokens: Number(element("tokens").value),
+        temperature: number("temperature"),
+        repetition_penalty: number("penalty"),
+        max_tokens: number("tokens"),
         stream_options: { include_usage: true },
       }),
     });
-    if (!response.ok) throw new Error(await problem(response));
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      if (event.usage) tokens = event.usage.completion_tokens;
-      for (const choice of event.choices) {
-        if (choice.delta?.content) {
-          first ||= performance.now();
-          answer.content += choice.delta.content;
-          if (!drawn) drawn = requestAnimationFrame(draw) > 0;
-        }
-        if (choice.finish_reason) reason = choice.finish_reason === "length" ? "token limit reached" : "ended";
-      }
-    }
-    const seconds = (performance.now() - first) / 1000;
-    const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(tokens > 100 ? 0 : 1)} tokens/s` : "";
-    shown.note.textContent = `${tokens} tokens${speed}, ${reason}`;
-  } catch (error) {
-    failed = error.name !== "AbortError";
-    shown.item.classList.toggle("failed", failed);
-    shown.note.textContent = failed ? error.message : "stopped";
+    if (response.ok) return { sent, response };
+    const problem = await failure(response);
+    if (problem.code !== "context_length_exceeded" || !conversation.leaveOut()) throw problem;
   }
-  draw();
-  if (failed) {
-    // The message was not answered: it is no part of the conversation, and can be sent again.
-    conversation.pop();
-    element("prompt").value ||= text;
-    grow();
-  } else {
-    conversation.push(answer);
-  }
-  asking = null;
-  working(false);
 }
 
-function working(is) {
+// Shows from where on messages are sent.
+function divide() {
+  if (!conversation.leftOut) return;
+  conversation.messages[conversation.leftOut].item.before(divider);
+}
+
+function working(item, is) {
+  item.classList.toggle("working", is);
   element("stop").hidden = !is;
   element("send").hidden = is;
+  element("forget").disabled = !element("messages").children.length;
+}
+
+function forget() {
+  asking?.abort();
+  conversation.clear();
+  element("messages").replaceChildren();
+  element("forget").disabled = true;
+  element("prompt").focus();
 }
 
 function grow() {
@@ -103,6 +149,16 @@ function show(view) {
   element("show-chat").setAttribute("aria-pressed", view === "chat");
   element("show-live").setAttribute("aria-pressed", view === "live");
   window.dispatchEvent(new Event("resize"));
+}
+
+async function describe() {
+  const response = await ask("/v1/models");
+  if (!response.ok) return;
+  const [model] = (await response.json()).data;
+  context = model.context_tokens;
+  if (model.chat_template) return;
+  element("hint-text").textContent = "This model was not taught to converse: it goes on with the text it is given. Begin one, for instance";
+  element("example").hidden = false;
 }
 
 element("ask").addEventListener("submit", (event) => {
@@ -121,20 +177,14 @@ element("prompt").addEventListener("keydown", (event) => {
   }
 });
 element("prompt").addEventListener("input", grow);
-element("stop").addEventListener("click", () => asking?.abort());
-element("forget").addEventListener("click", () => {
-  asking?.abort();
-  conversation.length = 0;
-  element("messages").replaceChildren();
+element("example").addEventListener("click", () => {
+  element("prompt").value = element("example").textContent;
+  element("prompt").focus();
 });
+element("stop").addEventListener("click", () => asking?.abort());
+element("forget").addEventListener("click", forget);
 element("show-chat").addEventListener("click", () => show("chat"));
 element("show-live").addEventListener("click", () => show("live"));
-async function describe() {
-  const response = await ask("/v1/models");
-  if (!response.ok || (await response.json()).data[0].chat_template) return;
-  element("hint").textContent =
-    "This model was not taught to converse: it goes on with the text it is given. Begin one, for instance def fibonacci(n):";
-}
 
 describe();
 look();

@@ -7,7 +7,7 @@ export async function ask(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-    const response = await fetch(path, { ...options, headers });
+    const response = await fetch(path, { ...options, headers }).catch(gone);
     if (response.status !== 401) return response;
     await (asking ??= askForKey(key !== null).finally(() => (asking = null)));
   }
@@ -35,7 +35,7 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(gone);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -47,11 +47,17 @@ export async function* events(response) {
   }
 }
 
-export async function problem(response) {
+// What a response that is none says, as an error with a code.
+export async function failure(response) {
   try {
     const { message, code } = (await response.json()).error;
-    return code === "context_length_exceeded" ? `${message}, or start anew (in the settings)` : message;
+    return Object.assign(new Error(message), { code });
   } catch {
-    return `the server answered ${response.status}`;
+    return new Error(`the server answered ${response.status}`);
   }
+}
+
+// Browsers say it in their own words, and each in others.
+function gone(error) {
+  throw error.name === "AbortError" ? error : new Error("the server does not answer");
 }
