@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -135,6 +136,18 @@ class Shell:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def scratch_shell() -> Iterator[Shell]:
+    """A shell for a script, in a folder of its own, which leaves nothing behind. SIGTERM ends it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="np-") as folder:
+        shell = Shell(Path(folder))
+        try:
+            yield shell
+        finally:
+            shell.end()
 
 
 class Run:

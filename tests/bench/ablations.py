@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--presets", metavar="LIST", help="of the workload (default: all)")
     parser.add_argument("--json", action="store_true", help="print the rows with their case instead")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the `bench` under way as well
     workload = Package.open(asked.package).manifest.workload
     presets: list[str | None] = list(workload.presets) if workload else [None]
     if asked.presets:

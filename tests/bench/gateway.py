@@ -13,9 +13,7 @@ import argparse
 import http.client
 import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 
 import psutil
 from neuronpipe.launch.attached import attach
@@ -24,7 +22,7 @@ from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.messages.request import Generate
 
 from tests.http_client import Server, served
-from tests.pipeline import Shell
+from tests.pipeline import scratch_shell
 
 PROMPT = "def fibonacci(n):\n"
 
@@ -85,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("options", nargs="*", help="for `serve`")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, served(Shell(Path(folder)), *arguments.options) as server:
+    with scratch_shell() as shell, served(shell, *arguments.options) as server:
         measure(server, arguments.tokens, arguments.rounds)
 
 

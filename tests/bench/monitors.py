@@ -28,7 +28,7 @@ from neuronpipe.protocol.links import EVENTS
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.run_directory import RunDirectory
 
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import Run, eventually, scratch_shell
 
 PROMPT = "def fibonacci(n):\n"
 STUCK = 10
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("package", nargs="?", type=Path, default=DEMO)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, Shell(Path(folder)).up(arguments.package) as run:
+    with scratch_shell() as shell, shell.up(arguments.package) as run:
         measure(run, arguments.tokens, arguments.rounds)
 
 

@@ -15,7 +15,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from neuronpipe.launch.demo import DEMO
 
 from tests.faults.kills import Generations, asking
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import Run, eventually, scratch_shell
 
 PROMPT, TOKENS = [1, 200, 300], 400
 APART_S = 7.0  # a run ends when a seat dies more than 5 times within 30 s
@@ -49,27 +48,25 @@ def measure(run: Run, role: str, kills: int, expected: list[int]) -> list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("package", nargs="?", type=Path, default=DEMO)
     parser.add_argument("--kills", type=int, default=15)
     parser.add_argument("--roles", default="decode,loader,cache,prefill,coordinator")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="np-") as folder:
-        shell = Shell(Path(folder))
-        with shell.up(arguments.package) as run:
-            expected = run.ask(PROMPT, TOKENS)["token_ids"]
-            for role in arguments.roles.split(","):
-                took = sorted(measure(run, role, arguments.kills, expected))
-                median, worst = statistics.median(took), took[-1]
-                if arguments.json:
-                    print(
-                        json.dumps({"role": role, "kills": len(took), "median_ms": median, "worst_ms": worst}),
-                        flush=True,
-                    )
-                else:
-                    print(f"{role:12} median {median:6.0f} ms, worst {worst:6.0f} ms, of {len(took)} kills", flush=True)
-            assert eventually(lambda: run.status().ready)
+    with scratch_shell() as shell, shell.up(arguments.package) as run:
+        expected = run.ask(PROMPT, TOKENS)["token_ids"]
+        for role in arguments.roles.split(","):
+            took = sorted(measure(run, role, arguments.kills, expected))
+            median, worst = statistics.median(took), took[-1]
+            if arguments.json:
+                print(
+                    json.dumps({"role": role, "kills": len(took), "median_ms": median, "worst_ms": worst}),
+                    flush=True,
+                )
+            else:
+                print(f"{role:12} median {median:6.0f} ms, worst {worst:6.0f} ms, of {len(took)} kills", flush=True)
+        assert eventually(lambda: run.status().ready)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ import argparse
 import random
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.faults.served_kills import survive
-from tests.pipeline import Shell
+from tests.pipeline import scratch_shell
 
 
 def main() -> None:
@@ -25,8 +24,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     arguments = parser.parse_args()
     print(f"{arguments.kills} kills, --seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="np-") as folder:
-        survived = survive(Shell(Path(folder)), arguments.kills, arguments.seed)
+    with scratch_shell() as shell:
+        survived = survive(shell, arguments.kills, arguments.seed)
     print(f"{survived.texts} texts, all the same; nothing is left open")
     print(f"{survived.streams} streams of it, {survived.broken} broken off, {survived.refused} put off for a moment")
     for role, seconds in sorted(survived.took.items()):

@@ -14,7 +14,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -31,7 +30,7 @@ from neuronpipe.protocol.messages.request import Generate, Score
 from tests.faults.kills import SEATS, grown, kill, open_things
 from tests.faults.streams import Stream
 from tests.http_client import Server, request, served
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import Run, eventually, scratch_shell
 
 PROMPTS = [[1, 200 + n, 300] * (1 + 8 * n) for n in range(6)]
 LENGTHS = [1, 20, 100]
@@ -153,8 +152,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     arguments = parser.parse_args()
     print(f"{arguments.minutes} minutes, {arguments.clients} clients, --seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="np-") as folder:
-        shell = Shell(Path(folder))
+    with scratch_shell() as shell:
         with served(shell, DEMO, *OPTIONS) as server:
             run = server.run
             with Load(server, arguments.clients, arguments.seed) as load:
