@@ -12,6 +12,7 @@ import os
 import sys
 from typing import NoReturn
 
+from neuronpipe.launch.typed import as_typed
 from neuronpipe.protocol.errors import UserError
 
 VERBS = {
@@ -97,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code)
     except UserError as error:
-        print(f"neuronpipe: {error}", file=sys.stderr)
+        print(f"neuronpipe: {as_typed(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("neuronpipe: interrupted", file=sys.stderr)

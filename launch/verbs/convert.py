@@ -8,6 +8,7 @@ from pathlib import Path
 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.typed import typed_command
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.manifest import ACTIVATIONS, QUANTIZATIONS, Manifest
 
@@ -85,5 +86,5 @@ def render(path: Path, manifest: Manifest) -> str:
     ]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
-    lines += ["", f"run it: neuronpipe run {path} -p TEXT"]
+    lines += ["", f"run it: {typed_command()} run {path} -p TEXT"]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import json
 
 from neuronpipe.launch.doctor import checks, render
 from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.typed import as_typed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Check; 1 when something fails."""
     made = checks(arguments.package)
     print(
-        json.dumps({"checks": [dataclasses.asdict(check) for check in made]}) if arguments.json else render(made),
+        json.dumps({"checks": [dataclasses.asdict(check) for check in made]})
+        if arguments.json
+        else as_typed(render(made)),
         end="" if not arguments.json else "\n",
     )
     return int(any(check.state == "fail" for check in made))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.typed import typed_command
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
 from neuronpipe.plans.synth.shapes import SHAPES
 
@@ -66,6 +67,6 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         print(f"{package.path}: {manifest.name}, {show_bytes(size_bytes)}, {activity:.1%} of neurons active")
-        print(f"look at it: neuronpipe inspect {package.path} --activations")
-        print(f"run it: neuronpipe run {package.path} -p default0")
+        print(f"look at it: {typed_command()} inspect {package.path} --activations")
+        print(f"run it: {typed_command()} run {package.path} -p default0")
     return 0

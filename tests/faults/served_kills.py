@@ -40,7 +40,7 @@ def survive(shell: Shell, kills: int, seed: int) -> Survived:
             took = kill_at_random(run, (texts, streams), kills, seed, [*SEATS, ("gateway", 0)])
         assert texts.failure is None, texts.failure
         assert streams.failure is None, streams.failure
-        assert stream.broken <= len(took["gateway"]), f"{stream.broken} streams broke"
+        assert stream.broken <= len(took.get("gateway", [])), f"{stream.broken} streams broke"
         assert texts.answers > 0
         assert streams.answers > 0
         assert eventually(lambda: run.status().ready)

@@ -171,6 +171,16 @@ def test_lines_to_paste_begin_with_the_command_as_it_was_typed(shell: Shell, pac
         assert shell.call("down", "--run", run).code == 0
 
 
+def test_an_error_tells_what_to_do_with_the_command_as_it_was_typed(shell: Shell, package: Path) -> None:
+    typed = {"NEURONPIPE_COMMAND": "./launch/neuronpipe"}
+    for words, advice in (
+        (("ask", "-p", "x"), "start one with `./launch/neuronpipe up`"),
+        (("run", package, *ASK, "--mode", "predicted"), "`./launch/neuronpipe profile PACKAGE`"),
+        (("wlak",), "See `./launch/neuronpipe --help`"),
+    ):
+        assert advice in shell.call(*words, environment=typed).errors
+
+
 def test_an_error_does_not_stand_behind_the_text_on_one_line(shell: Shell, package: Path) -> None:
     said = shell.call("run", package, *ASK, "--use", "decode=no.such.module:Class")
     assert said.code == 2
