@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.http_client import served
+from tests.pipeline import Shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
@@ -43,8 +45,10 @@ def test_every_module_is_there(names: set[str]) -> None:
     assert {f"neuronpipe/{name}" for name in sources - NOT_SHIPPED} <= names
 
 
-def test_the_kernels_the_demo_model_and_the_types_are_there(names: set[str]) -> None:
-    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "plans/demo/package").rglob("*") if path.is_file()}
+def test_the_kernels_the_demo_model_the_page_and_the_types_are_there(names: set[str]) -> None:
+    folders = (ROOT / "plans/demo/package", ROOT / "services/gateway/page")
+    data = {path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    assert len(data) > 10
     wanted = {"native/_kernels.abi3.so", *(f"{folder}/py.typed" for folder in FOLDERS), *data}
     assert {f"neuronpipe/{name}" for name in wanted} <= names
 
@@ -57,9 +61,17 @@ def test_what_only_the_checkout_needs_stays_there(names: set[str]) -> None:
         assert name not in {"neuronpipe/launch/neuronpipe", "neuronpipe/launch/test"}
 
 
-def test_the_command_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the wheel's files lie; commands started from now on find these before the checkout's."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_the_command_works_without_the_checkout(wheel: Path, installed: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "neuronpipe=neuronpipe.launch.cli:main" in archive.read(entry_points).decode().replace(" ", "")
     script = """if True:
@@ -70,12 +82,28 @@ def test_the_command_works_without_the_checkout(wheel: Path, tmp_path: Path) -> 
     """
     ran = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
+        cwd=installed,
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(f"{tmp_path}/neuronpipe/native/__init__.py {tmp_path}/neuronpipe/launch/cli.py")
+    assert ran.stdout.startswith(f"{installed}/neuronpipe/native/__init__.py {installed}/neuronpipe/launch/cli.py")
     assert "neuronpipe 0.1.0" in ran.stdout
+
+
+def test_the_page_and_the_demo_model_are_served_without_the_checkout(shell: Shell, installed: Path) -> None:
+    page = installed / "neuronpipe/services/gateway/page"
+    (page / "index.html").write_text((page / "index.html").read_text() + "<!-- as installed -->")
+    with served(shell) as server:
+        assert "<!-- as installed -->" in server.call("GET", "/").body.decode()
+        for file in page.iterdir():
+            if file.name != "index.html":
+                assert server.call("GET", f"/page/{file.name}").body == file.read_bytes()
+        reply = server.post("/v1/completions", prompt="import os", max_tokens=4)
+        assert reply.json()["usage"]["completion_tokens"] == 4
+
+
+def test_an_example_works_without_the_checkout(shell: Shell, installed: Path) -> None:
+    use = "decode=neuronpipe.services.examples.firing:FiringLog"
+    assert shell.json("run", "-p", "import os", "-n", "4", "--workers", "1", "--use", use)["tokens"] == 4
