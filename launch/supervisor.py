@@ -321,6 +321,7 @@ class Supervisor:
         if self._takeover is not None:
             answer(self._takeover.guest, {"error": "the run is ending"})
         first = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
+        self._leaving[self._lines["coordinator", 0]] = 1  # it has no successor: the run ends with it
         for pids, number, patience_s in (
             (first, signal.SIGTERM, DRAIN_S if self.failure is None else 0.0),  # a failed run has nothing to finish
             (list(self._processes), signal.SIGTERM, TERMINATE_S),

@@ -62,7 +62,7 @@ def board(*, processes: int) -> Layout:
         "processes",
         by="supervisor",
         to="coordinator",
-        ordering="1: a successor of this process waits for its seat; single words, no order among them",
+        ordering="1: this process is to go, for a successor or with the run; single words, no order among them",
     )
     fields.add(
         "seated",

@@ -124,8 +124,9 @@ class CoordinatorService:
             if self._core.requests.works and not self._core.busy:
                 self._handle(Tick())
             self._step_events.publish(trace.now())
-        poller.remove(self._wake)
-        self._end(poller)
+        if self._leaving[self._lines["coordinator", 0]]:  # without it the signal is not the run's end
+            poller.remove(self._wake)
+            self._end(poller)
         self._context.close()
 
     def _end(self, poller: Poller) -> None:

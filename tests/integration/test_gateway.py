@@ -165,14 +165,15 @@ def test_a_gateway_that_dies_is_started_again_on_the_same_port(server: Server) -
     assert eventually(lambda: server.run.status().processes[-1].restarts == 1)
 
 
-def test_a_stream_goes_on_with_the_same_tokens_when_the_coordinator_dies(server: Server) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stream_goes_on_with_the_same_tokens_when_the_coordinator_dies(server: Server, number: int) -> None:
     body = {**LONG, "temperature": 0, "stream": True}
     whole = server.call("POST", "/v1/completions", body).events()
     with server.connect() as line:
         line.settimeout(PATIENCE_S)
         line.sendall(request("POST", "/v1/completions", body))
         assert eventually(lambda: server.run.status().sequences_active == 1)
-        os.kill(server.run.pid("coordinator"), signal.SIGKILL)
+        os.kill(server.run.pid("coordinator"), number)
         again = read_reply(line).events()
     assert [chunk["choices"] for chunk in again] == [chunk["choices"] for chunk in whole]
     assert json.dumps(whole[-1]).count("length") == 1

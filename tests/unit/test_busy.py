@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import Generate, Score
 from neuronpipe.services.coordinator.busy import LEAST_S, MOST_S, RECENT_TOKENS, retry_after_s
 from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
 from neuronpipe.services.coordinator.text import TextStream
+from neuronpipe.services.gateway.problems import from_refusal
 
 from tests.unit.test_coordinator_core import Letters
 
@@ -57,3 +59,9 @@ def test_what_has_no_pace_yet_says_nothing() -> None:
     works: list[Work] = [text(1000, []), text(1000, [1.0]), score]
     assert retry_after_s(works) == LEAST_S
     assert retry_after_s([*works, text(16, every(0.25))]) == 4
+
+
+@pytest.mark.parametrize(("told_s", "header"), [(12, "12"), (0, "1")])
+def test_over_http_it_is_the_time_of_retry_after(told_s: int, header: str) -> None:
+    problem = from_refusal(Refused(request="r", code="busy", message="busy", retry_after_s=told_s))
+    assert (problem.status, dict(problem.headers)) == (429, {"retry-after": header})
