@@ -99,26 +99,35 @@ copy=$root/src/neuronpipe
 git -C "$copy" fetch --quiet "file://$checkout" HEAD
 git -C "$copy" checkout --quiet --force --detach FETCH_HEAD
 
-inside() {
-    chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -euc "cd /src/neuronpipe; $1" inside "$@"
+export NEURONPIPE_TEST_SLOWER="${NEURONPIPE_TEST_SLOWER:-10}"
+
+inside() { # inside SCRIPT [ARGUMENTS...]: in the checkout
+    script=$1
+    shift
+    chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin \
+        sh -euc "cd /src/neuronpipe; $script" inside "$@"
 }
 
 inside 'test ! -e /dev/shm && ulimit -l && uname -m'
 say "setting up"
-inside './launch/neuronpipe --version && .venv/bin/pip install --quiet pytest hypothesis'
+inside './launch/neuronpipe --version && .venv/bin/pip install --quiet pytest hypothesis openai'
 say "the doctor"
 inside './launch/neuronpipe doctor' || [ $? = 1 ]
-if [ $# -gt 0 ]; then
-    say "pytest $*"
-    chroot "$root" /usr/bin/env HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin sh -euc \
-        'cd /src/neuronpipe && exec .venv/bin/python -m pytest -o faulthandler_timeout=900 "$@"' inside "$@"
-    exit
+if [ $# = 0 ]; then
+    say "the folder for adb, started from outside: this machine has no Arm library that it could borrow"
+    inside 'rm -rf /src/portable && sh launch/portable.sh /src/portable'
+    env -i PATH=/usr/bin:/bin QEMU_CPU="$QEMU_CPU" "$root/src/portable/neuronpipe" run -p 'def fibonacci(n):' -n 8 --json
+
+    # Everything but the page, for which there is no browser here, and what the emulator keeps from passing.
+    set -- tests/unit tests/conformance tests/integration tests/faults --ignore tests/integration/test_page.py
+    while read -r test reason; do
+        say "left out: $test: $reason"
+        set -- "$@" --deselect "tests/$test"
+    done <<LEFT_OUT
+unit/test_monitor.py::test_processor_time_and_memory_of_this_very_process  a process sees no processor time of its own
+integration/test_demo.py::test_it_is_idle_in_little_memory  the emulator's own memory counts
+integration/test_memory.py  the emulator's own memory counts
+LEFT_OUT
 fi
-say "the folder for adb, started from outside: this machine has no Arm library that it could borrow"
-inside 'rm -rf /src/portable && sh launch/portable.sh /src/portable'
-env -i PATH=/usr/bin:/bin "$root/src/portable/neuronpipe" run -p 'def fibonacci(n):' -n 8 --json
-say "Python tests"
-# QEMU shows a process no processor time of its own, so one test cannot pass.
-inside '.venv/bin/python -m pytest -o faulthandler_timeout=900 \
-    --deselect tests/unit/test_monitor.py::test_processor_time_and_memory_of_this_very_process \
-    tests/unit tests/conformance tests/integration/test_same_tokens.py'
+say "pytest $*"
+inside 'exec .venv/bin/python -m pytest -o faulthandler_timeout=900 "$@"' "$@"
