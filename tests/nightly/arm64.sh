@@ -13,6 +13,7 @@
 # Needs root, on Debian: debootstrap, qemu-user-static, binfmt-support. The commit that is checked out is tested. Mounts and
 # processes live in namespaces of their own and end with the script. NEURONPIPE_BIND names more folders to be seen inside
 # (wheels, certificates); PIP_* and /etc/pip.conf hold inside as they do here.
+# NEURONPIPE_TEST_SLOWER: how many times longer the tests wait than usual, 10 unless it says otherwise.
 # Exit status: that of the tests; 2 when something is missing.
 set -eu
 
@@ -73,6 +74,9 @@ for device in null zero full random urandom tty; do
     mount --bind "/dev/$device" "$root/dev/$device"
 done
 ln -s /proc/self/fd "$root/dev/fd"
+mkdir "$root/dev/pts"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts" # terminals, for tests of what is shown on one
+ln -s pts/ptmx "$root/dev/ptmx"
 
 mount -t tmpfs -o mode=755 tmpfs "$root/sys"
 number=0
