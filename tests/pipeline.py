@@ -30,7 +30,7 @@ MARK = "NEURONPIPE_TEST_MARK"
 # How many times slower than usual the machine is, under an emulator for one: all waiting gets so much more time.
 SLOWER = float(os.environ.get("NEURONPIPE_TEST_SLOWER", "1"))
 PATIENCE_S = 60.0 * SLOWER
-_PSS = re.compile(r"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
+_PSS = re.compile(r"^(Pss|Pss_Shmem|Pss_File):\s+(\d+) kB", re.MULTILINE)
 _marks = itertools.count()
 
 # What a script starts in the background ignores it, and so would our commands, which are ended by it.
@@ -113,8 +113,11 @@ class Shell:
         """Processes and run directories there are now."""
         return [f"process {pid}" for pid in self.processes()] + [str(p) for p in self.folder.glob("neuronpipe-*")]
 
-    def pss_bytes(self) -> int:
+    def pss_bytes(self, *, code: bool = True) -> int:
         """Proportional set sizes of all processes in sum, shared memory left out, and each memory file once.
+
+        code: count pages of programs and libraries as well, which take a smaller share while something else on the
+            machine has them open too
 
         Processes are looked at one after the other: shared pages that a second one begins to use in between would
         count half as much again.
@@ -124,6 +127,7 @@ class Shell:
             with contextlib.suppress(OSError):
                 sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_text()))
                 total += 1024 * (int(sizes["Pss"]) - int(sizes["Pss_Shmem"]))
+                total -= 0 if code else 1024 * int(sizes["Pss_File"])
                 for file in Path(f"/proc/{pid}/fd").iterdir():
                     with contextlib.suppress(OSError):
                         if str(file.readlink()).startswith("/memfd:"):

@@ -3,8 +3,9 @@
     python tests/nightly/soak.py [--minutes N] [--clients N] [--seed N]
 
 About half of the requests come over HTTP. Every text is one of a few whose tokens are known from the start. Memory is
-what the run itself says, once a second; its middle over the last quarter may exceed that over the second quarter by 2 %
-and 2 MB. What the processes have open is counted as well.
+seen from outside, about once a second, without the pages of programs and libraries, whose share depends on what else
+runs on the machine. Its middle over the last quarter may exceed that over the second quarter by 2 % and 2 MB. What the
+processes have open is counted as well.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ class Load:
 
 
 def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
-    """Bytes of the run, once a second; now and then a process is killed, or another takes its seat."""
+    """Bytes of the run, seen from outside, about once a second; now and then a process is killed, or another takes its seat."""
     draw, end, disturb_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + DISTURBED_EVERY_S
     memory: list[int] = []
     swap_next = False
     while time.monotonic() < end:
         assert load.failure is None, load.failure
-        memory.append(run.status().memory_bytes)
+        memory.append(run.shell.pss_bytes(code=False))
         if len(memory) % TOLD_EVERY == 0:
             print(f"{memory[-1] / 1e6:.1f} MB, {load.done}", flush=True)
         if time.monotonic() >= disturb_at:
