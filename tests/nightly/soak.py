@@ -124,7 +124,7 @@ class Load:
 
 
 def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
-    """Bytes of the run, seen from outside, about once a second; now and then a process is killed, or another takes its seat."""
+    """Bytes of the run, about once a second; now and then a process is killed, or another takes its seat."""
     draw, end, disturb_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + DISTURBED_EVERY_S
     memory: list[int] = []
     swap_next = False
