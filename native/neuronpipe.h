@@ -476,6 +476,8 @@ void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and
 /* The kernel kills this process as soon as `parent` is gone, whatever it is waiting for. */
 int np_process_die_with(int32_t parent);
 int np_process_name(const char *name); /* as `ps` and `top` show it; 15 characters */
+/* Freed memory that the C library keeps for later goes back to the kernel, where the library can do that. */
+void np_memory_give_back(void);
 /* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
 

@@ -2,6 +2,7 @@
 #include "neuronpipe.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -28,5 +29,14 @@ int np_memory_advise_huge(void *memory, size_t bytes)
 #else
     (void)memory, (void)bytes;
     return -ENOSYS;
+#endif
+}
+
+void np_memory_give_back(void)
+{
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#elif defined(M_PURGE) /* Android */
+    mallopt(M_PURGE, 0);
 #endif
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from neuronpipe.native import lib
 from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
 from neuronpipe.services.coordinator.spelling import Spelling
 
@@ -44,6 +45,7 @@ class FileTokenizer:
 
     def __init__(self, text: str) -> None:
         self._library = open_tokenizer(text, "tokenizer.json")
+        lib.np_memory_give_back()  # reading takes twice what stays
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
         # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
         self._spelling: Spelling | None = None
