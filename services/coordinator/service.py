@@ -11,15 +11,15 @@ import os
 import signal
 import time
 
-from neuronpipe.plans.plan.plan import GATEWAY, Seat
+from neuronpipe.plans.plan.plan import GATEWAY
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.links import CONTROL, EVENTS
-from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Refused, Status
+from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
-from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, State, Welcome
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Ease, Generate, Next, Score
 from neuronpipe.protocol.version import VERSION
@@ -49,6 +49,7 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.meter import Meter
+from neuronpipe.services.coordinator.report import Report
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.coordinator.step_events import EVERY_MS, StepEvents
@@ -96,7 +97,6 @@ class CoordinatorService:
         self._leaving = self._memory.view("board", "leaving")
         self._leaving_seen = b""
         self._seated = self._memory.view("board", "seated")
-        self._started_at = time.monotonic()
         self._tokens = 0
         self._draining = False
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -108,6 +108,7 @@ class CoordinatorService:
         self._step_events = StepEvents(self._events)
         neurons = shape.layers * shape.experts * shape.neurons
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
+        self._report = Report(job, self._core, self._seats, self._board, self._meter)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -160,7 +161,7 @@ class CoordinatorService:
             case Ease(share=share, for_s=for_s):
                 self._handle(Eased(share, time.monotonic() + for_s))
             case AskStatus():
-                self._send(peer, self._status())
+                self._send(peer, self._report.status(self._tokens, ending=self._draining))
             case _ if peer in self._seats:
                 self._take_from_seat(peer, message)
             case Hello():
@@ -321,57 +322,3 @@ class CoordinatorService:
             self._control.send(peer, message)
         except (Lost, Full) as error:
             log.warning("%s", error)
-
-    def _status(self) -> Status:
-        now = time.monotonic()
-        memory = self._meter.memory_now()
-        me = ProcessStatus(
-            role="coordinator",
-            index=0,
-            pid=os.getpid(),
-            state="draining" if self._draining else "ready",
-            core=self._job.seat.core,
-            step=self._core.schedule.steps,
-            restarts=self._job.incarnation,
-        )
-        gateways = [self._gateway_status(seat) for seat in self._job.plan.compute.seats if seat.role == GATEWAY]
-        processes = (me, *(self._process_status(seat, now) for seat in self._seats), *gateways)
-        return Status(
-            run=self._job.run,
-            ready=self._core.all_ready and not self._draining,
-            plan=self._job.plan.id,
-            mode=self._job.plan.compute.mode,
-            processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),
-            memory_bytes=memory["current_bytes"],
-            memory_peak_bytes=memory["peak_bytes"],
-            memory_limit_bytes=memory["limit_bytes"],
-            sequences_active=len(self._core.requests.works),
-            sequences_most=self._job.plan.compute.sequences,
-            sequences_waiting=len(self._core.requests.waiting),
-            steps=self._core.schedule.steps,
-            tokens=self._tokens,
-            uptime_s=round(now - self._started_at, 3),
-            flash_bytes=self._meter.flash_now()[0],
-            rest_share=self._core.rest.share(now),
-            cached_tokens=self._core.requests.cached_tokens,
-        )
-
-    def _process_status(self, seat: SeatState, now: float) -> ProcessStatus:
-        outstanding = self._seats.credits.outstanding(seat.peer)
-        return ProcessStatus(
-            role=seat.role,
-            index=seat.index,
-            pid=seat.pid,
-            state=seat.verdict(now, outstanding),
-            core=seat.core,
-            step=seat.step,
-            outstanding=outstanding,
-            restarts=self._board[self._line(seat) + 1],
-        )
-
-    def _gateway_status(self, seat: Seat) -> ProcessStatus:
-        """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
-        line = self._lines[seat.role, seat.index] * LINE_WORDS
-        pid, restarts = self._board[line], self._board[line + 1]
-        state: State = "ready" if pid else "starting"
-        return ProcessStatus(role=seat.role, index=seat.index, pid=pid, state=state, core=seat.core, restarts=restarts)

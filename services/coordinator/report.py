@@ -1,0 +1,86 @@
+"""What a client that asks for it is told of the run: its processes, its memory, and how busy it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from neuronpipe.plans.plan.plan import GATEWAY, Seat
+from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.lifecycle import State
+from neuronpipe.services.coordinator.core import Core
+from neuronpipe.services.coordinator.meter import Meter
+from neuronpipe.services.coordinator.seats import Seats, SeatState
+from neuronpipe.services.job import Job
+
+
+class Report:
+    """Looks at what others keep. board: pid and incarnation of each seat's process, in the plan's order."""
+
+    def __init__(self, job: Job, core: Core, seats: Seats, board: Sequence[int], meter: Meter) -> None:
+        self._job, self._core, self._seats, self._board, self._meter = job, core, seats, board, meter
+        self._lines = {(seat.role, seat.index): number for number, seat in enumerate(job.plan.compute.seats)}
+        self._started_at = time.monotonic()
+
+    def status(self, tokens: int, *, ending: bool) -> Status:
+        """tokens: drawn so far. ending: the run comes to its end."""
+        now = time.monotonic()
+        memory = self._meter.memory_now()
+        compute = self._job.plan.compute
+        gateways = [self._gateway(seat) for seat in compute.seats if seat.role == GATEWAY]
+        processes = (self._coordinator(ending), *(self._process(seat, now) for seat in self._seats), *gateways)
+        return Status(
+            run=self._job.run,
+            ready=self._core.all_ready and not ending,
+            plan=self._job.plan.id,
+            mode=compute.mode,
+            processes=tuple(sorted(processes, key=lambda process: self._lines[process.role, process.index])),
+            memory_bytes=memory["current_bytes"],
+            memory_peak_bytes=memory["peak_bytes"],
+            memory_limit_bytes=memory["limit_bytes"],
+            sequences_active=len(self._core.requests.works),
+            sequences_most=compute.sequences,
+            sequences_waiting=len(self._core.requests.waiting),
+            steps=self._core.schedule.steps,
+            tokens=tokens,
+            uptime_s=round(now - self._started_at, 3),
+            flash_bytes=self._meter.flash_now()[0],
+            rest_share=self._core.rest.share(now),
+            cached_tokens=self._core.requests.cached_tokens,
+        )
+
+    def _coordinator(self, ending: bool) -> ProcessStatus:
+        return ProcessStatus(
+            role="coordinator",
+            index=0,
+            pid=os.getpid(),
+            state="draining" if ending else "ready",
+            core=self._job.seat.core,
+            step=self._core.schedule.steps,
+            restarts=self._job.incarnation,
+        )
+
+    def _process(self, seat: SeatState, now: float) -> ProcessStatus:
+        outstanding = self._seats.credits.outstanding(seat.peer)
+        return ProcessStatus(
+            role=seat.role,
+            index=seat.index,
+            pid=seat.pid,
+            state=seat.verdict(now, outstanding),
+            core=seat.core,
+            step=seat.step,
+            outstanding=outstanding,
+            restarts=self._on_board(seat)[1],
+        )
+
+    def _gateway(self, seat: Seat) -> ProcessStatus:
+        """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
+        pid, restarts = self._on_board(seat)
+        state: State = "ready" if pid else "starting"
+        return ProcessStatus(role=seat.role, index=seat.index, pid=pid, state=state, core=seat.core, restarts=restarts)
+
+    def _on_board(self, seat: Seat | SeatState) -> tuple[int, int]:
+        line = self._lines[seat.role, seat.index] * LINE_WORDS
+        return self._board[line], self._board[line + 1]
