@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from neuronpipe.launch import door
 from neuronpipe.launch.live import started_run
-from neuronpipe.launch.stage import Stage
+from neuronpipe.launch.stage import ANSWERED_TOKENS, Stage
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.account import least_slots_bytes
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
@@ -73,8 +74,22 @@ def small_plan(package: Package, plan: Plan) -> Plan:
     return replace(made, compute=replace(made.compute, spin_us=0))
 
 
-def rehearse(live: RunDirectory, run_file: RunFile, package: Package, plan: Plan, candidate: Candidate) -> None:
-    """Raises UserError saying what the candidate did wrong."""
+def rehearse(
+    live: RunDirectory,
+    run_file: RunFile,
+    package: Package,
+    plan: Plan,
+    candidate: Candidate,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Raises UserError saying what the candidate did wrong. progress: tokens computed, of how many."""
+    done = 0
+
+    def computed(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        progress(done, 2 * ANSWERED_TOKENS)
+
     small = small_plan(package, plan)
     present = Implementations.from_facts(door.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
     layout = run_layouts(package.manifest, plan)["fixed"]
@@ -84,9 +99,9 @@ def rehearse(live: RunDirectory, run_file: RunFile, package: Package, plan: Plan
     ):
         stage = Stage(run, package, small)
         began = time.monotonic()
-        expected = stage.answers(math.inf)
+        expected = stage.answers(math.inf, computed)
         limit_s = candidate.patience_s + SLOWER * (time.monotonic() - began)
         candidate.take_seats(run.directory)
-        for what, bits in stage.answers(limit_s).items():
+        for what, bits in stage.answers(limit_s, computed).items():
             if bits != expected[what]:
                 raise UserError(f"computes other bits than the present implementation: {what}")

@@ -21,6 +21,7 @@ from neuronpipe.protocol.segments import Mapping, Segment
 from neuronpipe.services.memory import run_layouts
 
 PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
+ANSWERED_TOKENS = TEXT_TOKENS + DECODE_TOKENS + PREFILL_TOKENS
 SHARED_TOKENS = 8
 POLL_S = 0.01
 
@@ -31,11 +32,11 @@ class Stage:
     def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
         self._run, self._package, self._plan = run, package, plan
 
-    def answers(self, limit_s: float) -> dict[str, str]:
-        """What the run computes, by what it is: digests of logit rows, and a text. Raises UserError when it takes
-        longer than `limit_s`."""
+    def answers(self, limit_s: float, computed: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
+        """What the run computes, by what it is: digests of logit rows, and a text. computed: called with how many more
+        of ANSWERED_TOKENS there are. Raises UserError when it takes longer than `limit_s`."""
         with self.client(limit_s) as client:
-            return {"a text": self.text(client)} | dict(self._rows(client))
+            return {"a text": self.text(client, seen=lambda: computed(1))} | dict(self._rows(client, computed))
 
     @contextlib.contextmanager
     def client(self, limit_s: float) -> Iterator[Client]:
@@ -90,7 +91,7 @@ class Stage:
                 return " ".join(str(chosen[n]) for n in sorted(chosen))
         raise AssertionError
 
-    def _rows(self, client: Client) -> Iterator[tuple[str, str]]:
+    def _rows(self, client: Client, computed: Callable[[int], None]) -> Iterator[tuple[str, str]]:
         paths: tuple[tuple[Literal["decode", "prefill"], int], ...] = (
             ("decode", DECODE_TOKENS),
             ("prefill", PREFILL_TOKENS),
@@ -100,7 +101,7 @@ class Stage:
             logits = exchange.view("logits")
             for path, count in paths:
                 tokens = self._tokens(count)
-                keep = _digest_rows(logits, self._package.manifest.shape.vocabulary, path, digests)
+                keep = _digest_rows(logits, self._package.manifest.shape.vocabulary, path, digests, computed)
                 rate(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
         yield from digests.items()
 
@@ -112,12 +113,13 @@ class Stage:
 
 
 def _digest_rows(
-    logits: memoryview, vocabulary: int, path: str, digests: dict[str, str]
+    logits: memoryview, vocabulary: int, path: str, digests: dict[str, str], computed: Callable[[int], None]
 ) -> Callable[[int, Scored], None]:
     def keep(first: int, scored: Scored) -> None:
         for number in range(scored.rows):
             row = logits[(scored.row + number) * vocabulary : (scored.row + number + 1) * vocabulary]
             name = f"logits after token {first + scored.position + number} ({path})"
             digests[name] = hashlib.sha256(row).hexdigest()
+        computed(scored.rows)
 
     return keep

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.rehearsal import Candidate, rehearse
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
@@ -49,7 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     candidate = Candidate(seats, arguments.use, str(Path.cwd()), arguments.patience)
     began = time.monotonic()
     try:
-        rehearse(directory, run_file, package, plan, candidate)
+        with Progress("rehearsing", "tokens", plain=arguments.json) as progress:
+            rehearse(directory, run_file, package, plan, candidate, progress)
         rehearsed = time.monotonic()
         pids = candidate.take_seats(directory)
     except UserError as error:
