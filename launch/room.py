@@ -35,4 +35,4 @@ def _advice(plan: Plan, device: Device) -> str:
     least, fits_mib = plan.memory.least_bytes, device.memory_available_bytes // MIB
     if least > fits_mib * MIB:
         return f"take a smaller --context or another package; this one needs {show_bytes(least)} at least"
-    return f"ask for less: --memory {fits_mib}MiB is what fits now"
+    return f"ask for less, or make the plan for less: --memory {fits_mib}MiB is what fits now"

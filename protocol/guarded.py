@@ -112,6 +112,9 @@ class GuardedSubscriber(Subscriber):
 
     def __init__(self, context: Context, address: str) -> None:
         place, public, secret = read_address(address)
+        self._standing: Standing = "alone"
+        self._heard = context.socket(zmq.PAIR)
+        events = f"inproc://standing-{id(self)}"
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
             socket.ipv6 = "[" in place
@@ -124,9 +127,6 @@ class GuardedSubscriber(Subscriber):
             socket.monitor(events, sum(STANDINGS))
             self._heard.connect(events)
 
-        self._standing: Standing = "alone"
-        self._heard = context.socket(zmq.PAIR)
-        events = f"inproc://standing-{id(self)}"
         super().__init__(context, WATCH, place, prepare)
 
     @property

@@ -75,7 +75,7 @@ def _watch(trace: RunTrace, seconds: float) -> list[Row]:
     parts: list[list[tuple[Any, int]]] = []
     began, took = time.monotonic(), 0.0
     with Progress("watching", "ms", plain=not sys.stderr.isatty()) as progress:
-        while took < seconds or not parts:
+        while took < seconds:
             time.sleep(min(POLL_S, seconds - took))
             parts.append(trace.take_arrays())
             took = time.monotonic() - began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +73,8 @@ def write_predictor(
         raise UserError(f"{package.predictor_path}: cannot be written: {error.strerror}") from None
     finally:
         for partial in (tensors, lacking, complete):
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
     return Package.open(path)
 
 

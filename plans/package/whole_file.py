@@ -14,8 +14,11 @@ from neuronpipe.protocol.errors import UserError
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write what is to become `path`: beside it, and what was there before stays until all is written. A
     device or a pipe has nothing beside it and is written to. Raises UserError for what the disk refuses."""
-    beside = path.is_file() or not path.exists()
-    target = path.resolve()  # a link stays a link
+    try:
+        beside = path.is_file() or not path.exists()
+        target = path.resolve()  # a link stays a link
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     place = target.with_name(f".{target.name}.partial-{os.getpid()}") if beside else path
     try:
         yield place

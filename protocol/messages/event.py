@@ -25,8 +25,8 @@ class Life(Message):
 @message
 class StepEvent(Message):
     """Steps of one kind, decode or prefill, were done, and their tokens were told. The event is sent once 25 ms have
-    passed since the first of them was sent: one that takes longer has its own. Figures are sums over the steps; counts
-    and times of waiting are of their members' counters.
+    passed since the first of them was sent: one that takes much longer has its own. Where both kinds are told at once,
+    prefill comes first. Figures are sums over the steps; counts and times of waiting are of their members' counters.
 
     step: number of the last one
     batch: tokens computed: sequences of a decode step, tokens of a prefill

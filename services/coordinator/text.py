@@ -46,9 +46,9 @@ class FileTokenizer:
     def __init__(self, text: str) -> None:
         self._library = open_tokenizer(text, "tokenizer.json")
         lib.np_memory_give_back()  # reading takes twice what stays
+        self._spelling: Spelling | None = None
         names = map(self._library.id_to_token, range(self._library.get_vocab_size()))
         # A token's name has a character for each byte, or more; normalizers may shorten a text a little.
-        self._spelling: Spelling | None = None
         self._longest_token_bytes = max(16, *(len(name.encode()) for name in names if name))
 
     @property

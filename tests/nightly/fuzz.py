@@ -40,6 +40,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
     from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
+    from neuronpipe.services.coordinator.text import FileTokenizer
     from neuronpipe.services.gateway.bodies import parse_body
     from neuronpipe.services.gateway.problems import Problem
     from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
@@ -98,7 +99,10 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         path.rename(folder / RUN_FILE)
         RunDirectory.find(folder)
 
-    grammars = Grammars((DEMO / "tokenizer.json").read_text, DEMO_IDS, [0])
+    grammars = Grammars(FileTokenizer((DEMO / "tokenizer.json").read_text()), DEMO_IDS, [0])
+
+    for known in SCHEMAS:
+        grammars.start(known.decode())  # where even these are refused, no input would get far
 
     def schema(data: bytes) -> None:
         """Compiled, and followed for a while along what it allows."""
