@@ -23,7 +23,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.pages import page_routes
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, unavailable
 from neuronpipe.services.gateway.requests import MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -172,9 +172,7 @@ class Gateway:
         """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
         status = await self._coordinator.fresh_status(HEALTH_S)
         if not status.ready:
-            raise Problem(
-                503, "starting", "not all processes of the run are ready", kind="server_error", retry_after_s=1
-            )
+            raise unavailable("starting", "not all processes of the run are ready")
         return _json({"status": "ok"})
 
     async def live(self, request: Request) -> View:

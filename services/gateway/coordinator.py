@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable
 
@@ -88,6 +89,7 @@ class Coordinator:
         self._news = asyncio.Event()
         self._status: Status | None = None
         self._status_at = 0.0
+        self._asked_at = -math.inf  # when the last question for it was sent that has no answer yet
         self._ended: tuple[str, str] | None = None  # code and reason
         self.over = asyncio.Event()  # the run has ended
         self._ticking = self._loop.create_task(self._tick())
@@ -111,7 +113,8 @@ class Coordinator:
         """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. Raises
         Problem when there is no run to ask, or too much is under way."""
         asks = list(asks)
-        await self._require_run(len(asks))
+        await self._require_ready()
+        self._require_room(len(asks))  # and take it at once: many may have waited for the same answer
         mailbox, names = Mailbox(), []
         for number, ask in enumerate(asks):
             names.append(ask.request)
@@ -136,12 +139,13 @@ class Coordinator:
         """There is nothing to ask any more: whoever waits is told, and whoever asks from now on."""
         self._ended = code, reason
         self._news.set()
-        for name, text in list(self._texts.items()):
-            del self._texts[name]
+        for name, text in self._texts.items():
             text.mailbox.put(text.number, Refused(request=name, code="draining", message=reason))
+        self.give_up(list(self._texts))  # the run may go on without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
         """How the run is now. Raises Problem when nobody answers in time, or it is ending."""
+        self._require_no_end()
         self._news.clear()
         self._ask_status()
         self._loop.call_soon(self._receive)
@@ -152,16 +156,17 @@ class Coordinator:
             raise unavailable("starting", "the run does not answer at the moment; try again") from None
         self._require_no_end()
         assert self._status is not None
+        if _coordinator(self._status).state == "draining":
+            raise unavailable("draining", "the run is ending")
         return self._status
 
     def _require_no_end(self) -> None:
         if self._ended is not None:
             raise unavailable(*self._ended)
-        if self._status is not None and _coordinator(self._status).state == "draining":
-            raise unavailable("draining", "the run is ending")
 
     async def _require_ready(self) -> None:
         """A process that was lost is back within a blink: who asks meanwhile waits for it, and not for long."""
+        self._require_no_end()
         deadline = self._loop.time() + READY_S
         status = self._status
         while status is None or not status.ready or self._loop.time() - self._status_at > FRESH_S:
@@ -171,8 +176,7 @@ class Coordinator:
                     raise unavailable("starting", "not all processes of the run are ready; try again")
                 await asyncio.sleep(POLL_S)
 
-    async def _require_run(self, texts: int) -> None:
-        self._require_no_end()
+    def _require_room(self, texts: int) -> None:
         if len(self._texts) + texts > MOST_REQUESTS:
             raise Problem(
                 429,
@@ -181,12 +185,13 @@ class Coordinator:
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
-        await self._require_ready()
         if self._unheard + texts > MOST_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _ask_status(self) -> None:
-        if self._unheard < MOST_UNHEARD:
+        """One question serves all who wait."""
+        if self._unheard < MOST_UNHEARD and self._loop.time() - self._asked_at >= POLL_S:
+            self._asked_at = self._loop.time()
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
@@ -226,7 +231,7 @@ class Coordinator:
     def _take_status(self, status: Status) -> None:
         now = self._loop.time()
         pid = _coordinator(status).pid
-        self._pid, self._status, self._status_at = pid, status, now
+        self._pid, self._status, self._status_at, self._asked_at = pid, status, now, -math.inf
         self._news.set()
         for text in self._texts.values():
             if text.home != pid and now - text.heard_at > QUIET_S:

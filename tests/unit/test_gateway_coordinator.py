@@ -1,0 +1,159 @@
+"""The gateway's end of the control link, with a coordinator played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from neuronpipe.protocol.channel import Listener, open_context
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.links import CONTROL
+from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.lifecycle import State
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
+from neuronpipe.services.gateway.coordinator import MOST_REQUESTS, Coordinator, Mailbox
+from neuronpipe.services.gateway.problems import Problem
+
+from tests.pipeline import SLOWER
+
+PATIENCE_S = 10 * SLOWER
+
+
+def status(state: State = "ready") -> Status:
+    coordinator = ProcessStatus(role="coordinator", index=0, pid=1, state=state)
+    return Status(
+        run="run",
+        ready=state == "ready",
+        plan="plan",
+        mode="exact",
+        processes=(coordinator,),
+        memory_bytes=0,
+        memory_peak_bytes=0,
+        memory_limit_bytes=0,
+        sequences_active=0,
+        sequences_most=1,
+        sequences_waiting=0,
+        steps=0,
+        tokens=0,
+        uptime_s=0.0,
+    )
+
+
+class Played:
+    """The coordinator: it answers what is asked about the run, and keeps all that came."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.state: State = "ready"
+        self._messages: list[Message] = []
+
+    async def answer(self) -> None:
+        while True:
+            while (received := self._listener.receive()) is not None:
+                peer, message = received
+                self._messages.append(message)
+                if isinstance(message, AskStatus):
+                    self._listener.send(peer, status(self.state))
+            await asyncio.sleep(0.001)
+
+    def count(self, kind: type[Message]) -> int:
+        return sum(isinstance(message, kind) for message in self._messages)
+
+    async def received(self, kind: type[Message], count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.count(kind) < count:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{os.path.relpath(tmp_path)}/link"
+
+
+@asynccontextmanager
+async def connected(endpoint: str) -> AsyncIterator[tuple[Coordinator, Played]]:
+    with open_context() as context:
+        played = Played(Listener(context, CONTROL, endpoint))
+        answering = asyncio.create_task(played.answer())
+        coordinator = Coordinator(endpoint)
+        try:
+            yield coordinator, played
+        finally:
+            await coordinator.close()
+            answering.cancel()
+
+
+async def ask(coordinator: Coordinator, texts: int) -> Mailbox:
+    asks = [Generate(request=coordinator.name(), prompt="x") for _ in range(texts)]
+    return (await coordinator.generate(asks))[0]
+
+
+def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            done = await asyncio.gather(*(ask(coordinator, 16) for _ in range(12)), return_exceptions=True)
+            refused = [one for one in done if isinstance(one, Problem)]
+            assert [one.code for one in refused] == ["rate_limit_exceeded"] * 4
+            assert coordinator.active == MOST_REQUESTS
+            await played.received(Generate, MOST_REQUESTS)
+            assert played.count(AskStatus) == 1  # for all of them
+
+    asyncio.run(scene())
+
+
+def test_requests_that_wait_share_their_questions(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            played.state = "starting"
+            waiting = [asyncio.create_task(ask(coordinator, 1)) for _ in range(20)]
+            await played.received(AskStatus, 5)
+            played.state = "ready"
+            await asyncio.gather(*waiting)
+            assert played.count(AskStatus) < 20
+
+    asyncio.run(scene())
+
+
+def test_a_gateway_that_ends_cancels_its_texts_and_tells_who_waits(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            mailbox = await ask(coordinator, 2)
+            coordinator.end("draining", "the server is ending")
+            with pytest.raises(Problem, match="the server is ending"):
+                await mailbox.take()
+            await played.received(Cancel, 2)
+            assert coordinator.active == 0
+
+    asyncio.run(scene())
+
+
+def test_after_the_end_nobody_is_asked_and_nothing_is_waited_for(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            await coordinator.fresh_status(PATIENCE_S)
+            coordinator.end("ended", "the run has ended")
+            asked = played.count(AskStatus)
+            with pytest.raises(Problem, match="the run has ended"):
+                await coordinator.fresh_status(PATIENCE_S)
+            with pytest.raises(Problem, match="the run has ended"):
+                await ask(coordinator, 1)
+            await asyncio.sleep(0.01)
+            assert played.count(AskStatus) == asked
+
+    asyncio.run(scene())
+
+
+def test_a_run_that_ends_is_told_from_one_whose_coordinator_comes_again(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            played.state = "draining"
+            with pytest.raises(Problem, match="the run is ending"):
+                await ask(coordinator, 1)
+            played.state = "ready"
+            await ask(coordinator, 1)
+
+    asyncio.run(scene())
