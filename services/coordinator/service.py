@@ -98,7 +98,7 @@ class CoordinatorService:
         self._leaving_seen = b""
         self._seated = self._memory.view("board", "seated")
         self._tokens = 0
-        self._draining = False
+        self._draining = self._ending = False  # told to stop; and this is the run's end
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_end)
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
@@ -132,6 +132,7 @@ class CoordinatorService:
 
     def _end(self, poller: Poller) -> None:
         """Tell clients and services that the run ends, and whoever comes meanwhile, until no service is left."""
+        self._ending = True
         self._handle(Ending())
         self._epoch.advance()  # the step under way is nobody's any more
         for seat in self._seats:
@@ -161,7 +162,7 @@ class CoordinatorService:
             case Ease(share=share, for_s=for_s):
                 self._handle(Eased(share, time.monotonic() + for_s))
             case AskStatus():
-                self._send(peer, self._report.status(self._tokens, ending=self._draining))
+                self._send(peer, self._report.status(self._tokens, ending=self._ending))
             case _ if peer in self._seats:
                 self._take_from_seat(peer, message)
             case Hello():
@@ -173,7 +174,7 @@ class CoordinatorService:
         seat = self._seats.heard(peer, time.monotonic())
         name = (seat.role, seat.index)
         match message:
-            case Hello() if self._draining:  # it was starting when the others were told
+            case Hello() if self._ending:  # it was starting when the others were told
                 self._send(peer, Drain())
             case Hello():
                 self._greet(seat, message)
