@@ -141,13 +141,17 @@ def test_stop_ends_the_generation(page: Page) -> None:
 
 
 def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) -> None:
+    page.ask("import re", 8)
+    assert page.eventually(lambda: page.answers[0][1].startswith("8 tokens"))
     page.browser.execute_script("document.getElementById('prompt').value = 'import os '.repeat(400)")
     page.ask("", 8)
-    assert page.eventually(lambda: "the context of this run holds 512" in page.answers[0][1])
+    assert page.eventually(lambda: page.answers[1:] and "the context of this run holds 512" in page.answers[1][1])
+    assert page.divided == []
     assert page["prompt"].get_attribute("value").startswith("import os ")
     page["prompt"].clear()
     page.ask("import os", 8)
-    assert page.eventually(lambda: page.answers[-1][1].startswith("8 tokens"))
+    assert page.eventually(lambda: page.answers[2:] and page.answers[2][1].startswith("8 tokens"))
+    assert page.answers[2][1].endswith("token limit reached")  # what came before the refusal was sent
     (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
     assert "400" in refusal["message"]
 

@@ -33,6 +33,7 @@ async function send(text) {
   const question = conversation.add({ role: "user", content: text, item: add("user", text) });
   const answer = { role: "assistant", content: "", item: add("assistant", "") };
   const [body, note] = answer.item.children;
+  const leftOut = conversation.leftOut;
   let drawn = false;
   const draw = () => {
     const follow = follows(element("messages"));
@@ -57,6 +58,8 @@ async function send(text) {
     } else {
       // The message was not answered: it is no part of the conversation, and can be sent again.
       conversation.messages.splice(conversation.messages.indexOf(question), 1);
+      conversation.leftOut = leftOut;
+      divide();
       element("prompt").value ||= text;
       grow();
     }
@@ -119,8 +122,8 @@ async function request(signal) {
 
 // Shows from where on messages are sent.
 function divide() {
-  if (!conversation.leftOut) return;
-  conversation.messages[conversation.leftOut].item.before(divider);
+  if (conversation.leftOut) conversation.messages[conversation.leftOut].item.before(divider);
+  else divider.remove();
 }
 
 function working(item, is) {
