@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 
+import psutil
 from neuronpipe.launch.demo import DEMO
 
 from tests.http_client import PATIENCE_S, Reply, Server, request, served
@@ -37,18 +37,26 @@ class Reluctant(DecodeService):
 def serving(shell: Shell, worker: str) -> Iterator[Server]:
     """A server that need not be ready, with one of these workers in decode.0; who uses it ends it."""
     (shell.folder / "workers.py").write_text(WORKERS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     place = shell.folder / "run"
-    options = ("--port", str(port), "--run", place, "--use", f"decode.0=workers:{worker}")
+    options = ("--port", "0", "--run", place, "--use", f"decode.0=workers:{worker}")
     process = shell.start("serve", "--json", *options, cwd=shell.folder)
     try:
-        yield Server(process, port, Run(shell, place))
+        assert eventually(lambda: listening_ports(shell))
+        yield Server(process, listening_ports(shell).pop(), Run(shell, place))
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE_S)
+
+
+def listening_ports(shell: Shell) -> set[int]:
+    """Where its processes listen; they say it themselves only when they are ready."""
+    ports = set()
+    for pid in shell.processes():
+        with contextlib.suppress(psutil.Error):
+            lines = psutil.Process(pid).net_connections("tcp")
+            ports |= {line.laddr.port for line in lines if line.status == psutil.CONN_LISTEN}
+    return ports
 
 
 def ready(process: subprocess.Popen[str]) -> None:
@@ -64,13 +72,6 @@ def require_unavailable(reply: Reply, code: str) -> None:
 
 def test_a_run_that_starts_says_so_and_serves_when_it_is_ready(shell: Shell) -> None:
     with serving(shell, "Slow") as server:
-
-        def listens() -> bool:
-            with contextlib.suppress(OSError):
-                return bool(server.call("GET", "/v1/models").status)
-            return False
-
-        assert eventually(listens)
         require_unavailable(server.call("GET", "/health"), "starting")
         require_unavailable(server.post("/v1/completions", **LONG), "starting")
         (shell.folder / "begin").touch()
@@ -97,6 +98,12 @@ def test_who_asks_while_the_coordinator_is_started_again_waits_for_it(shell: She
         assert server.post("/v1/completions", **{**LONG, "max_tokens": 2}).status == 200
 
 
+def health_once_it_ends(server: Server) -> Reply:
+    while (reply := server.call("GET", "/health")).status == 200:
+        pass
+    return reply
+
+
 def test_a_run_that_ends_tells_whoever_waits_and_whoever_comes(shell: Shell) -> None:
     with serving(shell, "Reluctant") as server, contextlib.ExitStack() as lines:
         ready(server.process)
@@ -106,14 +113,14 @@ def test_a_run_that_ends_tells_whoever_waits_and_whoever_comes(shell: Shell) -> 
         line.sendall(request("POST", "/v1/completions", {**LONG, "stream": True}))
         assert line.recv(1 << 10).startswith(b"HTTP/1.1 200")
         server.process.send_signal(signal.SIGINT)
+        require_unavailable(health_once_it_ends(server), "draining")  # first: the supervisor does not wait for long
+        require_unavailable(server.post("/v1/completions", **LONG), "draining")
         rest = b""
         while piece := line.recv(1 << 16):
             rest += piece
         assert b"[DONE]" not in rest
         (event,) = [event for event in rest.decode().split("\n\n") if "error" in event]
         assert json.loads(event.partition("data: ")[2])["error"]["code"] == "draining"
-        require_unavailable(server.call("GET", "/health"), "draining")
-        require_unavailable(server.post("/v1/completions", **LONG), "draining")
         told = b""
         while piece := looking.recv(1 << 16):
             told += piece
@@ -122,7 +129,7 @@ def test_a_run_that_ends_tells_whoever_waits_and_whoever_comes(shell: Shell) -> 
 
 
 def test_a_client_of_the_coordinator_is_told_that_the_run_has_ended(shell: Shell) -> None:
-    with shell.up(DEMO) as run:
+    with shell.up(DEMO, "--ffn-resident", "30%", "--workers", "2") as run:
         asking = shell.start("ask", "--run", run.path, "-p", "def f(", "-n", "480", "--ignore-end")
         assert eventually(lambda: run.status().sequences_active == 1)
         run.down()

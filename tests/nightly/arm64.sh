@@ -131,6 +131,7 @@ if [ $# = 0 ]; then
 unit/test_monitor.py::test_processor_time_and_memory_of_this_very_process  a process sees no processor time of its own
 integration/test_demo.py::test_it_is_idle_in_little_memory  the emulator's own memory counts
 integration/test_memory.py  the emulator's own memory counts
+integration/test_gateway_ending.py::test_a_run_that_ends_tells_whoever_waits_and_whoever_comes  the supervisor waits no longer than elsewhere
 LEFT_OUT
 fi
 say "pytest $*"
