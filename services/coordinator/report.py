@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from neuronpipe.plans.plan.plan import GATEWAY, Seat
 from neuronpipe.protocol.layout import LINE_WORDS
@@ -17,11 +17,20 @@ from neuronpipe.services.job import Job
 
 
 class Report:
-    """Looks at what others keep. board: pid and incarnation of each seat's process, in the plan's order."""
+    """Looks at what others keep. board: pid and incarnation of each seat's process; lines: which of its lines a seat
+    has."""
 
-    def __init__(self, job: Job, core: Core, seats: Seats, board: Sequence[int], meter: Meter) -> None:
-        self._job, self._core, self._seats, self._board, self._meter = job, core, seats, board, meter
-        self._lines = {(seat.role, seat.index): number for number, seat in enumerate(job.plan.compute.seats)}
+    def __init__(
+        self,
+        job: Job,
+        core: Core,
+        seats: Seats,
+        meter: Meter,
+        board: Sequence[int],
+        lines: Mapping[tuple[str, int], int],
+    ) -> None:
+        self._job, self._core, self._seats, self._meter = job, core, seats, meter
+        self._board, self._lines = board, lines
         self._started_at = time.monotonic()
 
     def status(self, tokens: int, *, ending: bool) -> Status:

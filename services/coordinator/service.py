@@ -108,7 +108,7 @@ class CoordinatorService:
         self._step_events = StepEvents(self._events)
         neurons = shape.layers * shape.experts * shape.neurons
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
-        self._report = Report(job, self._core, self._seats, self._board, self._meter)
+        self._report = Report(job, self._core, self._seats, self._meter, self._board, self._lines)
 
     def serve(self) -> None:
         """Serve until drained."""
