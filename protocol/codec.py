@@ -205,7 +205,7 @@ def _compile(annotation: Any) -> Reader:
     if origin is tuple and arguments[1:] == (...,):
         return _array_of(arguments[0])
     if origin is dict and arguments[0] is str:
-        return _map_of(_compile(arguments[1]))
+        return _map_of(arguments[1])
     if _is_message(annotation):
         return _message_of(annotation)
     raise TypeError(f"{annotation}: no type of the wire")
@@ -249,14 +249,18 @@ def _optional(inner: Reader) -> Reader:
     return lambda value: None if value is None else inner(value)
 
 
+def _as_they_are(annotation: Any) -> set[Any]:
+    """The types of values that are in their final form: many of them are checked without a call for each."""
+    return {annotation} if annotation in (int, str, bytes, bool, float) else set()
+
+
 def _array_of(annotation: Any) -> Reader:
-    inner = _compile(annotation)
-    as_they_are = {annotation} if annotation in (int, str, bytes, bool, float) else set()
+    inner, as_they_are = _compile(annotation), _as_they_are(annotation)
 
     def read(value: Any) -> Any:
         if type(value) is not tuple:
             raise _Mismatch("expected array")
-        if set(map(type, value)) <= as_they_are:  # the tokens of a prompt, without a call per token
+        if set(map(type, value)) <= as_they_are:  # the tokens of a prompt
             return value
         items: list[Any] = []
         try:
@@ -270,10 +274,14 @@ def _array_of(annotation: Any) -> Reader:
     return read
 
 
-def _map_of(inner: Reader) -> Reader:
+def _map_of(annotation: Any) -> Reader:
+    inner, as_they_are = _compile(annotation), _as_they_are(annotation)
+
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise _Mismatch("expected map")
+        if set(map(type, value)) <= {str} and set(map(type, value.values())) <= as_they_are:  # a member's counters
+            return value
         key: Any = None
         items = {}
         try:

@@ -111,15 +111,39 @@ static const float *adjusted(const float *logits, size_t n, const np_sampling *h
     return copy;
 }
 
+/* The lowest id with the greatest logit; -1 when one is NaN. In lanes, which compilers turn into registers. */
+static int32_t likeliest(const float *logits, size_t n) {
+    enum { LANES = 16 };
+    float greatest[LANES];
+    int32_t broken[LANES] = {0};
+    for (int l = 0; l < LANES; l++) greatest[l] = -INFINITY;
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) {
+            const float logit = logits[i + l];
+            greatest[l] = logit > greatest[l] ? logit : greatest[l];
+            broken[l] |= logit != logit;
+        }
+    for (; i < n; i++) {
+        greatest[0] = logits[i] > greatest[0] ? logits[i] : greatest[0];
+        broken[0] |= isnan(logits[i]);
+    }
+    for (int l = 1; l < LANES; l++) {
+        greatest[0] = greatest[l] > greatest[0] ? greatest[l] : greatest[0];
+        broken[0] |= broken[l];
+    }
+    if (broken[0]) return -1;
+    i = 0;
+    while (logits[i] != greatest[0]) i++;
+    return (int32_t)i;
+}
+
 int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double uniform, int32_t *scratch) {
     if (n == 0 || n > INT32_MAX || !in_range(how, n) || !(uniform >= 0.0 && uniform < 1.0)) return NP_E_ARGUMENT;
     const float *from = adjusted(logits, n, how, scratch);
     if (!from) return NP_E_ARGUMENT;
-    int32_t best = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (isnan(from[i])) return NP_E_ARGUMENT;
-        if (from[i] > from[best]) best = (int32_t)i;
-    }
+    const int32_t best = likeliest(from, n);
+    if (best < 0) return NP_E_ARGUMENT;
     if (from != logits && from[best] == -INFINITY) return NP_E_BANNED;
     if (how->temperature <= 0.0f) return best;
     const float greatest = from[best], temperature = how->temperature, top_p = how->top_p;

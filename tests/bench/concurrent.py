@@ -59,11 +59,12 @@ class Clients:
             name = f"r{next(self._numbers)}"
             ask = Generate(request=name, prompt=prompt, max_tokens=self._tokens, share_prefix=False)
             self._lines[client].send(ask)
+        numbers = {self._lines[client]: client for client in clients}
         open_texts = set(clients)
         while open_texts:
-            poller.wait()
-            for client in tuple(open_texts):
-                while (message := self._lines[client].receive()) is not None:
+            for line in poller.wait():
+                client = numbers[line]
+                while (message := line.receive()) is not None:
                     if isinstance(message, Token):
                         texts[client].append(message.token)
                     elif isinstance(message, Refused):

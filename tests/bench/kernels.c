@@ -1,4 +1,4 @@
-/* Speed of the kernels on this machine: tests/bench/kernels.sh [ISA [PART...]], parts rows, scattered, panel, small. Figures are
+/* Speed of the kernels on this machine: tests/bench/kernels.sh [ISA [PART...]], parts rows, scattered, few, panel, small. Figures are
  * GB/s of quants and scales, for many tokens multiply-adds per nanosecond and core, for small kernels microseconds: the best of
  * several runs, in processor time. */
 #include "neuronpipe.h"
@@ -224,6 +224,11 @@ static void rows_of_many(void *context) {
     np_dot_rows(c->type, c->quants[0], c->scales[0], 512, c->n, c->activations, c->stride, c->tokens, NULL, c->out, 512);
 }
 
+static void scattered_few(void *context) {
+    panel_case *c = context;
+    np_dot_scattered(c->type, c->quants, c->scales, 72, c->n, NULL, c->activations, c->stride, c->tokens, c->out, 512);
+}
+
 static void bench_panel(void) {
     static const size_t tokens[] = {512, 128, 32, 16};
     for (int type = NP_Q4; type >= NP_Q8; type--)
@@ -240,6 +245,29 @@ static void bench_panel(void) {
             printf("%s, 512 rows of 4096, %zu tokens: panel %.0f multiply-adds/ns, prepared in %.0f us, np_dot_rows %.0f\n",
                    type_names[type], c.tokens, work / best_seconds(5, 1, panel_dot, &c), 1e6 * prepare,
                    work / best_seconds(3, 1, rows_of_many, &c));
+        }
+}
+
+/* As many rows as a block of work has, in the first or second cache, with the tokens of a few texts. */
+static void bench_few(void) {
+    static const size_t tokens[] = {1, 2, 3, 4, 8}, widths[] = {320, 4096};
+    for (int type = NP_Q4; type >= NP_F16; type--)
+        for (int w = 0; w < 2; w++) {
+            panel_case c = {.type = type, .n = widths[w]};
+            c.out = room(4 * 512 * 8);
+            for (size_t r = 0; r < 72; r++) {
+                c.quants[r] = arena + r * np_quant_bytes(type, c.n);
+                c.scales[r] = arena + 72 * np_quant_bytes(type, c.n) + r * np_scale_bytes(type, c.n);
+            }
+            printf("%s, 72 rows of %zu, multiply-adds/ns:", type_names[type], c.n);
+            for (int k = 0; k < 5; k++) {
+                c.tokens = tokens[k];
+                c.activations = activations_of(type, c.n, c.tokens, &c.stride);
+                printf(" %zu tokens %.0f", c.tokens, 72e-9 * (double)(c.n * c.tokens) / best_seconds(20, 100, scattered_few, &c));
+                free((void *)c.activations);
+            }
+            printf("\n");
+            free(c.out);
         }
 }
 
@@ -303,6 +331,7 @@ int main(int argc, char **argv) {
     printf("instruction set %s\n", np_isa_name());
     if (wanted("rows")) bench_rows();
     if (wanted("scattered")) bench_scattered();
+    if (wanted("few")) bench_few();
     if (wanted("panel")) bench_panel();
     if (wanted("small")) bench_small();
     return 0;

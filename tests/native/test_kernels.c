@@ -184,12 +184,13 @@ static void test_not_finite_shows(const char *isa) {
 }
 
 static void test_isa(const char *isa) {
-    static const size_t lengths[] = {32, 64, 96, 128, 160, 320, 512, 544, 736, 1024, 4096};
+    static const size_t lengths[] = {32, 64, 96, 128, 160, 320, 512, 544, 736, 1024, 4096, 8192, 8224};
+    static const size_t whole_groups = sizeof lengths / sizeof *lengths;
     static const size_t odd_lengths[] = {1, 7, 15, 17, 33, 63, 65, 80, 127, 333};
     for (int kind = 0; kind < KINDS; kind++) {
         for (int type = NP_F16; type <= NP_Q4; type++) {
-            for (size_t i = 0; i < sizeof lengths / sizeof *lengths + (type == NP_F16 ? 10 : 0); i++) {
-                matrix m = make_matrix(type, i < 11 ? lengths[i] : odd_lengths[i - 11], kind);
+            for (size_t i = 0; i < whole_groups + (type == NP_F16 ? sizeof odd_lengths / sizeof *odd_lengths : 0); i++) {
+                matrix m = make_matrix(type, i < whole_groups ? lengths[i] : odd_lengths[i - whole_groups], kind);
                 test_dot(&m, isa);
                 test_add_and_decode(&m, isa);
                 free_matrix(&m);

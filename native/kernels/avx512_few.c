@@ -1,0 +1,145 @@
+/* AVX-512 with VNNI: dot products of q8 and q4 rows with a few tokens.
+ *
+ * A row with one token spends more on adding up the lanes of a group than on multiplying. Here rows and activations are turned
+ * first, so that every lane of a register is a group: four bytes of each of the block's 16 groups, and four more in the next
+ * register. Products then add up in place. A row is turned once for all tokens, an activation once for all rows.
+ *
+ *   turned block    q8, 8 registers    bytes 4j..4j+3 of groups 0..15, j = 0..7
+ *                   q4, 4 registers    the same of packed groups, j = 0..3: low nibbles meet the turned activation's register j,
+ *                                      high ones its register 4 + j */
+#if defined(__x86_64__)
+#include "kernels/avx512_lanes.h"
+
+enum { STEPS = NP_GROUP / 4, BLOCK_COLUMNS = NP_BLOCK_GROUPS * NP_GROUP };
+
+/* In each 128-bit lane: four bytes j of the k-th argument become the k-th four of out[j]. */
+NP_INLINE NP_AVX512 void turn_lanes(const __m512i in[4], __m512i out[4]) {
+    const __m512i low = _mm512_unpacklo_epi32(in[0], in[1]), low_2 = _mm512_unpacklo_epi32(in[2], in[3]);
+    const __m512i high = _mm512_unpackhi_epi32(in[0], in[1]), high_2 = _mm512_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm512_unpacklo_epi64(low, low_2), out[1] = _mm512_unpackhi_epi64(low, low_2);
+    out[2] = _mm512_unpacklo_epi64(high, high_2), out[3] = _mm512_unpackhi_epi64(high, high_2);
+}
+
+/* Registers of two groups each, a group in two 128-bit lanes. */
+NP_INLINE NP_AVX512 void turn_pairs(const __m512i in[8], __m512i out[8]) {
+    const __m512i first = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 16, 24, 17, 25, 18, 26, 19, 27);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(4));
+    __m512i even[4], odd[4]; /* of groups 0..7, of groups 8..15 */
+    turn_lanes(in, even);
+    turn_lanes(in + 4, odd);
+    for (int j = 0; j < 4; j++) {
+        out[j] = _mm512_permutex2var_epi32(even[j], first, odd[j]);
+        out[4 + j] = _mm512_permutex2var_epi32(even[j], second, odd[j]);
+    }
+}
+
+/* Registers of four groups each, a group in a 128-bit lane. */
+NP_INLINE NP_AVX512 void turn_fours(const __m512i in[4], __m512i out[4]) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    turn_lanes(in, out);
+    for (int j = 0; j < 4; j++) out[j] = _mm512_permutexvar_epi32(order, out[j]);
+}
+
+/* A block of an activation. owed: what the offset of unsigned weights puts into the products, with the sign that takes it off. */
+typedef struct {
+    __m512i quants[STEPS], owed;
+} turned_activation;
+
+/* All blocks of an activation. Behind the last register there are zeros. */
+NP_INLINE NP_AVX512 void turn_activation(const int type, const np_activation *x, size_t n, turned_activation *turned) {
+    const size_t bytes = np_padded(n, 128);
+    for (size_t from = 0; from < n; from += BLOCK_COLUMNS, turned++) {
+        const __m512i sums = _mm512_loadu_si512(x->sums + from / NP_GROUP);
+        __m512i in[STEPS];
+        for (size_t k = 0; k < STEPS; k++) {
+            const size_t place = type == NP_Q4 ? k % 4 * 2 + k / 4 : k; /* q4: what meets low nibbles first */
+            in[k] = from + 64 * place < bytes ? _mm512_loadu_si512(x->quants + from + 64 * place) : _mm512_setzero_si512();
+        }
+        if (type == NP_Q4) {
+            turn_fours(in, turned->quants);
+            turn_fours(in + 4, turned->quants + 4);
+        } else {
+            turn_pairs(in, turned->quants);
+        }
+        turned->owed = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sums, type == NP_Q4 ? 3 : 7));
+    }
+}
+
+/* A block of a row, its quants made unsigned: q8 plus 128, nibbles plus 8 as they are. */
+NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_block *block, size_t ahead, __m512i turned[STEPS]) {
+    const size_t registers = type == NP_Q4 ? 4 : 8;
+    __m512i in[STEPS];
+    for (size_t k = 0; k < registers; k++) {
+        in[k] = _mm512_setzero_si512();
+        if (k >= block->registers) continue;
+        np_prefetch(w + 64 * k, ahead);
+        in[k] = np_load_row(w, k, block);
+        if (type == NP_Q8) in[k] = _mm512_xor_si512(in[k], _mm512_set1_epi8(-128));
+    }
+    if (type == NP_Q8) {
+        turn_pairs(in, turned);
+        return;
+    }
+    turn_fours(in, turned);
+    for (int j = 0; j < 4; j++) {
+        turned[4 + j] = _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), _mm512_set1_epi8(15));
+        turned[j] = _mm512_and_si512(turned[j], _mm512_set1_epi8(15));
+    }
+}
+
+/* The 16 sums of row r with each token; zeroes where there is no such row. */
+NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, const np_block *end, const np_activation *x,
+                                 const turned_activation *turned, size_t blocks, const size_t tokens, __m512 *sums) {
+    const size_t group_bytes = type == NP_Q4 ? 16 : 32, groups = rows->n / NP_GROUP;
+    const np_block whole = np_block_of(NP_BLOCK_GROUPS, group_bytes);
+    __m512 sum[NP_TOKEN_BLOCK];
+    for (size_t t = 0; t < tokens; t++) sums[t] = sum[t] = _mm512_setzero_ps();
+    if (r >= rows->rows) return;
+    const size_t ahead = np_ahead_bytes(rows, r);
+    const np_row row = np_row_at(rows, r);
+    np_prefetch_beside(rows, r);
+    for (size_t g = 0; g < groups; g += NP_BLOCK_GROUPS, turned++) {
+        const np_block *block = groups - g < NP_BLOCK_GROUPS ? end : &whole;
+        const uint16_t *scales = (const uint16_t *)(const void *)row.scales + g;
+        __m512i weights[STEPS];
+        turn_block(type, row.quants + g * group_bytes, block, ahead, weights);
+        for (size_t t = 0; t < tokens; t++) {
+            const turned_activation *own = &turned[t * blocks];
+            __m512i dots = own->owed;
+            for (size_t j = 0; j < STEPS; j++) dots = _mm512_dpbusd_epi32(dots, weights[j], own->quants[j]);
+            sum[t] = np_add_scaled(dots, scales, block, x[t].scales + g, sum[t]);
+        }
+    }
+    for (size_t t = 0; t < tokens; t++) sums[t] = sum[t];
+}
+
+NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t token, const size_t tokens) {
+    const np_rows *rows = &job->rows;
+    const size_t groups = rows->n / NP_GROUP, blocks = (groups + NP_BLOCK_GROUPS - 1) / NP_BLOCK_GROUPS;
+    const np_block end = np_block_of(groups % NP_BLOCK_GROUPS, type == NP_Q4 ? 16 : 32);
+    turned_activation turned[NP_TOKEN_BLOCK * NP_FEW_COLUMNS / BLOCK_COLUMNS];
+    np_activation x[NP_TOKEN_BLOCK];
+    for (size_t t = 0; t < tokens; t++) {
+        x[t] = np_activation_at(job->activations + (token + t) * job->activation_stride_bytes, rows->n);
+        turn_activation(type, &x[t], rows->n, turned + t * blocks);
+    }
+    for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
+        __m512 a[NP_TOKEN_BLOCK], b[NP_TOKEN_BLOCK], c[NP_TOKEN_BLOCK], d[NP_TOKEN_BLOCK];
+        few_row(type, rows, r, &end, x, turned, blocks, tokens, a);
+        few_row(type, rows, r + 1, &end, x, turned, blocks, tokens, b);
+        few_row(type, rows, r + 2, &end, x, turned, blocks, tokens, c);
+        few_row(type, rows, r + 3, &end, x, turned, blocks, tokens, d);
+        for (size_t t = 0; t < tokens; t++) np_put_four(job, r, token + t, a[t], b[t], c[t], d[t]);
+    }
+}
+
+/* A function for each number of tokens, so that the sums stay in registers. */
+NP_INLINE NP_AVX512 void few(const int type, const np_dot_job *job, size_t token, size_t tokens) {
+    if (tokens == 2) few_rows(type, job, token, 2);
+    else if (tokens == 3) few_rows(type, job, token, 3);
+    else few_rows(type, job, token, NP_TOKEN_BLOCK);
+}
+
+NP_AVX512 void np_avx512_few_q8(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q8, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q4(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4, job, token, tokens); }
+#endif

@@ -1,0 +1,59 @@
+/* What avx512_dot.c and avx512_few.c have in common: blocks of 16 groups of a q8 or q4 row, whose sums are the lanes of a register.
+ * Four rows are always written out one after the other: a loop over them would cost a tenth and more.
+ *
+ * The order of float additions, which np_dot_panel keeps, too: 16 sums, of groups g = 0..15 modulo 16, each over ascending g; then
+ * within each four of them (0+2)+(1+3), and of the fours (0+2)+(1+3). Of four rows at once the adding up costs little more than
+ * of one, and its latency is hidden. Integers are exact, in whatever order: only scaled sums round. */
+#ifndef NP_KERNELS_AVX512_LANES_H
+#define NP_KERNELS_AVX512_LANES_H
+#include "kernels/activation.h"
+
+#include <immintrin.h>
+
+enum { NP_BLOCK_GROUPS = 16, NP_BLOCK_ROWS = 4 };
+
+/* The job's rows with 2 to NP_TOKEN_BLOCK of its tokens; rows of NP_FEW_COLUMNS at most. */
+enum { NP_FEW_COLUMNS = 8192 };
+typedef void np_few_function(const np_dot_job *job, size_t token, size_t tokens);
+np_few_function np_avx512_few_q8, np_avx512_few_q4;
+
+/* The groups of a block: 16, or fewer at the end of a row. Worked out once for all rows: short rows are hardly more than this. */
+typedef struct {
+    size_t registers; /* of 64 bytes of quants */
+    __mmask16 scales; /* which of 16 scales are there */
+    __mmask64 last;   /* which bytes of the last register are there */
+} np_block;
+
+NP_INLINE np_block np_block_of(size_t groups, const size_t group_bytes) {
+    const size_t bytes = groups * group_bytes, registers = (bytes + 63) / 64, left = bytes - (registers - 1) * 64;
+    return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
+}
+
+NP_INLINE NP_AVX512 __m512i np_load_row(const uint8_t *w, size_t k, const np_block *block) {
+    if (k + 1 < block->registers) return _mm512_loadu_si512(w + 64 * k);
+    return block->last == ~(__mmask64)0 ? _mm512_loadu_si512(w + 64 * k) : _mm512_maskz_loadu_epi8(block->last, w + 64 * k);
+}
+
+/* sum + dots of 16 groups * their scales. */
+NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, const np_block *block, const float *x_scales,
+                                         __m512 sum) {
+    const __m512 w_scales = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(block->scales, scales));
+    const __m512 scale = _mm512_mul_ps(w_scales, _mm512_loadu_ps(x_scales));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sum);
+}
+
+/* Results of the rows from r on, four or as many as there are, for one token, from their 16 sums each. */
+NP_INLINE NP_AVX512 void np_put_four(const np_dot_job *job, size_t r, size_t token, __m512 a, __m512 b, __m512 c, __m512 d) {
+    const size_t left = job->rows.rows - r;
+    const __mmask8 there = left < NP_BLOCK_ROWS ? (__mmask8)((1u << left) - 1) : 15;
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512 fours = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    const __m256 pairs = _mm256_add_ps(_mm512_castps512_ps256(fours), _mm512_extractf32x8_ps(fours, 1));
+    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+    const __m128 bias = job->bias ? _mm_maskz_loadu_ps(there, job->bias + r) : _mm_setzero_ps();
+    _mm_mask_storeu_ps(job->out + token * job->out_stride + r, there, _mm_add_ps(sums, bias));
+}
+#endif
