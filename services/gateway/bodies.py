@@ -26,6 +26,9 @@ async def read_body(request: Request, kind: type[Wanted]) -> Wanted:
     if content_type != "application/json":
         # A page from elsewhere could send anything else without asking first.
         raise Problem(415, "unsupported_media_type", "expected the header `Content-Type: application/json`")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Problem(415, "unsupported_encoding", "bodies are taken as they are, without `Content-Encoding`")
     return parse_body(await _bytes(request), kind)
 
 

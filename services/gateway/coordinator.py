@@ -6,6 +6,9 @@ only once, and sending may use that up, so the channel is looked at after every 
 A coordinator that was restarted does not know our requests. Once one has heard nothing for a while we ask who the
 coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
 same tokens come again, and those that were passed on already are left out; asking twice is harmless.
+
+What was sent to a coordinator that died may be lost. Questions about the run are asked again, and when nothing is heard
+although the queue is as full as it may be, it is left behind with its connection.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ TICK_S = 0.25
 FRESH_S = 1.0
 READY_S = 2.0
 POLL_S = 0.02
+ASK_AGAIN_S = 0.25
+LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 MOST_REQUESTS = 128
 MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
@@ -75,16 +80,11 @@ class Coordinator:
     def __init__(self, endpoint: str, run_ended: Callable[[], str | None] = lambda: None) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = open_context()
-        self._channel = Connection(self._context, CONTROL, endpoint, f"client-{os.urandom(6).hex()}")
-        self._poller = Poller()
-        self._poller.add(self._channel)
-        self._poller.wait(0)
-        (self._descriptor,) = self._poller.descriptors
-        self._loop.add_reader(self._descriptor, self._receive)
+        self._endpoint = endpoint
         self._run_ended = run_ended
         self._texts: dict[str, Text] = {}
         self._count = 0
-        self._unheard = 0
+        self._connect()
         self._pid: int | None = None
         self._news = asyncio.Event()
         self._status: Status | None = None
@@ -93,6 +93,24 @@ class Coordinator:
         self._ended: tuple[str, str] | None = None  # code and reason
         self.over = asyncio.Event()  # the run has ended
         self._ticking = self._loop.create_task(self._tick())
+
+    def _connect(self) -> None:
+        self._channel = Connection(self._context, CONTROL, self._endpoint, f"client-{os.urandom(6).hex()}")
+        self._poller = Poller()
+        self._poller.add(self._channel)
+        self._poller.wait(0)
+        (self._descriptor,) = self._poller.descriptors
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._unheard, self._heard_at = 0, self._loop.time()
+
+    def _connect_again(self) -> None:
+        """Under another name, so that nothing that is still on its way takes the new one's place: all texts are asked
+        for again under it."""
+        self._loop.remove_reader(self._descriptor)
+        self._channel.close()
+        self._connect()
+        for text in self._texts.values():
+            text.home = None
 
     @property
     def active(self) -> int:
@@ -147,11 +165,10 @@ class Coordinator:
         """How the run is now. Raises Problem when nobody answers in time, or it is ending."""
         self._require_no_end()
         self._news.clear()
-        self._ask_status()
-        self._loop.call_soon(self._receive)
         try:
             async with asyncio.timeout(within_s):
-                await self._news.wait()
+                while not await self._asked_and_told():
+                    pass
         except TimeoutError:
             raise unavailable("starting", "the run does not answer at the moment; try again") from None
         self._require_no_end()
@@ -159,6 +176,13 @@ class Coordinator:
         if _coordinator(self._status).state == "draining":
             raise unavailable("draining", "the run is ending")
         return self._status
+
+    async def _asked_and_told(self) -> bool:
+        self._ask_status()
+        self._loop.call_soon(self._receive)
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._news.wait(), ASK_AGAIN_S)
+        return False
 
     def _require_no_end(self) -> None:
         if self._ended is not None:
@@ -190,8 +214,11 @@ class Coordinator:
 
     def _ask_status(self) -> None:
         """One question serves all who wait."""
-        if self._unheard < MOST_UNHEARD and self._loop.time() - self._asked_at >= POLL_S:
-            self._asked_at = self._loop.time()
+        now = self._loop.time()
+        if self._unheard >= MOST_UNHEARD and now - self._heard_at >= LOST_S:
+            self._connect_again()
+        if self._unheard < MOST_UNHEARD and now - self._asked_at >= POLL_S:
+            self._asked_at = now
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
@@ -205,7 +232,7 @@ class Coordinator:
     def _receive(self) -> None:
         """Take everything there is."""
         while (message := self._channel.receive()) is not None:
-            self._unheard = 0
+            self._unheard, self._heard_at = 0, self._loop.time()
             if isinstance(message, Status):
                 self._take_status(message)
                 continue

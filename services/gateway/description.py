@@ -51,7 +51,7 @@ PROBLEMS = {
     "404": "there is no such thing",
     "408": "the body came too slowly",
     "413": "the body is too large",
-    "415": "the body is not declared as JSON",
+    "415": "the body is not declared as JSON, or it is compressed",
     "429": "too much at once; see Retry-After",
     "431": "the headers are too large",
     "500": "trouble inside",

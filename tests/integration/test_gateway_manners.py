@@ -71,6 +71,7 @@ def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: byt
         ("POST", "/v1/completions", {}, b"[1]", 400, "invalid_value", "should be an object"),
         ("POST", "/v1/completions", {"Content_Type": "text/plain"}, b"{}", 415, "unsupported_media_type", "expected"),
         ("POST", "/v1/completions", {"Content_Type": ""}, b"{}", 415, "unsupported_media_type", "expected"),
+        ("POST", "/v1/completions", {"Content_Encoding": "gzip"}, b"\x1f\x8b", 415, "unsupported_encoding", "as they are"),
         ("POST", "/v1/completions", {}, b" " * (5 << 20), 413, "body_too_large", "more than 4194304 bytes"),
         ("GET", "/v1/models/gpt-4", {}, None, 404, "model_not_found", "'neuronpipe-demo' is"),
         ("GET", "/v1/nothing", {}, None, 404, "not_found", "the API is below /v1"),

@@ -49,12 +49,16 @@ class Played:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self.state: State = "ready"
+        self.lost = 0  # of the next messages, so many are
         self._messages: list[Message] = []
 
     async def answer(self) -> None:
         while True:
             while (received := self._listener.receive()) is not None:
                 peer, message = received
+                if self.lost:
+                    self.lost -= 1
+                    continue
                 self._messages.append(message)
                 if isinstance(message, AskStatus):
                     self._listener.send(peer, status(self.state))
@@ -114,6 +118,32 @@ def test_requests_that_wait_share_their_questions(endpoint: str) -> None:
             played.state = "ready"
             await asyncio.gather(*waiting)
             assert played.count(AskStatus) < 20
+
+    asyncio.run(scene())
+
+
+def test_a_question_that_was_lost_is_asked_again(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            played.lost = 1
+            await coordinator.fresh_status(PATIENCE_S)
+            assert played.lost == 0
+
+    asyncio.run(scene())
+
+
+def test_a_gateway_whose_words_were_all_lost_connects_again_and_asks_for_its_texts(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            await ask(coordinator, 2)
+            await played.received(Generate, 2)
+            monkeypatch.setattr("neuronpipe.services.gateway.coordinator.MOST_UNHEARD", 3)
+            played.lost = 3
+            await coordinator.fresh_status(PATIENCE_S)
+            assert played.lost == 0
+            await played.received(Generate, 4)
 
     asyncio.run(scene())
 
