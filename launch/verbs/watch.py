@@ -94,7 +94,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(render([View(one.name, one.latest, one.ended) for one in sources], console.width, keys=False))
+    console.print(render([View(one.name, one.latest, one.ended) for one in sources], console.width))
 
 
 def _stream(sources: list[Source], every_s: float) -> None:
@@ -128,12 +128,19 @@ def _screen(sources: list[Source], every_s: float) -> None:
     """The terminal's whole screen, until q is pressed or every run has ended."""
     from neuronpipe.launch.watch.keyboard import Keyboard
     from neuronpipe.launch.watch.screen import View, render
+    from neuronpipe.launch.watch.window import Window
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     views = [View(source.name) for source in sources]
+    window = Window()
     due_at = 0.0
+
+    def draw() -> None:
+        page = console.render_lines(render(views, console.width), pad=False)
+        live.update(window.shown(page, console.height), refresh=True)
+
     with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         while not all(source.ended for source in sources):
             fresh = time.monotonic() >= due_at
@@ -146,9 +153,12 @@ def _screen(sources: list[Source], every_s: float) -> None:
                     if source.latest is not None and source.latest is not view.snapshot:
                         view.show(source.latest)
                     view.ended, view.awaits = source.ended, source.awaits
-                live.update(render(views, console.width), refresh=True)
-            if keyboard.pressed(POLL_S) in ("q", "Q", "\x1b"):
+                draw()
+            pressed = keyboard.pressed(POLL_S)
+            if pressed[:1] in ("q", "Q") or pressed == "\x1b":
                 return
+            if window.move(pressed):
+                draw()
     for source in sources:
         print(f"{source.name}: {source.ended}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -9,6 +10,8 @@ import time
 import tty
 from types import TracebackType
 from typing import Any, Self
+
+LONGEST_KEY_BYTES = 8
 
 
 class Keyboard:
@@ -24,11 +27,12 @@ class Keyboard:
         return self
 
     def pressed(self, within_s: float) -> str:
-        """The next key; empty when there was none in this time."""
+        """The next key, an arrow as the characters it sends; empty when there was none in this time."""
         if self._before is None:
             time.sleep(within_s)
             return ""
-        return sys.stdin.read(1) if select.select([sys.stdin], [], [], within_s)[0] else ""
+        ready = select.select([sys.stdin], [], [], within_s)[0]
+        return os.read(sys.stdin.fileno(), LONGEST_KEY_BYTES).decode("utf-8", "replace") if ready else ""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -33,12 +33,12 @@ class View:
         self.speeds = [*self.speeds[1 - HISTORY :], snapshot.tokens_per_s]
 
 
-def render(views: Sequence[View], columns: int, *, keys: bool = True) -> RenderableType:
-    """All runs, one below the other. keys: say how to leave."""
+def render(views: Sequence[View], columns: int) -> RenderableType:
+    """All runs, one below the other."""
     parts: list[RenderableType] = []
     for view in views:
         parts += [*_run(view, columns), Text()]
-    return Group(*parts, Text("q leaves; the run goes on", FAINT) if keys else Text(end=""))
+    return Group(*parts[:-1])
 
 
 def _run(view: View, columns: int) -> Iterable[RenderableType]:

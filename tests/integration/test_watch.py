@@ -15,6 +15,7 @@ import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,19 @@ def test_json_streams_events_and_snapshots_until_somebody_leaves(run: Run) -> No
         lines.leave()
 
 
-def test_the_screen_is_drawn_and_q_leaves(run: Run) -> None:
+def test_the_screen_is_drawn_and_moved_and_q_leaves(run: Run) -> None:
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 60, 0, 0))
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 16, 60, 0, 0))
     process = run.shell.start("watch", run.path, stdin=slave, stdout=slave)
     os.close(slave)
     shown = b""
-    while b"decode.0" not in shown or b"tokens/s" not in shown:
+    while b"tokens/s" not in shown or b"more" not in shown:
+        shown += os.read(master, 1 << 16)
+    assert b"decode.0" not in shown
+    for key in (b"\x1b[B", b" "):  # an arrow is no Escape
+        os.write(master, key)
+        time.sleep(0.2)
+    while b"decode.0" not in shown:
         shown += os.read(master, 1 << 16)
     os.write(master, b"q")
     while process.poll() is None:  # it ends only once its last frame is read

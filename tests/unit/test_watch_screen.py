@@ -1,4 +1,4 @@
-"""The screen of `watch` in few and in many columns."""
+"""The screen of `watch` in few and in many columns and lines."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import io
 import pytest
 from neuronpipe.launch.watch.marks import listed
 from neuronpipe.launch.watch.screen import View, render
+from neuronpipe.launch.watch.window import LEAVES, Window
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
 from neuronpipe.services.monitor.groups import GROUPS
-from rich.console import Console
+from rich.console import Console, Group
+from rich.segment import Segment
+from rich.text import Text
 
 LABELS = [group.label for group in GROUPS if group.letter]
 SHOT = Snapshot(
@@ -93,3 +96,36 @@ def test_a_list_takes_as_many_lines_as_it_needs() -> None:
     assert listed(["12345", "123", "1"], 11, ", ").plain == "12345, 123,\n1"
     assert listed(["123456789012", "1"], 10).plain == "123456789012\n1"
     assert listed([], 10).plain == ""
+
+
+def test_a_page_higher_than_the_terminal_is_moved_by_arrows_and_stops_at_its_ends() -> None:
+    console = Console(width=40, color_system=None)
+    page = console.render_lines(Group(*(Text(f"line {number}") for number in range(30))), pad=False)
+    window = Window()
+
+    def seen(*pressed: str) -> list[str]:
+        for key in pressed:
+            window.move(key)
+        with console.capture() as capture:
+            console.print(window.shown(page, 10))
+        return [line.rstrip() for line in capture.get().splitlines()]
+
+    assert seen() == [*(f"line {number}" for number in range(9)), "q leaves, the run goes on; ↑ ↓ 21 more"]
+    assert seen("\x1b[B", "j")[0] == "line 2"
+    assert seen(" ")[0] == "line 11"
+    assert seen(" ", " ")[-2] == "line 29"
+    assert not window.move("j")
+    assert seen("k")[0] == "line 20"
+    assert seen("b", "b", "b")[0] == "line 0"
+    assert not window.move("\x1b[A")
+
+
+def test_a_page_with_room_says_nothing_of_moving_and_one_that_became_shorter_is_seen_to_its_end() -> None:
+    console = Console(width=40, color_system=None)
+    window, high = Window(), [[Segment(str(number))] for number in range(30)]
+    window.shown(high, 10)
+    window.move(" ")
+    window.move(" ")
+    with console.capture() as capture:
+        console.print(window.shown(high[:5], 10))
+    assert capture.get().split() == ["0", "1", "2", "3", "4", *LEAVES.split()]
