@@ -48,10 +48,14 @@ class Context(Closing):
         self._pid = os.getpid()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that cannot hang the process at its end, nor be made to swallow a message without limit."""
+        """A socket that cannot hang the process at its end, nor be made to swallow a message without limit. Raises
+        UserError when there is none to be had."""
         if os.getpid() != self._pid:
             raise RuntimeError("this context was opened before a fork; open another one in this process")
-        socket = self._zmq.socket(kind)
+        try:
+            socket = self._zmq.socket(kind)
+        except zmq.ZMQError as error:
+            raise UserError(f"cannot open a socket: {error}") from error
         socket.linger = LINGER_MS
         socket.maxmsgsize = MAX_FRAME_BYTES
         self._sockets = [other for other in self._sockets if not other.closed] + [socket]
@@ -148,7 +152,9 @@ class Channel:
         return None
 
     def _receive_frames(self) -> list[bytes]:
-        frame = self._socket.recv(copy=False)  # which knows whether more belong to it; asking the socket costs more
+        frame = self._socket.recv(
+            copy=False
+        )  # which knows whether more belong to it: no flag of an enumeration is looked up
         frames = [frame.bytes]
         while frame.more:
             frame = self._socket.recv(copy=False)

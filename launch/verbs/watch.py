@@ -155,7 +155,7 @@ def _screen(sources: list[Source], every_s: float) -> None:
                     view.ended, view.awaits = source.ended, source.awaits
                 draw()
             pressed = keyboard.pressed(POLL_S)
-            if pressed[:1] in ("q", "Q") or pressed == "\x1b":
+            if pressed in ("q", "Q", "\x1b"):
                 return
             if window.move(pressed):
                 draw()

@@ -27,7 +27,8 @@ class Window:
         self._most_above = max(0, len(page) - self._room)
         self._above = min(self._above, self._most_above)
         lines = page[self._above : self._above + self._room]
-        hidden = f"; ↑ ↓ {self._most_above} more" if self._most_above else ""
+        above, below = self._above, self._most_above - self._above
+        hidden = f"; ↑ {above} ↓ {below}" if self._most_above else ""
         ended = [Segments([*line, Segment.line()]) for line in lines]
         return Group(*ended, Text(LEAVES + hidden, FAINT, no_wrap=True, overflow="ellipsis"))
 

@@ -122,7 +122,7 @@ static int32_t likeliest(const float *logits, size_t n) {
         for (int l = 0; l < LANES; l++) {
             const float logit = logits[i + l];
             greatest[l] = logit > greatest[l] ? logit : greatest[l];
-            broken[l] |= logit != logit;
+            broken[l] |= isnan(logit);
         }
     for (; i < n; i++) {
         greatest[0] = logits[i] > greatest[0] ? logits[i] : greatest[0];

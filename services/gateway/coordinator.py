@@ -7,21 +7,23 @@ A coordinator that was restarted does not know our requests. Once one has heard 
 coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
 same tokens come again, and those that were passed on already are left out; asking twice is harmless.
 
-What was sent to a coordinator that died may be lost. Questions about the run are asked again, and when nothing is heard
-although the queue is as full as it may be, it is left behind with its connection.
+What was sent to a coordinator that died may be lost. Questions about the run are asked again, and a queue that stays as
+full as it may be is left behind with its connection. If the coordinator was only slow, it finds the texts of the old
+connection's name and drops each of them with its first token, which nobody takes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
 
 from neuronpipe.protocol.channel import Connection, Poller, open_context
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.errors import Full
+from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
@@ -37,6 +39,7 @@ LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 MOST_REQUESTS = 128
 MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
+log = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -65,7 +68,8 @@ class Mailbox:
 
 
 class Text:
-    """One text being generated. `home`: process id of the coordinator that was last known when it was accepted."""
+    """One text being generated. `home`: process id of the coordinator that was last known when it was accepted; None
+    when it was not accepted yet under the present name."""
 
     def __init__(self, ask: Generate, mailbox: Mailbox, number: int, now: float) -> None:
         self.ask, self.mailbox, self.number, self.heard_at = ask, mailbox, number, now
@@ -84,6 +88,7 @@ class Coordinator:
         self._run_ended = run_ended
         self._texts: dict[str, Text] = {}
         self._count = 0
+        self._unheard_since = -math.inf
         self._connect()
         self._pid: int | None = None
         self._news = asyncio.Event()
@@ -101,14 +106,18 @@ class Coordinator:
         self._poller.wait(0)
         (self._descriptor,) = self._poller.descriptors
         self._loop.add_reader(self._descriptor, self._receive)
-        self._unheard, self._heard_at = 0, self._loop.time()
+        self._unheard = 0
 
     def _connect_again(self) -> None:
-        """Under another name, so that nothing that is still on its way takes the new one's place: all texts are asked
-        for again under it."""
-        self._loop.remove_reader(self._descriptor)
-        self._channel.close()
-        self._connect()
+        """Under another name: the old connection may yet be made, later than the new one, and would take its place."""
+        before, descriptor = self._channel, self._descriptor
+        try:
+            self._connect()
+        except UserError as error:
+            log.warning("no second connection to the coordinator: %s", error)
+            return
+        self._loop.remove_reader(descriptor)
+        before.close()
         for text in self._texts.values():
             text.home = None
 
@@ -180,9 +189,12 @@ class Coordinator:
     async def _asked_and_told(self) -> bool:
         self._ask_status()
         self._loop.call_soon(self._receive)
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._news.wait(), ASK_AGAIN_S)
-        return False
+        try:
+            async with asyncio.timeout(ASK_AGAIN_S):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _require_no_end(self) -> None:
         if self._ended is not None:
@@ -215,13 +227,17 @@ class Coordinator:
     def _ask_status(self) -> None:
         """One question serves all who wait."""
         now = self._loop.time()
-        if self._unheard >= MOST_UNHEARD and now - self._heard_at >= LOST_S:
+        if self._unheard >= MOST_UNHEARD:
+            self._receive()
+        if self._unheard >= MOST_UNHEARD and now - self._unheard_since >= LOST_S:
             self._connect_again()
         if self._unheard < MOST_UNHEARD and now - self._asked_at >= POLL_S:
             self._asked_at = now
             self._send(AskStatus())
 
     def _send(self, message: Message) -> None:
+        if self._unheard == 0:
+            self._unheard_since = self._loop.time()
         self._unheard += 1
         try:
             self._channel.send(message)
@@ -232,7 +248,7 @@ class Coordinator:
     def _receive(self) -> None:
         """Take everything there is."""
         while (message := self._channel.receive()) is not None:
-            self._unheard, self._heard_at = 0, self._loop.time()
+            self._unheard = 0
             if isinstance(message, Status):
                 self._take_status(message)
                 continue
@@ -269,10 +285,11 @@ class Coordinator:
         """Notice silence, and the run's end."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._receive()
-            now = self._loop.time()
-            if any(now - text.heard_at > QUIET_S for text in self._texts.values()):
-                self._ask_status()
+            with contextlib.suppress(Problem):  # nobody asked: who does is told
+                self._receive()
+                now = self._loop.time()
+                if any(now - text.heard_at > QUIET_S for text in self._texts.values()):
+                    self._ask_status()
             if not self.over.is_set() and (reason := self._run_ended()) is not None:
                 self.end("ended", reason)
                 self.over.set()

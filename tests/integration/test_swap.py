@@ -148,7 +148,7 @@ def test_what_fails_leaves_the_old_one_working_and_says_why(small: Run, words: t
     before, said = pids(small), small.ask(prompt, 6)["token_ids"]
     done = small.shell.call("swap", *words, "--run", small.path, "--patience", f"{SLOWER:g}", cwd=small.shell.folder)
     assert done.code == 2
-    (line,) = done.errors.splitlines()
+    (line,) = [line for line in done.errors.splitlines() if "rehearsing" not in line]  # progress, where it is slow
     assert line.startswith(f"neuronpipe: {words[0]} stays as it was: {words[2]}: ")
     assert why in line
     assert pids(small) == before

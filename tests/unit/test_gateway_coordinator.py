@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.errors import Lost
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.client import Accepted, ProcessStatus, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
 from neuronpipe.services.gateway.coordinator import MOST_REQUESTS, Coordinator, Mailbox
@@ -50,19 +52,31 @@ class Played:
         self._listener = listener
         self.state: State = "ready"
         self.lost = 0  # of the next messages, so many are
+        self.stopped = False  # as by a signal: it takes nothing, and nothing is lost
+        self.tokens = 0  # of each text
+        self.peers: set[str] = set()
         self._messages: list[Message] = []
 
     async def answer(self) -> None:
         while True:
-            while (received := self._listener.receive()) is not None:
+            while not self.stopped and (received := self._listener.receive()) is not None:
                 peer, message = received
+                self.peers.add(peer)
                 if self.lost:
                     self.lost -= 1
                     continue
                 self._messages.append(message)
-                if isinstance(message, AskStatus):
-                    self._listener.send(peer, status(self.state))
+                with contextlib.suppress(Lost):  # of a connection that was left behind
+                    self._reply(peer, message)
             await asyncio.sleep(0.001)
+
+    def _reply(self, peer: str, message: Message) -> None:
+        if isinstance(message, AskStatus):
+            self._listener.send(peer, status(self.state))
+        if isinstance(message, Generate):
+            self._listener.send(peer, Accepted(request=message.request, prompt_tokens=1))
+            for index in range(self.tokens):
+                self._listener.send(peer, Token(request=message.request, index=index, token=7, text="", ms=0.0))
 
     def count(self, kind: type[Message]) -> int:
         return sum(isinstance(message, kind) for message in self._messages)
@@ -137,13 +151,45 @@ def test_a_gateway_whose_words_were_all_lost_connects_again_and_asks_for_its_tex
 ) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            await ask(coordinator, 2)
-            await played.received(Generate, 2)
+            mailbox, accepted = await ask(coordinator, 2), 0
+            while accepted < 2:
+                accepted += len(await mailbox.take())
             monkeypatch.setattr("neuronpipe.services.gateway.coordinator.MOST_UNHEARD", 3)
             played.lost = 3
             await coordinator.fresh_status(PATIENCE_S)
             assert played.lost == 0
             await played.received(Generate, 4)
+            assert len(played.peers) == 2
+
+    asyncio.run(scene())
+
+
+def test_a_coordinator_that_was_only_slow_gives_every_token_once(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            played.tokens = 3
+            mailbox = await ask(coordinator, 2)
+            seen: list[list[int]] = [[], []]
+
+            async def take(tokens: int) -> None:
+                async with asyncio.timeout(PATIENCE_S):
+                    while any(len(one) < tokens for one in seen):
+                        for number, message in await mailbox.take():
+                            seen[number] += [message.index] if isinstance(message, Token) else []
+
+            await take(3)
+            for name, value in (("MOST_UNHEARD", 3), ("LOST_S", 0.1)):
+                monkeypatch.setattr(f"neuronpipe.services.gateway.coordinator.{name}", value)
+            played.stopped = True
+            for _ in range(8):
+                with pytest.raises(Problem, match="does not answer"):
+                    await coordinator.fresh_status(0.1)
+            played.stopped, played.tokens = False, 6
+            await take(6)
+            assert seen == [[0, 1, 2, 3, 4, 5]] * 2
+            assert len(played.peers) > 1
 
     asyncio.run(scene())
 

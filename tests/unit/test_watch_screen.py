@@ -110,7 +110,7 @@ def test_a_page_higher_than_the_terminal_is_moved_by_arrows_and_stops_at_its_end
             console.print(window.shown(page, 10))
         return [line.rstrip() for line in capture.get().splitlines()]
 
-    assert seen() == [*(f"line {number}" for number in range(9)), "q leaves, the run goes on; ↑ ↓ 21 more"]
+    assert seen() == [*(f"line {number}" for number in range(9)), "q leaves, the run goes on; ↑ 0 ↓ 21"]
     assert seen("\x1b[B", "j")[0] == "line 2"
     assert seen(" ")[0] == "line 11"
     assert seen(" ", " ")[-2] == "line 29"
