@@ -72,7 +72,7 @@ def _problem(error: ValidationError) -> Problem:
         message = f"unsupported parameter: {param!r}"
     elif param is not None:
         message = f"{param}: {message[:1].lower()}{message[1:]}"
-    return Problem(400, code, message, param=param)
+    return Problem(400, code, " ".join(message.split()), param=param)  # it may quote the body, line ends and all
 
 
 def _path(place: tuple[int | str, ...]) -> list[str]:

@@ -63,11 +63,15 @@ def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: byt
         assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
 
 
+TWO_LINES = b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "js\\n_schema"}}'
+
+
 @pytest.mark.parametrize(
     ("method", "path", "headers", "body", "status", "code", "said"),
     [
         ("POST", "/v1/completions", {}, b'{"prompt": ', 400, "invalid_json", "EOF while parsing"),
         ("POST", "/v1/completions", {}, b'{"prompt": "\xe9"}', 400, "invalid_json", "invalid unicode"),
+        ("POST", "/v1/chat/completions", {}, TWO_LINES, 400, "invalid_value", "'js _schema'"),
         ("POST", "/v1/completions", {}, b"[1]", 400, "invalid_value", "should be an object"),
         ("POST", "/v1/completions", {"Content_Type": "text/plain"}, b"{}", 415, "unsupported_media_type", "expected"),
         ("POST", "/v1/completions", {"Content_Type": ""}, b"{}", 415, "unsupported_media_type", "expected"),
@@ -102,6 +106,7 @@ def test_what_is_wrong_is_said_as_openai_says_it(
     error = reply.json()["error"]
     assert (reply.status, error["code"], set(error)) == (status, code, {"message", "type", "param", "code"})
     assert said in error["message"]
+    assert "\n" not in error["message"]
     assert reply.headers["content-type"] == "application/json"
 
 
