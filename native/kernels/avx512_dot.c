@@ -108,9 +108,14 @@ NP_INLINE NP_AVX512 void lane_rows(block_function *dot, const size_t group_bytes
                                    size_t token) {
     const np_block end = np_block_of(rows->n / NP_GROUP % NP_BLOCK_GROUPS, group_bytes);
     const np_activation x = np_activation_at(job->activations + token * job->activation_stride_bytes, rows->n);
-    for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS)
-        np_put_four(job, r, token, lane_row(dot, group_bytes, rows, r, &end, &x), lane_row(dot, group_bytes, rows, r + 1, &end, &x),
-                    lane_row(dot, group_bytes, rows, r + 2, &end, &x), lane_row(dot, group_bytes, rows, r + 3, &end, &x));
+    for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
+        /* Named: arguments may be worked out from the last to the first, and rows read backwards arrive half as fast. */
+        const __m512 a = lane_row(dot, group_bytes, rows, r, &end, &x);
+        const __m512 b = lane_row(dot, group_bytes, rows, r + 1, &end, &x);
+        const __m512 c = lane_row(dot, group_bytes, rows, r + 2, &end, &x);
+        const __m512 d = lane_row(dot, group_bytes, rows, r + 3, &end, &x);
+        np_put_four(job, r, token, a, b, c, d);
+    }
 }
 
 /* Twice, so that short rows that follow each other do not pay for the question whether they do. */
