@@ -304,6 +304,8 @@ typedef struct {
     uint32_t slot_count;
     uint32_t demand_slots;              /* this many free slots are for demands alone */
     uint8_t *slots;
+    int32_t slots_file;         /* the memory file that `slots` maps, or -1: neighbouring slots are written to it by one call */
+    uint64_t slots_file_offset; /* of `slots` in it */
     uint32_t *words;
     uint32_t cluster_count;
     const uint32_t *checksums;          /* crc32c of each cluster's part, cluster_count entries */
@@ -312,6 +314,8 @@ typedef struct {
     uint32_t most_read_bytes; /* of one read, and of its staging buffer; at least the longer part */
     uint32_t merge_gap_bytes; /* clusters no further apart than this are read together */
     uint32_t prefetch_depth;  /* a guess is read only while fewer reads than this are in flight; 0: none is */
+    uint32_t warm_up_reads;   /* so many of the reader's depth are long reads, for warming up alone; 0: it reads as others do */
+    uint32_t warm_up_read_bytes; /* of one of these, at least most_read_bytes */
 } np_loader_reading;
 typedef struct {
     uint64_t reads, bytes;    /* what came from flash, gaps included */
@@ -320,31 +324,35 @@ typedef struct {
     uint64_t dropped;         /* prefetches for which there was no room */
     uint64_t gap_bytes;       /* read between clusters, for nobody */
     uint64_t waited_for_slot; /* demands that found no free slot */
+    uint64_t warm_up_bytes, warm_up_left_bytes; /* to warm up since the last reset, and what of it has not arrived */
     uint64_t already_there;
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
 /* Two parts: 0 gate, 1 rest, of as many clusters. arrivals: futex word advanced after words become present or failed. Allocates, staging
  * buffers for as many reads as the reader's depth among it; NULL when out of memory or when a part contradicts itself, the
- * reading or the reader's alignment. queue_capacity: clusters of one kind and priority that may wait; of demands and of prefetches
- * no more than 32768. The reader must outlive the loader and serve nobody else; the loader waits for reads in flight when it
+ * reading or the reader's alignment. queue_capacity: clusters of one kind and priority that may wait, no more than 32768. The reader must outlive the loader and serve nobody else; the loader waits for reads in flight when it
  * is destroyed. Words that a loader before this one left loading become absent. */
 np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, const np_loader_reading *reading, uint32_t *arrivals,
                             uint32_t queue_capacity);
 void np_loader_destroy(np_loader *loader);
 /* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
-/* Queue ids; parts: NP_REQUEST_GATE, _REST or both, for one read; priority 0 demand, 1 prefetch, 2 warm-up; flags: NP_WORD_PINNED sets
+/* Queue ids; parts: NP_REQUEST_GATE, _REST or both, for one read; priority 0 demand, 1 prefetch; flags: NP_WORD_PINNED sets
  * that bit. Returns how many were taken, from the first on: fewer than count when the queue of this kind and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);
+/* Load these as well, in the order of the file, while nothing else waits; those with NP_WORD_PINNED first. Reads for demands and
+ * prefetches meanwhile grow to most_read_bytes with what is to be loaded anyway. When no slot is left, those without the flag are
+ * forgotten: memory is full of what was wanted. Returns NP_OK or NP_E_ARGUMENT. */
+int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags);
 /* Take requests from these rings at every turn from now on, and wait for their doorbell and `asleep` word (the first ring's) in
  * np_loader_serve. Rings may hold anything: what names no cluster of the package is counted as refused, and dropped by itself; a ring
  * whose tail cannot be is emptied. A demand that finds its queue full stays in its ring. board: NULL, or where the first
  * NP_LOADER_BOARD counters of the state are stored after every turn. epoch: NULL, or the run's; every turn in a new one makes words absent
  * that failed in another. trace: NULL, or where np_loader_serve puts a span for every batch of
  * reads, from their submission or the batch before. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
-enum { NP_LOADER_BOARD = 8 };
+enum { NP_LOADER_BOARD = 10 };
 int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
                      const uint32_t *epoch, const np_trace *trace);
 /* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be

@@ -8,6 +8,6 @@ the minor number, which travels in `Hello` and `Welcome`.
 from __future__ import annotations
 
 MAJOR = 1
-MINOR = 1
+MINOR = 2
 VERSION = f"{MAJOR}.{MINOR}"
 MAGIC = b"NP%d" % MAJOR

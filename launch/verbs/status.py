@@ -9,6 +9,7 @@ from pathlib import Path
 
 from neuronpipe.launch.attached import attach
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.protocol.messages.client import Status
 
 
@@ -35,6 +36,7 @@ def render(status: Status) -> str:
         f"limit {show_bytes(status.memory_limit_bytes)}",
         f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
+        *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
         *([f"resting {status.rest_share:.0%} of the time, so that the device cools"] if status.rest_share else []),
         "",
         f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}",

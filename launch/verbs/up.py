@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun, started_run
+from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.typed import typed_command
 from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.launch.warm_up import follow_warm_up, show_warm_up
 from neuronpipe.protocol.links import CONTROL
 
 POLL_S = 0.02
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     add_use_argument(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: a new one)")
+    parser.add_argument("--warm", action="store_true", help="return when memory is warm, not when requests are served")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -31,19 +33,26 @@ def main(arguments: argparse.Namespace) -> int:
     """Start the run."""
     package, plan = package_and_plan(arguments, sequences=SEQUENCES)
     uses = implementations(arguments.use, plan)
-    with started_run(package, plan, arguments.run, stays=True, uses=uses) as live:
-        _wait_until_ready(live)
+    with (
+        started_run(package, plan, arguments.run, stays=True, uses=uses) as live,
+        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+    ):
+        _wait_until_ready(client)
+        if arguments.warm:
+            follow_warm_up(client, plain=arguments.json)
+        warm_up = client.status().warm_up
     if arguments.json:
         print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))
     else:
         place = live.directory.path
         print(f"up: {place}")
+        if warm_up is not None and not warm_up.done:
+            print(f"  it is warming up and serves meanwhile: {show_warm_up(warm_up)}; `up --warm` waits for it")
         for purpose, verb in (("ask it", "ask"), ("watch it", "watch"), ("end it", "down")):
             print(f"  {purpose + ':':<10}{typed_command()} {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
     return 0
 
 
-def _wait_until_ready(live: LiveRun) -> None:
-    with Client(live.directory.endpoint(CONTROL), live.failed) as client:
-        while not client.status().ready:
-            time.sleep(POLL_S)
+def _wait_until_ready(client: Client) -> None:
+    while not client.status().ready:
+        time.sleep(POLL_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.launch.watch.marks import COLOURS, FAINT, REGIONS, STRONG, bar, fitted, key, listed, spark
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from rich.console import RenderableType
@@ -47,6 +48,8 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     rows.add_row("", listed([*regions, key(OTHERS, "processes")], room))
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
+    if shot.warm_up is not None and not shot.warm_up.done:
+        rows.add_row("warm-up", Text(show_warm_up(shot.warm_up), COLOURS["flash"]))
     rows.add_row("flash", _traffic(shot.flash_bytes_per_s, shot.flash_bytes_per_token, room))
     reads = f"{shot.flash_reads_per_s:,.0f} reads/s"
     queue = (f"{shot.flash_in_flight} in flight", f"{shot.flash_waiting} waiting")

@@ -2,12 +2,13 @@
  *
  * Demands come before prefetches, prefetches before warm-up; a guess starts a read only while few are in flight, so that a demand never
  * finds the queue of the flash full of guesses. Workers ask in the order of the file, so a cluster is compared with the read
- * before it and with no other: when the gap between the two costs less than a read, they become one. */
+ * before it and with no other: when the gap between the two costs less than a read, they become one. While memory warms up, a read for
+ * somebody also brings the neighbours that are to be loaded anyway, up to the size at which flash is as fast as it gets. */
 #include "flash/loader.h"
 
 enum {
     RUN_MOST = 64,      /* clusters of one kind before the next kind has its turn */
-    WARM_UP_DEPTH = 8,  /* reads of warm-up in flight: they are large */
+    BUSY_READS = 8,     /* with so many ordinary reads in flight, nothing is warmed up beside them */
     PARTS = NP_REQUEST_GATE | NP_REQUEST_REST,
 };
 
@@ -17,7 +18,6 @@ static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_GATE, NP_REQUEST_
 typedef struct {
     uint32_t count;    /* reads in the batch */
     np_flight *open;   /* the last of them, while it may still grow */
-    np_claim *claims;  /* of that one */
 } gathering;
 
 int np_loader_enqueue(np_queue *line, uint32_t entry, int retried)
@@ -48,13 +48,6 @@ int np_loader_settled(uint32_t *word, uint32_t flags)
     }
 }
 
-/* How many reads may be in flight for one of this priority to start. */
-static uint32_t most_in_flight(const np_loader *loader, int priority)
-{
-    const uint32_t most[NP_LOADER_PRIORITIES] = {loader->depth, loader->reading.prefetch_depth, WARM_UP_DEPTH};
-    return most[priority] < loader->depth ? most[priority] : loader->depth;
-}
-
 /* The bytes of the file that hold these parts of a cluster. */
 static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, uint64_t *end)
 {
@@ -74,9 +67,32 @@ static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, u
 static int grows(const np_loader *loader, const gathering *hand, uint32_t entry, uint64_t first, uint64_t end)
 {
     const np_flight *open = hand->open;
-    return open && !(entry >> NP_QUEUED_FAILURES) && open->claim_count + NP_LOADER_PARTS <= loader->claims_most &&
-           first >= open->offset + open->bytes && first - (open->offset + open->bytes) <= loader->reading.merge_gap_bytes &&
-           end - open->offset <= loader->reading.most_read_bytes;
+    if (!open || entry >> NP_QUEUED_FAILURES)
+        return 0;
+    const np_staging_pool *pool = &loader->pools[open->pool];
+    return open->claim_count + NP_LOADER_PARTS <= pool->claims_most && first >= open->offset + open->bytes &&
+           first - (open->offset + open->bytes) <= loader->reading.merge_gap_bytes && end - open->offset <= pool->read_bytes;
+}
+
+static np_staging_pool *pool_for(np_loader *loader, int purpose)
+{
+    return &loader->pools[purpose == NP_FOR_WARM_UP && loader->pools[NP_POOL_LONG].count ? NP_POOL_LONG : NP_POOL_ORDINARY];
+}
+
+/* Begin a read from this place of the file on. Returns 0 when as many are in flight as may be for this purpose. */
+static int open_read(np_loader *loader, gathering *hand, int purpose, uint64_t first)
+{
+    const np_staging_pool *ordinary = &loader->pools[NP_POOL_ORDINARY];
+    const uint32_t most[] = {ordinary->count, loader->reading.prefetch_depth, BUSY_READS};
+    np_staging_pool *pool = pool_for(loader, purpose);
+    if (!pool->free_count || ordinary->count - ordinary->free_count >= most[purpose])
+        return 0;
+    const uint32_t index = pool->free[--pool->free_count];
+    loader->batch[hand->count++] = index;
+    hand->open = &loader->flights[index];
+    hand->open->offset = first;
+    hand->open->bytes = hand->open->gap_bytes = hand->open->claim_count = 0;
+    return 1;
 }
 
 /* Give a part of a cluster a slot, and its word to nobody else. */
@@ -84,10 +100,83 @@ static void claim(np_loader *loader, int part, uint32_t entry, np_claim *out)
 {
     np_part_state *state = &loader->parts[part];
     const uint32_t id = entry & NP_REQUEST_WORD_MASK, slot = state->free[--state->free_count];
+    const uint32_t stays = np_warm_up_stays(loader, part, id) ? NP_WORD_PINNED : 0;
     state->slot_states[slot] = NP_SLOT_FILLING;
     /* Nobody else changes an absent word. The slot's number is for whoever looks into a stuck run. */
-    np_word_store(&state->facts.words[id], NP_WORD_LOADING | (entry & NP_WORD_PINNED) | slot);
-    *out = (np_claim){.id = id, .slot = slot, .part = (uint8_t)part, .failures = (uint8_t)(entry >> NP_QUEUED_FAILURES)};
+    np_word_store(&state->facts.words[id], NP_WORD_LOADING | (entry & NP_WORD_PINNED) | stays | slot);
+    *out = (np_claim){.id = id, .slot = slot, .part = (uint8_t)part, .failures = (uint8_t)(entry >> NP_QUEUED_FAILURES),
+                      .warms_up = (uint8_t)np_warm_up_take(loader, part, id)};
+}
+
+/* Put these parts of a cluster, for which there are slots, into the read in hand or a new one. Returns 0 when no read may begin. */
+static int put(np_loader *loader, gathering *hand, uint32_t entry, int purpose)
+{
+    uint64_t first, end;
+    range_of(loader, entry, &first, &end);
+    if (!grows(loader, hand, entry, first, end) && !open_read(loader, hand, purpose, first))
+        return 0;
+    np_flight *open = hand->open;
+    open->gap_bytes += open->bytes ? (uint32_t)(first - (open->offset + open->bytes)) : 0;
+    open->bytes = (uint32_t)(end - open->offset);
+    for (int part = 0; part < NP_LOADER_PARTS; part++)
+        if (entry & part_bits[part])
+            claim(loader, part, entry, &open->claims[open->claim_count++]);
+    if (entry >> NP_QUEUED_FAILURES)
+        hand->open = NULL;
+    return 1;
+}
+
+/* Whether there is a slot for something that nobody waits for. */
+static int has_spare_slot(const np_loader *loader, int part)
+{
+    return loader->parts[part].free_count > loader->parts[part].facts.demand_slots;
+}
+
+/* The parts of a cluster that are to be warmed up, are absent and find a slot. */
+static uint32_t warmable(np_loader *loader, uint32_t id)
+{
+    uint32_t parts = np_warm_up_parts(loader, id);
+    for (int part = 0; part < NP_LOADER_PARTS; part++) {
+        if (!(parts & part_bits[part]))
+            continue;
+        const uint32_t flags = np_warm_up_stays(loader, part, id) ? NP_WORD_PINNED : 0;
+        if (np_loader_settled(&loader->parts[part].facts.words[id], flags)) { /* a memory that others write to is not trusted */
+            loader->counters.warm_up_left_bytes -= loader->parts[part].facts.part_bytes;
+            np_warm_up_take(loader, part, id);
+            parts &= ~part_bits[part];
+        } else if (!has_spare_slot(loader, part)) {
+            parts &= ~part_bits[part];
+        }
+    }
+    return parts;
+}
+
+/* Let the read in hand, which ends with this cluster, bring what comes next in the file, as far as it is to be warmed up. */
+static void widen(np_loader *loader, gathering *hand, uint32_t id)
+{
+    const uint32_t clusters = loader->parts[0].facts.cluster_count;
+    uint64_t first, end;
+    while (np_warm_up_is_on(loader) && hand->open && ++id < clusters) {
+        range_of(loader, id | PARTS, &first, &end);
+        if (first >= hand->open->offset + loader->pools[hand->open->pool].read_bytes)
+            return;
+        const uint32_t parts = warmable(loader, id);
+        if (!parts)
+            continue;
+        range_of(loader, id | parts, &first, &end);
+        if (!grows(loader, hand, id, first, end))
+            return;
+        put(loader, hand, id | parts, NP_FOR_WARM_UP);
+    }
+}
+
+/* What a cluster that somebody wants brings along: its other part, if that is to be warmed up and one read holds both. */
+static uint32_t with_other_part(np_loader *loader, uint32_t entry)
+{
+    const uint32_t both = entry | warmable(loader, entry & NP_REQUEST_WORD_MASK);
+    uint64_t first, end;
+    range_of(loader, both, &first, &end);
+    return end - first <= loader->reading.most_read_bytes ? both : entry;
 }
 
 /* Put the first cluster of this queue into a read. Returns 0 when it has to wait, and all behind it. */
@@ -95,14 +184,15 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
 {
     np_queue *line = &loader->queues[kind][priority];
     uint32_t *entry = &line->entries[line->from];
+    const uint32_t id = *entry & NP_REQUEST_WORD_MASK;
     int slots_lack = 0;
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(*entry & part_bits[part]))
             continue;
-        if (np_loader_settled(&loader->parts[part].facts.words[*entry & NP_REQUEST_WORD_MASK], *entry & NP_WORD_PINNED)) {
+        if (np_loader_settled(&loader->parts[part].facts.words[id], *entry & NP_WORD_PINNED)) {
             loader->counters.already_there++;
             *entry &= ~part_bits[part];
-        } else if (loader->parts[part].free_count <= (priority ? loader->parts[part].facts.demand_slots : 0)) {
+        } else if (priority ? !has_spare_slot(loader, part) : !loader->parts[part].free_count) {
             slots_lack |= 1 << part;
         }
     }
@@ -129,25 +219,39 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
         }
         return 0;
     }
-    if (!grows(loader, hand, *entry, first, end)) {
-        if (loader->depth - loader->free_flight_count >= most_in_flight(loader, priority))
-            return 0;
-        const uint32_t index = loader->free_flights[--loader->free_flight_count];
-        loader->batch[hand->count++] = index;
-        hand->open = &loader->flights[index];
-        hand->claims = &loader->claims[(size_t)index * loader->claims_most];
-        *hand->open = (np_flight){.offset = first};
-    }
-    np_flight *open = hand->open;
-    open->gap_bytes += (uint32_t)(first - (open->offset + open->bytes));
-    open->bytes = (uint32_t)(end - open->offset);
-    for (int part = 0; part < NP_LOADER_PARTS; part++)
-        if (*entry & part_bits[part])
-            claim(loader, part, *entry, &hand->claims[open->claim_count++]);
-    if (*entry >> NP_QUEUED_FAILURES)
-        hand->open = NULL;
+    const int alone = *entry >> NP_QUEUED_FAILURES != 0;
+    if (!put(loader, hand, alone ? *entry : with_other_part(loader, *entry), priority))
+        return 0;
     drop_first(line);
+    if (!alone) {
+        loader->warm_up.next = id;
+        widen(loader, hand, id);
+    }
     return 1;
+}
+
+/* Read on with what is to be warmed up, as long as reads may begin. */
+static void warm_up(np_loader *loader, gathering *hand)
+{
+    uint32_t id;
+    while (np_warm_up_next(loader, &id)) {
+        uint32_t parts = warmable(loader, id), left = np_warm_up_parts(loader, id) & ~parts;
+        for (int part = 0; part < NP_LOADER_PARTS; part++)
+            if (left & part_bits[part] && !np_warm_up_stays(loader, part, id))
+                np_warm_up_give_up(loader, part);
+        if (!parts) {
+            if (np_warm_up_parts(loader, id))
+                return; /* it will stay, and waits for a slot */
+            continue;
+        }
+        uint64_t first, end;
+        range_of(loader, id | parts, &first, &end);
+        if (end - first > pool_for(loader, NP_FOR_WARM_UP)->read_bytes)
+            parts &= -parts; /* both are more than a read: one after the other */
+        if (!put(loader, hand, id | parts, NP_FOR_WARM_UP))
+            return;
+        loader->warm_up.next = id;
+    }
 }
 
 uint32_t np_loader_gather(np_loader *loader)
@@ -160,5 +264,6 @@ uint32_t np_loader_gather(np_loader *loader)
                 for (int i = 0; i < RUN_MOST && loader->queues[kind][priority].count && take_first(loader, &hand, kind, priority); i++)
                     progress = 1;
         }
+    warm_up(loader, &hand);
     return hand.count;
 }

@@ -12,6 +12,7 @@
  *   slot free -> slot written           the cache took it after no window covered it (residency/clock.c); its grant comes after */
 #include <errno.h>
 #include <string.h>
+#include <sys/uio.h>
 
 #include "flash/loader.h"
 #include "flash/reader.h"
@@ -20,29 +21,28 @@ enum {
     ANNOUNCED_MOST = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
     ERRORS_MOST = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
     DAMAGED_MOST = 2, /* a bit may have flipped on the way here, not only in the file */
+    RUN_MOST = 128,      /* parts that are brought into slots together */
+    WRITTEN_LEAST = 4,   /* as many of them are worth a system call */
 };
 
-/* A part that a read brought, with bytes `data` or NULL when the read failed: publish it; or take the slot back and ask for it
- * again, as a demand, or mark it failed. */
-static void land(np_loader *loader, const np_claim *landed, const uint8_t *data)
+/* Parts whose slots follow each other, on their way from staging to there. */
+typedef struct {
+    uint32_t count;
+    const np_claim *claims[RUN_MOST];
+    struct iovec parts[RUN_MOST]; /* of each the bytes that its slot holds */
+} slot_run;
+
+/* A part could not be had: take the slot back and ask for it again, as a demand, or mark it failed. */
+static void land_failure(np_loader *loader, const np_claim *landed, int was_read)
 {
     np_part_state *part = &loader->parts[landed->part];
-    const np_loader_part *facts = &part->facts;
-    uint32_t *word = &facts->words[landed->id];
-    if (data && np_crc32c(0, data, facts->part_bytes) == facts->checksums[landed->id]) {
-        memcpy(facts->slots + (size_t)landed->slot * facts->slot_bytes, data, facts->slot_bytes);
-        loader->unannounced++;
-        part->slot_states[landed->slot] = NP_SLOT_ELSEWHERE;
-        /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
-        np_word_store(word, NP_WORD_PRESENT | landed->slot | (np_word_load(word) & NP_WORD_PINNED));
-        return;
-    }
-    *(data ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
+    uint32_t *word = &part->facts.words[landed->id];
+    *(was_read ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
     part->slot_states[landed->slot] = NP_SLOT_FREE;
     part->free[part->free_count++] = landed->slot;
     const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_WORD_PINNED;
     const uint32_t again = landed->id | (landed->part ? NP_REQUEST_REST : NP_REQUEST_GATE) | flags | failures << NP_QUEUED_FAILURES;
-    if (failures < (data ? DAMAGED_MOST : ERRORS_MOST) && np_loader_enqueue(&loader->queues[landed->part][0], again, 1)) {
+    if (failures < (was_read ? DAMAGED_MOST : ERRORS_MOST) && np_loader_enqueue(&loader->queues[landed->part][0], again, 1)) {
         np_word_store(word, NP_WORD_ABSENT);
         return;
     }
@@ -50,24 +50,75 @@ static void land(np_loader *loader, const np_claim *landed, const uint8_t *data)
     np_loader_fail(loader, word);
 }
 
+/* Bring a run into its slots. A slot that is touched for the first time costs a page fault where it is mapped, twice as much
+ * as the same bytes written to the file. */
+static void fill_slots(const np_loader_part *facts, const slot_run *run)
+{
+    const uint64_t place = (uint64_t)run->claims[0]->slot * facts->slot_bytes;
+    const size_t bytes = (size_t)run->count * facts->slot_bytes;
+    if (facts->slots_file >= 0 && run->count >= WRITTEN_LEAST &&
+        pwritev(facts->slots_file, run->parts, (int)run->count, (off_t)(facts->slots_file_offset + place)) == (ssize_t)bytes)
+        return;
+    for (uint32_t i = 0; i < run->count; i++)
+        memcpy(facts->slots + place + (size_t)i * facts->slot_bytes, run->parts[i].iov_base, facts->slot_bytes);
+}
+
+/* Publish a run, and begin a new one. */
+static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
+{
+    if (run->count)
+        fill_slots(&part->facts, run);
+    for (uint32_t i = 0; i < run->count; i++) {
+        const np_claim *landed = run->claims[i];
+        uint32_t *word = &part->facts.words[landed->id];
+        loader->unannounced++;
+        part->slot_states[landed->slot] = NP_SLOT_ELSEWHERE;
+        /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
+        np_word_store(word, NP_WORD_PRESENT | landed->slot | (np_word_load(word) & NP_WORD_PINNED));
+    }
+    run->count = 0;
+}
+
+/* One part of the clusters that a read brought, or failed to bring. */
+static void land_part(np_loader *loader, const np_flight *flight, int number, int whole)
+{
+    np_part_state *part = &loader->parts[number];
+    const np_loader_part *facts = &part->facts;
+    slot_run run = {0};
+    for (uint32_t i = 0; i < flight->claim_count; i++) {
+        const np_claim *landed = &flight->claims[i];
+        if (landed->part != number)
+            continue;
+        if (landed->warms_up)
+            loader->counters.warm_up_left_bytes -= facts->part_bytes;
+        const uint64_t offset = facts->base_offset + landed->id * facts->stride_bytes + facts->part_offset;
+        uint8_t *data = whole ? flight->staged + (offset - flight->offset) : NULL;
+        if (!data || np_crc32c(0, data, facts->part_bytes) != facts->checksums[landed->id]) {
+            land_failure(loader, landed, whole);
+            continue;
+        }
+        if (run.count == RUN_MOST || (run.count && run.claims[run.count - 1]->slot + 1 != landed->slot))
+            land_run(loader, part, &run);
+        run.parts[run.count] = (struct iovec){data, facts->slot_bytes};
+        run.claims[run.count++] = landed;
+    }
+    land_run(loader, part, &run);
+}
+
 /* A read has ended, with `result` bytes or -errno. */
 static void land_flight(np_loader *loader, uint32_t index, int32_t result)
 {
     const np_flight *flight = &loader->flights[index];
-    const uint8_t *staged = loader->staging + (size_t)index * loader->reading.most_read_bytes;
-    const np_claim *claims = &loader->claims[(size_t)index * loader->claims_most];
+    np_staging_pool *pool = &loader->pools[flight->pool];
     const int whole = result == (int32_t)flight->bytes;
     loader->counters.reads++;
     if (whole) {
         loader->counters.bytes += flight->bytes;
         loader->counters.gap_bytes += flight->gap_bytes;
     }
-    for (uint32_t i = 0; i < flight->claim_count; i++) {
-        const np_loader_part *facts = &loader->parts[claims[i].part].facts;
-        const uint64_t offset = facts->base_offset + claims[i].id * facts->stride_bytes + facts->part_offset;
-        land(loader, &claims[i], whole ? staged + (offset - flight->offset) : NULL);
-    }
-    loader->free_flights[loader->free_flight_count++] = index;
+    for (int number = 0; number < NP_LOADER_PARTS; number++)
+        land_part(loader, flight, number, whole);
+    pool->free[pool->free_count++] = index;
 }
 
 /* Tell the workers of what landed since the last time. Returns how many. */
@@ -110,7 +161,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
         return NP_E_ARGUMENT;
     np_part_state *state = &loader->parts[part];
     const uint32_t before = state->free_count;
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = count; i-- > 0;) { /* from the end: the first is used first, so that neighbours get slots in order */
         if (slots[i] >= state->facts.slot_count || state->slot_states[slots[i]] != NP_SLOT_ELSEWHERE) {
             while (state->free_count > before)
                 state->slot_states[state->free[--state->free_count]] = NP_SLOT_ELSEWHERE;
@@ -122,15 +173,21 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
     return (int)count;
 }
 
-int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags)
+int np_loader_is_request(const np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags)
 {
-    if (parts <= 0 || (parts & ~(NP_REQUEST_GATE | NP_REQUEST_REST)) || priority < 0 || priority >= NP_LOADER_PRIORITIES ||
-        (flags & ~(uint32_t)NP_WORD_PINNED) || count > INT32_MAX)
-        return NP_E_ARGUMENT;
+    if (parts <= 0 || (parts & ~(NP_REQUEST_GATE | NP_REQUEST_REST)) || (flags & ~(uint32_t)NP_WORD_PINNED) || count > INT32_MAX)
+        return 0;
     const uint32_t clusters = loader->parts[0].facts.cluster_count;
     for (size_t i = 0; i < count; i++)
         if (ids[i] >= clusters)
-            return NP_E_ARGUMENT;
+            return 0;
+    return 1;
+}
+
+int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags)
+{
+    if (priority < 0 || priority >= NP_LOADER_PRIORITIES || !np_loader_is_request(loader, parts, ids, count, flags))
+        return NP_E_ARGUMENT;
     const int kind = parts == NP_REQUEST_GATE ? 0 : parts == NP_REQUEST_REST ? 1 : NP_QUEUE_BOTH;
     for (size_t i = 0; i < count; i++) {
         uint32_t missing = (uint32_t)parts;
@@ -154,7 +211,7 @@ static void submit(np_loader *loader)
         loader->offsets[i] = loader->flights[index].offset;
         loader->tags[i] = index;
         loader->bytes[i] = loader->flights[index].bytes;
-        loader->targets[i] = loader->staging + (size_t)index * loader->reading.most_read_bytes;
+        loader->targets[i] = loader->flights[index].staged;
     }
     const int taken = np_reader_submit(loader->reader, loader->offsets, loader->bytes, loader->targets, loader->tags, count);
     for (uint32_t i = taken > 0 ? (uint32_t)taken : 0; i < count; i++) /* only when somebody else uses the reader, too */
@@ -176,7 +233,8 @@ int np_loader_turn(np_loader *loader, int timeout_ms)
     if (loader->board) {
         const np_loader_state *state = &loader->counters;
         const uint64_t shown[NP_LOADER_BOARD] = {state->reads,   state->bytes,   state->checksum_failures, state->io_errors,
-                                                 state->refused, state->dropped, state->gap_bytes,         state->waited_for_slot};
+                                                 state->refused, state->dropped, state->gap_bytes,         state->waited_for_slot,
+                                                 state->warm_up_bytes, state->warm_up_left_bytes};
         for (int i = 0; i < NP_LOADER_BOARD; i++)
             __atomic_store_n(&loader->board[i], shown[i], __ATOMIC_RELAXED);
     }
@@ -189,6 +247,7 @@ void np_loader_reset(np_loader *loader)
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
         for (int priority = 1; priority < NP_LOADER_PRIORITIES; priority++) /* 0: somebody waits for these, and asks but once */
             loader->queues[kind][priority].count = 0;
+    np_warm_up_forget(loader);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
         while (part->free_count)
@@ -198,7 +257,7 @@ void np_loader_reset(np_loader *loader)
 
 uint32_t np_loader_count_waiting(const np_loader *loader, int part)
 {
-    uint32_t waiting = 0;
+    uint32_t waiting = loader->warm_up.pinned_count[part];
     for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
         waiting += loader->queues[part][priority].count + loader->queues[NP_QUEUE_BOTH][priority].count;
     return waiting;

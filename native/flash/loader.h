@@ -5,7 +5,10 @@
 
 #include "neuronpipe.h"
 
-enum { NP_LOADER_PARTS = 2, NP_LOADER_PRIORITIES = 3 };
+enum { NP_LOADER_PARTS = 2, NP_LOADER_PRIORITIES = 2 };
+
+/* What a read is for. The first two are the priorities of requests. */
+enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_WARM_UP = 2 };
 
 /* What waits in a queue: one part of its clusters, by the part's number, or both for one read. */
 enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };
@@ -40,13 +43,36 @@ typedef struct {
 typedef struct {
     uint32_t id, slot;
     uint8_t part, failures;
+    uint8_t warms_up; /* it was one of those to warm up */
 } np_claim;
 
-/* One read, into the staging buffer of the same number: the parts it brings in the order of the file, and gaps between them. */
+/* Staging buffers of one size: one read at a time goes into each. */
+typedef struct {
+    uint32_t read_bytes, claims_most; /* of one read */
+    uint32_t count;                   /* buffers */
+    uint32_t *free;                   /* [count] stack of flights */
+    uint32_t free_count;
+} np_staging_pool;
+
+/* Ordinary reads, and the long ones of warming up. */
+enum { NP_POOL_ORDINARY = 0, NP_POOL_LONG = 1, NP_LOADER_POOLS = 2 };
+
+/* One read: the parts it brings in the order of the file, and gaps between them. */
 typedef struct {
     uint64_t offset;
     uint32_t bytes, gap_bytes, claim_count;
+    uint32_t pool;
+    uint8_t *staged;  /* [pool.read_bytes] */
+    np_claim *claims; /* [pool.claims_most] */
 } np_flight;
+
+/* Clusters to load while nothing more urgent waits: a bit for each. A bit is cleared when the cluster is claimed for any reason, so a
+ * cluster whose bit is set is absent. */
+typedef struct {
+    uint64_t *wanted[NP_LOADER_PARTS], *pinned[NP_LOADER_PARTS]; /* [cluster_count / 64, rounded up]; pinned is a part of wanted */
+    uint32_t wanted_count[NP_LOADER_PARTS], pinned_count[NP_LOADER_PARTS];
+    uint32_t next; /* the cluster from which the search goes on: reading follows the file, and a step that runs ahead */
+} np_warm_up;
 
 struct np_loader {
     np_reader *reader;
@@ -54,13 +80,14 @@ struct np_loader {
     np_loader_reading reading;
     np_part_state parts[NP_LOADER_PARTS];
     np_queue queues[NP_LOADER_KINDS][NP_LOADER_PRIORITIES];
-    uint32_t depth;
-    uint8_t *staging;         /* [depth][reading.most_read_bytes] */
+    np_warm_up warm_up;
+    uint32_t depth;           /* flights: the buffers of all pools */
+    np_staging_pool pools[NP_LOADER_POOLS];
+    uint8_t *staging;         /* the buffers of all pools, one after the other */
+    size_t staging_bytes;
     np_flight *flights;       /* [depth]; a read's tag is its index */
-    np_claim *claims;         /* [depth][claims_most] */
-    uint32_t claims_most;     /* of one read */
-    uint32_t *free_flights;   /* [depth] stack */
-    uint32_t free_flight_count;
+    np_claim *claims;         /* of all flights */
+    uint32_t *free_flights;   /* [depth] the stacks of all pools */
     uint32_t *batch;          /* [depth] flights to submit */
     uint64_t *offsets, *tags; /* [depth] the batch as the reader wants it, like the next two */
     uint32_t *bytes;
@@ -76,6 +103,8 @@ struct np_loader {
     np_loader_state counters; /* its gauges are filled in by np_loader_read_state */
 };
 
+/* Whether these arguments of a request can be meant. */
+int np_loader_is_request(const np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags);
 /* Append to a queue; retried: for a cluster whose read failed. Returns 0 when there is no room. */
 int np_loader_enqueue(np_queue *line, uint32_t entry, int retried);
 /* Claim what can be read now, as reads: fills `batch`. Returns how many there are. */
@@ -84,8 +113,23 @@ uint32_t np_loader_gather(np_loader *loader);
 int np_loader_settled(uint32_t *word, uint32_t flags);
 /* Wait for everything in flight and tell the workers. */
 void np_loader_land_all(np_loader *loader);
-/* Clusters that wait for a part. */
+/* Clusters that wait for a part; of those to warm up the ones that will stay, for which room must be made. */
 uint32_t np_loader_count_waiting(const np_loader *loader, int part);
+
+/* Whether anything is to be warmed up. */
+int np_warm_up_is_on(const np_loader *loader);
+/* The parts of a cluster that are to be warmed up, as NP_REQUEST_GATE and _REST. */
+uint32_t np_warm_up_parts(const np_loader *loader, uint32_t id);
+/* The next cluster to warm up, those that will stay before the others, in the order of the file. Returns 0 when there is none. */
+int np_warm_up_next(const np_loader *loader, uint32_t *id);
+/* Whether this one is to stay once it is there. */
+int np_warm_up_stays(const np_loader *loader, int part, uint32_t id);
+/* A part is warmed up no longer: it is being read, or there. Returns 1 if it was one to warm up. */
+int np_warm_up_take(np_loader *loader, int part, uint32_t id);
+/* Memory is full: of this part only what will stay is still warmed up. */
+void np_warm_up_give_up(np_loader *loader, int part);
+/* Nothing is to be warmed up. */
+void np_warm_up_forget(np_loader *loader);
 
 /* A cluster that cannot be had: its word says so, and in which epoch. */
 void np_loader_fail(np_loader *loader, uint32_t *word);

@@ -19,10 +19,13 @@ static int is_part(const np_loader_part *part, uint32_t alignment)
 }
 
 /* Whether a staging buffer holds either part, and both parts are of the same clusters. */
-static int is_reading(const np_loader_reading *reading, const np_loader_part *parts, uint32_t alignment)
+static int is_reading(const np_loader_reading *reading, const np_loader_part *parts, const np_reader *reader)
 {
     const uint32_t longer = parts[0].part_bytes > parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
-    return reading->most_read_bytes >= longer && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % alignment == 0 &&
+    if (reading->warm_up_reads && (reading->warm_up_reads >= reader->depth || reading->warm_up_read_bytes < reading->most_read_bytes ||
+                                   reading->warm_up_read_bytes > INT32_MAX || reading->warm_up_read_bytes % reader->alignment != 0))
+        return 0;
+    return reading->most_read_bytes >= longer && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
            parts[0].cluster_count == parts[1].cluster_count && parts[0].stride_bytes == parts[1].stride_bytes;
 }
 
@@ -32,15 +35,28 @@ static int create_queue(np_queue *line, uint32_t capacity, uint32_t reserve)
     return line->entries != NULL;
 }
 
-/* Queues for `capacity` clusters each, but for no more than ASKED_MOST that somebody asked for. */
+/* Queues for `capacity` clusters each, but for no more than ASKED_MOST. */
 static int create_queues(np_loader *loader, uint32_t capacity)
 {
-    const uint32_t asked = capacity < ASKED_MOST ? capacity : ASKED_MOST, in_flight = loader->depth * loader->claims_most;
+    const uint32_t asked = capacity < ASKED_MOST ? capacity : ASKED_MOST;
+    uint32_t in_flight = 0;
+    for (int i = 0; i < NP_LOADER_POOLS; i++)
+        in_flight += loader->pools[i].count * loader->pools[i].claims_most;
     int complete = 1;
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++) {
         complete &= create_queue(&loader->queues[kind][0], asked, in_flight);
         complete &= create_queue(&loader->queues[kind][1], asked, 0);
-        complete &= create_queue(&loader->queues[kind][2], capacity, 0);
+    }
+    return complete;
+}
+
+static int create_warm_up(np_warm_up *warm, uint32_t clusters)
+{
+    int complete = 1;
+    for (int part = 0; part < NP_LOADER_PARTS; part++) {
+        warm->wanted[part] = calloc(clusters / 64 + 1u, sizeof(uint64_t));
+        warm->pinned[part] = calloc(clusters / 64 + 1u, sizeof(uint64_t));
+        complete &= warm->wanted[part] && warm->pinned[part];
     }
     return complete;
 }
@@ -53,36 +69,65 @@ static int create_part(np_part_state *part, const np_loader_part *facts)
     return part->free && part->slot_states;
 }
 
-/* Staging buffers, in huge pages where there are some, and known to the reader. */
+/* Staging buffers, in huge pages where there are some; those of ordinary reads are known to the reader. */
 static int create_staging(np_loader *loader)
 {
-    const size_t bytes = (size_t)loader->depth * loader->reading.most_read_bytes;
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const np_staging_pool *pools = loader->pools;
+    const size_t ordinary_bytes = (size_t)pools[NP_POOL_ORDINARY].count * pools[NP_POOL_ORDINARY].read_bytes;
+    loader->staging_bytes = ordinary_bytes + (size_t)pools[NP_POOL_LONG].count * pools[NP_POOL_LONG].read_bytes;
+    void *memory = mmap(NULL, loader->staging_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         return 0;
     loader->staging = memory;
-    np_memory_advise_huge(memory, bytes);
-    np_reader_register(loader->reader, memory, bytes);
+    np_memory_advise_huge(memory, loader->staging_bytes);
+    np_reader_register(loader->reader, memory, ordinary_bytes);
     return 1;
+}
+
+static void size_pools(np_loader *loader, uint32_t least_part_bytes)
+{
+    const np_loader_reading *reading = &loader->reading;
+    loader->pools[NP_POOL_ORDINARY] = (np_staging_pool){.read_bytes = reading->most_read_bytes, .count = loader->depth - reading->warm_up_reads};
+    loader->pools[NP_POOL_LONG] = (np_staging_pool){.read_bytes = reading->warm_up_read_bytes, .count = reading->warm_up_reads};
+    for (int i = 0; i < NP_LOADER_POOLS; i++)
+        loader->pools[i].claims_most = loader->pools[i].read_bytes / least_part_bytes + NP_LOADER_PARTS;
+}
+
+/* Each flight gets its buffer and its claims, for good. */
+static void share_out(np_loader *loader)
+{
+    uint8_t *staged = loader->staging;
+    np_claim *claims = loader->claims;
+    uint32_t flight = 0;
+    for (int number = 0; number < NP_LOADER_POOLS; number++) {
+        np_staging_pool *pool = &loader->pools[number];
+        pool->free = loader->free_flights + flight;
+        for (uint32_t i = 0; i < pool->count; i++, flight++, staged += pool->read_bytes, claims += pool->claims_most) {
+            loader->flights[flight] = (np_flight){.pool = (uint32_t)number, .staged = staged, .claims = claims};
+            pool->free[pool->count - 1 - i] = flight; /* the lowest first: few reads at a time stay in few pages */
+        }
+        pool->free_count = pool->count;
+    }
 }
 
 static int create_flights(np_loader *loader)
 {
     const uint32_t depth = loader->depth;
+    size_t claims = 0;
+    for (int i = 0; i < NP_LOADER_POOLS; i++)
+        claims += (size_t)loader->pools[i].count * loader->pools[i].claims_most;
     loader->flights = calloc(depth, sizeof *loader->flights);
-    loader->claims = calloc((size_t)depth * loader->claims_most, sizeof *loader->claims);
+    loader->claims = calloc(claims, sizeof *loader->claims);
     loader->free_flights = calloc(depth, sizeof *loader->free_flights);
     loader->batch = calloc(depth, sizeof *loader->batch);
     loader->offsets = calloc(depth, sizeof *loader->offsets);
     loader->tags = calloc(depth, sizeof *loader->tags);
     loader->bytes = calloc(depth, sizeof *loader->bytes);
     loader->targets = calloc(depth, sizeof *loader->targets);
-    if (!loader->free_flights)
+    if (!create_staging(loader) || !loader->flights || !loader->claims || !loader->free_flights)
         return 0;
-    for (uint32_t i = 0; i < depth; i++)
-        loader->free_flights[i] = depth - 1 - i; /* the lowest first: few reads at a time stay in few pages */
-    loader->free_flight_count = depth;
-    return loader->flights && loader->claims && loader->batch && loader->offsets && loader->tags && loader->bytes && loader->targets;
+    share_out(loader);
+    return loader->batch && loader->offsets && loader->tags && loader->bytes && loader->targets;
 }
 
 /* Words that are loading before this loader has read anything were claimed by one that died. Its reads went to its own memory. */
@@ -101,7 +146,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         if (!is_part(&parts[i], reader->alignment))
             return NULL;
-    np_loader *loader = queue_capacity && is_reading(reading, parts, reader->alignment) ? calloc(1, sizeof *loader) : NULL;
+    np_loader *loader = queue_capacity && is_reading(reading, parts, reader) ? calloc(1, sizeof *loader) : NULL;
     if (!loader)
         return NULL;
     const uint32_t least = parts[0].part_bytes < parts[1].part_bytes ? parts[0].part_bytes : parts[1].part_bytes;
@@ -109,8 +154,8 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     loader->arrivals = arrivals;
     loader->reading = *reading;
     loader->depth = reader->depth;
-    loader->claims_most = reading->most_read_bytes / least + NP_LOADER_PARTS;
-    int complete = create_queues(loader, queue_capacity) & create_flights(loader) & create_staging(loader);
+    size_pools(loader, least);
+    int complete = create_queues(loader, queue_capacity) & create_flights(loader) & create_warm_up(&loader->warm_up, parts[0].cluster_count);
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         complete &= create_part(&loader->parts[i], &parts[i]);
     if (!complete) {
@@ -132,12 +177,14 @@ void np_loader_destroy(np_loader *loader)
         for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
             free(loader->queues[kind][priority].entries);
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
+        free(loader->warm_up.wanted[i]);
+        free(loader->warm_up.pinned[i]);
         free(loader->parts[i].free);
         free(loader->parts[i].slot_states);
     }
     if (loader->staging) {
         np_reader_register(loader->reader, NULL, 0);
-        munmap(loader->staging, (size_t)loader->depth * loader->reading.most_read_bytes);
+        munmap(loader->staging, loader->staging_bytes);
     }
     free(loader->rings);
     free(loader->flights);

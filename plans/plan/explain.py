@@ -53,6 +53,8 @@ def explain(plan: Plan) -> str:
         f"{'bundles whole' if f.bundle else 'gate and up/down apart'}",
         f"  reads up to {f.most_read_bytes >> 10} KiB, joined over gaps up to {f.merge_gap_bytes >> 10} KiB; "
         f"{f.stock_gates} gate and {f.stock_rests} up/down slots kept free",
+        f"  warm-up by {f.warm_up_reads or 'ordinary'} reads"
+        + (f" of {f.warm_up_read_bytes >> 10} KiB at once" if f.warm_up_reads else ""),
         "",
         *_expectation(plan),
     ]

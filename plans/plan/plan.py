@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 from neuronpipe.protocol.errors import UserError
 
-VERSION = 2
+VERSION = 3
 
 
 Mode = Literal["exact", "predicted"]
@@ -112,8 +112,15 @@ class Flash:
     merge_gap_bytes: int  # neighbours no further apart than this are read together: the gap costs less than a read
     most_read_bytes: int  # of one read; also the size of a staging buffer
     prefetch_depth: int  # guesses are read while fewer reads than this are in flight
+    warm_up_reads: int  # long reads in flight while memory warms up; 0: it is read as everything else
+    warm_up_read_bytes: int  # of one of them; also the size of each of their staging buffers
     stock_gates: int  # free slots that the cache keeps ready in the loader
     stock_rests: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """Where reads land before their bytes are checked and copied."""
+        return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -154,6 +154,8 @@ class _Planning:
             merge_gap_bytes=read.merge_gap_bytes,
             most_read_bytes=read.most_read_bytes,
             prefetch_depth=read.prefetch_depth,
+            warm_up_reads=read.warm_up_reads,
+            warm_up_read_bytes=read.warm_up_read_bytes,
             stock_gates=regions.stock_gates,
             stock_rests=regions.stock_rests,
         )

@@ -10,6 +10,8 @@ from neuronpipe.plans.plan.account import LEAST_DEPTH, largest_read_bytes
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MOST_READ_BYTES = 1 << 20
+# Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
+WARM_UP_READS = 8
 PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
 UNMEASURED_DEPTH = 32
 
@@ -23,12 +25,14 @@ class Reading:
     merge_gap_bytes: int
     most_read_bytes: int
     prefetch_depth: int
+    warm_up_reads: int
+    warm_up_read_bytes: int
     reasons: tuple[str, ...]
 
     @property
     def staging_bytes(self) -> int:
         """Where reads land before their bytes are checked and copied."""
-        return self.depth * self.most_read_bytes
+        return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
 def reading(
@@ -64,12 +68,16 @@ def reading(
         )
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
+    left = (staging_most_bytes - depth * most) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
+    warm_up_read = min(left, MOST_READ_BYTES) if left > most else 0
     return Reading(
         depth=depth,
         bundle=bundle,
         merge_gap_bytes=gap,
         most_read_bytes=most,
         prefetch_depth=max(1, int(PREFETCH_SHARE * depth)) if prefetch else 0,
+        warm_up_reads=WARM_UP_READS if warm_up_read else 0,
+        warm_up_read_bytes=warm_up_read,
         reasons=tuple(reasons),
     )
 

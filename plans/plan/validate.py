@@ -110,6 +110,11 @@ class _Check:
         if flash.most_read_bytes % PAGE_BYTES:
             self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
         self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
+        self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MOST_DEPTH - flash.depth)
+        least_long = flash.most_read_bytes if flash.warm_up_reads else 0
+        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, least_long, MOST_READ_BYTES)
+        if flash.warm_up_read_bytes % PAGE_BYTES:
+            self._fail("flash.warm_up_read_bytes", f"{flash.warm_up_read_bytes} is not a number of whole pages")
 
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
@@ -154,7 +159,7 @@ class _Check:
             self._manifest,
             seating,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
-            staging_bytes=flash.depth * flash.most_read_bytes,
+            staging_bytes=flash.staging_bytes,
         )
         gate_bytes, rest_bytes = slot_sizes(self._manifest)
         expected = dataclasses.asdict(others) | {

@@ -20,8 +20,11 @@ BOARD_FLASH = (
     "dropped",
     "gap_bytes",
     "waited_for_slot",
+    "warm_up_bytes",
+    "warm_up_left_bytes",
 )
-"""The 64-bit words of the board's flash line, in this order: what the loader did since it was started."""
+"""The 64-bit words of the board's flash lines, in this order: what the loader did since it was started; what the cache
+has asked it to warm up since the last reset, and what of that has not arrived."""
 
 TRACE_SPANS = 4096
 """Spans of a ring: a dozen tokens of a 7B model. A power of two."""
@@ -51,7 +54,7 @@ def board(*, processes: int) -> Layout:
     fields.add(
         "flash",
         "u64",
-        LINE_WORDS // 2,
+        LINE_WORDS,
         by="loader",
         to="coordinator, monitor",
         ordering="single words, no order among them",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.messages.lifecycle import State
 
 RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed"]
@@ -178,6 +180,31 @@ class ProcessStatus(Message):
 
 
 @message
+class WarmUp(Message):
+    """How much of what is loaded ahead of need is there, in `Status` and `Snapshot`: of what the cache asked the loader
+    for when one of the two started last.
+
+    loaded_bytes: arrived, by requests that came meanwhile too
+    total_bytes: all of it
+    """
+
+    loaded_bytes: int
+    total_bytes: int
+
+    @classmethod
+    def on_board(cls, flash: Sequence[int]) -> WarmUp | None:
+        """As the loader says in the board's `flash`; None before it was asked."""
+        total = int(flash[BOARD_FLASH.index("warm_up_bytes")])
+        left = int(flash[BOARD_FLASH.index("warm_up_left_bytes")])
+        return cls(loaded_bytes=max(0, total - left), total_bytes=total) if total else None
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is there."""
+        return self.loaded_bytes >= self.total_bytes
+
+
+@message
 class Status(Message):
     """The run as the coordinator sees it.
 
@@ -198,6 +225,7 @@ class Status(Message):
     flash_bytes: read since the loader started
     rest_share: share of the time in which the run rests, by `Ease`
     cached_tokens: prompt tokens that were not computed, as in `Finished`
+    warm_up: absent until the cache has asked for something, and with a loader that does not tell
     """
 
     run: str
@@ -217,3 +245,4 @@ class Status(Message):
     flash_bytes: int = 0
     rest_share: float = 0.0
     cached_tokens: int = 0
+    warm_up: WarmUp | None = None

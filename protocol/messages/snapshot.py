@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.messages.client import WarmUp
 from neuronpipe.protocol.messages.lifecycle import State
 
 
@@ -88,6 +89,7 @@ class Snapshot(Message):
     regions: of shared memory
     slots: for cluster parts, of the hot and cold regions together
     slots_free: of them hold nothing
+    warm_up: as in `Status`
     hit_rate: share of the cluster parts that computing came to and found, of late
     flash_bytes_per_s: read of late
     flash_reads_per_s: likewise
@@ -129,6 +131,7 @@ class Snapshot(Message):
     regions: tuple[Region, ...] = ()
     slots: int = 0
     slots_free: int = 0
+    warm_up: WarmUp | None = None
     hit_rate: float | None = None
     flash_bytes_per_s: float = 0.0
     flash_reads_per_s: float = 0.0

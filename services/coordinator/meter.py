@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronpipe.native import lib
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.client import Finished, Token, WarmUp
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.sequences import Cost, add_cost
@@ -37,6 +37,10 @@ class Meter:
     def flash_now(self) -> tuple[int, int]:
         """(bytes, reads) of the loader so far."""
         return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
+
+    def warm_up_now(self) -> WarmUp | None:
+        """What the loader has been asked to warm up, and how far it is; None before."""
+        return WarmUp.on_board(self._board_flash)
 
     def memory_now(self) -> dict[str, int]:
         """Bytes of the whole run, by what they are used for."""

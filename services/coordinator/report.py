@@ -58,6 +58,7 @@ class Report:
             flash_bytes=self._meter.flash_now()[0],
             rest_share=self._core.rest.share(now),
             cached_tokens=self._core.requests.cached_tokens,
+            warm_up=self._meter.warm_up_now(),
         )
 
     def _coordinator(self, ending: bool) -> ProcessStatus:

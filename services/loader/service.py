@@ -22,7 +22,7 @@ from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.services.job import Job
 from neuronpipe.services.loader.fixed import load_fixed
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import GATE, REST, WARM_UP
+from neuronpipe.services.parts import GATE, REST
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
@@ -39,10 +39,11 @@ class Core:
         manifest, flash = job.package.manifest, job.plan.flash
         error = ffi.new("int *")
         path = str(job.package.bundles_path).encode()
-        self._reader = lib.np_reader_open(path, flash.engine.encode(), flash.depth, error)
+        depth = flash.depth + flash.warm_up_reads
+        self._reader = lib.np_reader_open(path, flash.engine.encode(), depth, error)
         if self._reader == ffi.NULL and flash.engine != "threads":
             log.warning("%s is refused here (errno %d); reading with threads", flash.engine, error[0])
-            self._reader = lib.np_reader_open(path, b"threads", flash.depth, error)
+            self._reader = lib.np_reader_open(path, b"threads", depth, error)
         if self._reader == ffi.NULL:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
         table = array("I", job.package.checksums())
@@ -70,6 +71,8 @@ class Core:
                     "slot_count": slot_count,
                     "demand_slots": stock // 4 if slot_count < manifest.words else 0,
                     "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),
+                    "slots_file": memory.segments["slots"].fd,
+                    "slots_file_offset": memory.segments["slots"].layout[f"{name}_slots"].offset_bytes,
                     "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_words"))),
                     "cluster_count": manifest.words,
                     "checksums": ffi.cast("uint32_t *", ffi.from_buffer(checksums)),
@@ -79,7 +82,16 @@ class Core:
                 )
             ],
         )
-        reading = ffi.new("np_loader_reading *", [flash.most_read_bytes, flash.merge_gap_bytes, flash.prefetch_depth])
+        reading = ffi.new(
+            "np_loader_reading *",
+            {
+                "most_read_bytes": flash.most_read_bytes,
+                "merge_gap_bytes": flash.merge_gap_bytes,
+                "prefetch_depth": flash.prefetch_depth,
+                "warm_up_reads": flash.warm_up_reads,
+                "warm_up_read_bytes": flash.warm_up_read_bytes,
+            },
+        )
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
         self._keep += [parts, memory]
         self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, manifest.words + 64)
@@ -100,16 +112,12 @@ class Core:
         if lib.np_loader_attach(self._loader, members, rings.members, board, epoch, trace.native) < 0:
             raise MemoryError("the loader's list of rings could not be allocated")
 
-    def request(self, parts: int, clusters: bytes, priority: int, flags: int = 0) -> None:
-        """Queue these parts of clusters; what is there or on its way is passed over."""
-        count = len(clusters) // 4
-        taken = lib.np_loader_request(
-            self._loader, parts, ffi.from_buffer("uint32_t[]", clusters), count, priority, flags
-        )
-        if taken < 0:
+    def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
+        """Load these parts of clusters while nothing else waits; what is there is passed over."""
+        ids = ffi.from_buffer("uint32_t[]", clusters)
+        flags = lib.NP_WORD_PINNED if pinned else 0
+        if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_GATE, ids, len(ids), flags) < 0:
             log.error("a message named clusters outside the package; dropped")
-        elif taken < count:
-            log.warning("the loader's queue is full: %d of %d clusters dropped", count - taken, count)
 
     def grant(self, part: int, slots: bytes) -> None:
         """Take over free slots."""
@@ -202,8 +210,7 @@ class LoaderService:
             self._core.grant(message.part, message.slots)
             self._granted[message.part] += len(message.slots) // 4
         elif isinstance(message, Warm):
-            parts = message.parts * lib.NP_REQUEST_GATE  # the bits of a request, in the same order
-            self._core.request(parts, message.clusters, WARM_UP, lib.NP_WORD_PINNED if message.pinned else 0)
+            self._core.warm_up(message.parts, message.clusters, pinned=message.pinned)
 
     def _tell(self, message: Message) -> None:
         try:

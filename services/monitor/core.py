@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
@@ -34,6 +34,7 @@ class Monitor:
         self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MOST_EVENTS)
         self._loader: Mapping[str, float] = {}
         self._residency: Residency | None = None
+        self._warm_up: WarmUp | None = None
 
     @property
     def processes(self) -> Sequence[ProcessStatus]:
@@ -57,6 +58,10 @@ class Monitor:
             self._flash.clear()
         self._flash.append((now_s, read_bytes, reads))
         _forget(self._flash, now_s - WINDOW_S)
+
+    def take_warm_up(self, warm_up: WarmUp | None) -> None:
+        """How far the loader is with what is loaded ahead of need."""
+        self._warm_up = warm_up
 
     def take_residency(self, residency: Residency) -> None:
         """What is in memory."""
@@ -117,6 +122,7 @@ class Monitor:
             **known,
             **self._of_steps(busy),
             **self._of_regions(),
+            warm_up=self._warm_up,
             fired=fired,
             strip_ms=round(strip_ms, 3),
             strip_steps=strip_steps,

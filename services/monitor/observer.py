@@ -20,7 +20,7 @@ from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, TRACE_SPANS
 from neuronpipe.protocol.links import CONTROL, EVENTS
-from neuronpipe.protocol.messages.client import ProcessStatus, Status
+from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory, RunFacts, RunFile
@@ -96,6 +96,7 @@ class Observer(Closing):
         self._activity.add(self._trace.take_arrays())
         flash = dict(zip(BOARD_FLASH, self._flash, strict=False))
         self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
+        self._monitor.take_warm_up(WarmUp.on_board(self._flash))
         if now_s - self._counted_at >= RESIDENCY_EVERY_S:
             self._monitor.take_residency(self._regions.count())
             self._counted_at = now_s

@@ -1,9 +1,10 @@
-/* How fast the loader brings clusters, and what it costs: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MOST_READ_BYTES [GAP_BYTES]]]]]
+/* How fast the loader brings clusters, and what it costs: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MOST_READ_BYTES [GAP_BYTES [LONG_READS]]]]]]
  *
- * Cuts FILE (random bytes, at most 2 GiB are used) into clusters of 4096 + 4096 bytes, and a slot for each, already touched. PATTERN:
+ * Cuts FILE (random bytes, at most 2 GiB are used) into clusters of 4096 + 4096 bytes, and a slot for each, already touched but for warm.
+ * PATTERN:
  *   bundle   both parts of clusters in random order, through a ring, as a worker asks
  *   gate     the gate parts alone
- *   warm     everything, in the order of the file, as the cache warms up
+ *   warm     everything, in the order of the file, as the cache warms up, by LONG_READS (8) reads of 1 MiB at once
  * Prints MB/s that arrived, microseconds of processor time per read, of the loader's thread in total, and reads. Not a test: it says how
  * fast, not whether. fio beside it: fio --name=x --filename=FILE --rw=randread --bs=8k --iodepth=32 --ioengine=io_uring --direct=1 */
 #include <pthread.h>
@@ -59,16 +60,20 @@ int main(int arguments, char **argument)
         .most_read_bytes = arguments > 6 ? (uint32_t)atoi(argument[6]) : 65536,
         .merge_gap_bytes = arguments > 7 ? (uint32_t)atoi(argument[7]) : 0,
         .prefetch_depth = depth,
+        .warm_up_reads = arguments > 8 ? (uint32_t)atoi(argument[8]) : 8,
+        .warm_up_read_bytes = 1 << 20,
     };
     int error = 0;
-    np_reader *reader = np_reader_open(argument[1], engine, depth, &error);
+    np_reader *reader = np_reader_open(argument[1], engine, depth + reading.warm_up_reads, &error);
     REQUIRE(reader);
     struct stat facts;
     REQUIRE(stat(argument[1], &facts) == 0);
     count = (uint32_t)((facts.st_size < 1l << 31 ? facts.st_size : 1l << 31) / STRIDE);
     uint32_t *words = calloc(2 * (size_t)count, sizeof *words), *checksums = calloc(2 * (size_t)count, sizeof *checksums);
     uint32_t *ids = calloc(count, sizeof *ids);
-    uint8_t *slots = mmap(NULL, (size_t)count * STRIDE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    const int slots_file = memfd_create("slots", 0), touched = strcmp(pattern, "warm") != 0;
+    REQUIRE(slots_file >= 0 && ftruncate(slots_file, (off_t)count * STRIDE) == 0);
+    uint8_t *slots = mmap(NULL, (size_t)count * STRIDE, PROT_READ | PROT_WRITE, MAP_SHARED | (touched ? MAP_POPULATE : 0), slots_file, 0);
     REQUIRE(words && checksums && ids && slots != MAP_FAILED);
     FILE *file = fopen(argument[1], "rb");
     uint8_t cluster[STRIDE];
@@ -88,6 +93,8 @@ int main(int arguments, char **argument)
             .slot_bytes = part ? PART_BYTES : GATE_SLOT_BYTES,
             .slot_count = count,
             .slots = slots + (size_t)part * count * PART_BYTES,
+            .slots_file = slots_file,
+            .slots_file_offset = (uint64_t)part * count * PART_BYTES,
             .words = words + (size_t)part * count,
             .cluster_count = count,
             .checksums = checksums + (size_t)part * count,
@@ -102,7 +109,7 @@ int main(int arguments, char **argument)
     wanted = warm ? count : count < 100000 ? count : 100000;
     pthread_t worker;
     if (warm)
-        REQUIRE(np_loader_request(loader, (int)bits, ids, count, 2, 0) == (int)count);
+        REQUIRE(np_loader_warm_up(loader, (int)bits, ids, count, 0) == NP_OK);
     else
         REQUIRE(pthread_create(&worker, NULL, ask, &bits) == 0);
     np_loader_state state;

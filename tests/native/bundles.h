@@ -3,6 +3,7 @@
 #define NP_TESTS_BUNDLES_H
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "neuronpipe.h"
@@ -17,6 +18,7 @@ enum {
     SLOTS = 40,
     DEPTH = 8,
     QUEUE = 64,
+    SLOTS_FILE_OFFSET = 131072, /* of the second part in a memory file, behind the first */
 };
 
 static const uint32_t part_bytes[2] = {GATE_BYTES, REST_BYTES};
@@ -27,6 +29,7 @@ static int file;
 static uint8_t *file_bytes;
 static uint32_t checksums[2][CLUSTERS], words[2][CLUSTERS], arrivals;
 static uint8_t *slots[2];
+static int slots_file = -1; /* a test may make one: see map_slots */
 
 static inline const uint8_t *part_of_file(int part, uint32_t id)
 {
@@ -56,6 +59,20 @@ static inline void write_bundles(void)
     }
 }
 
+/* From now on slots are a memory file's, both parts in one, as in a run. */
+static inline void map_slots(void)
+{
+    slots_file = memfd_create("slots", 0);
+    const size_t bytes = SLOTS_FILE_OFFSET + (size_t)SLOTS * slot_bytes[1];
+    REQUIRE(slots_file >= 0 && ftruncate(slots_file, (off_t)bytes) == 0);
+    uint8_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, slots_file, 0);
+    REQUIRE(memory != MAP_FAILED);
+    for (int part = 0; part < 2; part++) {
+        free(slots[part]);
+        slots[part] = memory + (part ? SLOTS_FILE_OFFSET : 0);
+    }
+}
+
 static inline void describe(np_loader_part *parts)
 {
     for (int part = 0; part < 2; part++)
@@ -67,6 +84,8 @@ static inline void describe(np_loader_part *parts)
             .slot_bytes = slot_bytes[part],
             .slot_count = SLOTS,
             .slots = slots[part],
+            .slots_file = slots_file,
+            .slots_file_offset = part ? SLOTS_FILE_OFFSET : 0,
             .words = words[part],
             .cluster_count = CLUSTERS,
             .checksums = checksums[part],
@@ -132,7 +151,7 @@ static inline void require_present(int part, uint32_t id)
 
 static inline void remove_bundles(void)
 {
-    for (int part = 0; part < 2; part++)
+    for (int part = 0; part < 2 && slots_file < 0; part++)
         free(slots[part]);
     free(file_bytes);
     close(file);

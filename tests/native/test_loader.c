@@ -33,8 +33,9 @@ static void test_nothing_is_read_twice(void)
     np_loader *loader = start("threads");
     grant(loader, 0, 0, SLOTS);
     const uint32_t ids[] = {3, 4, 3, 3};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 2, 0), 4);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 1, 0), 4);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 0, 0), 4);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, ids, 4, 0), NP_OK);
     run_dry(loader);
     REQUIRE_EQUAL(state_of(loader).reads, 2);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 0, NP_WORD_PINNED), 4); /* there already: pinned, not read */
@@ -49,7 +50,7 @@ static void test_waits_for_slots_and_takes_demands_first(void)
 {
     np_loader *loader = start("threads");
     const uint32_t warm[] = {1, 2, 3}, prefetch[] = {11, 12}, demand[] = {21, 12};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, warm, 3, 2, 0), 3);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, warm, 3, NP_WORD_PINNED), NP_OK);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, prefetch, 2, 1, 0), 2);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, demand, 2, 0, 0), 2);
     REQUIRE_EQUAL(np_loader_turn(loader, 10), 0); /* no slot, no read */
@@ -80,9 +81,12 @@ static void test_full_queue_and_bad_arguments(void)
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids + QUEUE, 5, 1, 0), 5); /* a queue of its own */
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_REST, ids, 5, 0, 0), 5);
     const uint32_t outside[] = {0, CLUSTERS};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, outside, 2, 2, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, outside, 2, 1, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, outside, 2, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, 0, ids, 1, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, ids, 1, NP_WORD_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_request(loader, 4, ids, 1, 0, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 1, 3, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 1, 2, 0), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 1, 0, NP_WORD_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(state_of(loader).waiting[0], QUEUE + 5);
     const uint32_t doubled[] = {7, 8, 7}, beyond[] = {1, SLOTS};
@@ -185,7 +189,7 @@ static void test_trouble_that_passes_costs_another_read(const char *engine)
     grant(loader, 1, 0, 1);
     const uint32_t last = CLUSTERS - 1, flipped = 51, arrivals_before = arrivals;
     shorten_file();
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_REST, &last, 1, 2, NP_WORD_PINNED), 1);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_REST, &last, 1, NP_WORD_PINNED), NP_OK);
     REQUIRE_EQUAL(np_loader_turn(loader, 10000), 0);
     restore_file();
     REQUIRE_EQUAL(run_dry(loader), 1);
@@ -244,7 +248,7 @@ static void test_reset_keeps_demands(void)
 {
     np_loader *loader = start("threads");
     const uint32_t demands[] = {21, 22, 23}, prefetch = 31, warm = 41;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &warm, 1, 2, 0), 1);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, &warm, 1, 0), NP_OK);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &prefetch, 1, 1, 0), 1);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, demands, 3, 0, 0), 3);
     np_loader_reset(loader);

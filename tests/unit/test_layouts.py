@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from neuronpipe.native import lib
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
@@ -68,8 +69,10 @@ def test_a_negative_length_is_refused() -> None:
 
 def test_the_words_of_the_board_fit_their_lines() -> None:
     assert len(BOARD_WORDS) <= LINE_WORDS
-    for words in (BOARD_MEMORY, BOARD_FLASH):
-        assert len(words) <= LINE_BYTES // 8
+    board = layouts.board(processes=1)
+    assert len(BOARD_MEMORY) <= board["memory"].shape[0]
+    assert len(BOARD_FLASH) <= board["flash"].shape[0]
+    assert len(BOARD_FLASH) == lib.NP_LOADER_BOARD  # the loader stores them all
 
 
 def test_a_field_is_laid_out_once() -> None:

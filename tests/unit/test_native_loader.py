@@ -63,7 +63,7 @@ class Loading:
                 {
                     "base_offset": 0, "stride_bytes": STRIDE, "part_offset": part * PAGE, "part_bytes": size,
                     "slot_bytes": size,
-                    "slot_count": SLOTS, "slots": self.slots[part], "words": self.words[part],
+                    "slot_count": SLOTS, "slots": self.slots[part], "slots_file": -1, "words": self.words[part],
                     "cluster_count": CLUSTERS, "checksums": ffi.from_buffer("uint32_t[]", self.checksums[part]),
                 }
                 for part, size in enumerate(PART_BYTES)

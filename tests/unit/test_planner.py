@@ -174,7 +174,9 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     made = plan(m, facts, dataclasses.replace(wish, memory_bytes=least + extra))
     memory, layout = made.memory, m.layout
     assert memory.total_bytes() <= memory.limit_bytes
-    assert memory.staging_bytes == made.flash.depth * made.flash.most_read_bytes
+    flash = made.flash
+    assert memory.staging_bytes == flash.depth * flash.most_read_bytes + flash.warm_up_reads * flash.warm_up_read_bytes
+    assert flash.warm_up_read_bytes > flash.most_read_bytes or not flash.warm_up_reads
     if memory.everything_resident:
         return
     window = made.compute.decode_window_blocks

@@ -1,0 +1,229 @@
+/* Warming up: everything arrives in long reads, what will stay first, and a demand in between does not break the reads up. */
+#include <fcntl.h>
+
+#include "bundles.h"
+
+enum { NEAR = 4, FAR = 16 }; /* clusters of an ordinary and of a long read */
+
+static const np_loader_reading reading = {
+    .most_read_bytes = NEAR * STRIDE, .prefetch_depth = DEPTH, .warm_up_reads = 2, .warm_up_read_bytes = FAR * STRIDE};
+static const int both = NP_REQUEST_GATE | NP_REQUEST_REST;
+
+static void warm(np_loader *loader, int parts, uint32_t first, uint32_t count, uint32_t flags)
+{
+    for (uint32_t id = first; id < first + count; id++)
+        REQUIRE_EQUAL(np_loader_warm_up(loader, parts, &id, 1, flags), NP_OK);
+}
+
+static np_loader *start_with_slots(const char *engine, uint32_t count)
+{
+    np_loader *loader = start_reading(engine, &reading);
+    for (int part = 0; part < 2; part++)
+        grant(loader, part, 0, count);
+    return loader;
+}
+
+static void require_all(uint32_t first, uint32_t count)
+{
+    for (uint32_t id = first; id < first + count; id++)
+        for (int part = 0; part < 2; part++)
+            require_present(part, id);
+}
+
+static void test_warms_up_in_long_reads(const char *engine)
+{
+    np_loader *loader = start_with_slots(engine, SLOTS);
+    warm(loader, both, 8, 32, NP_WORD_PINNED);
+    np_loader_state state = state_of(loader);
+    REQUIRE(state.warm_up_bytes == 32 * STRIDE && state.warm_up_left_bytes == 32 * STRIDE);
+    REQUIRE_EQUAL(run_dry(loader), 64);
+    require_all(8, 32);
+    for (uint32_t id = 8; id < 40; id++)
+        REQUIRE(words[0][id] & words[1][id] & NP_WORD_PINNED);
+    state = state_of(loader);
+    REQUIRE_EQUAL(state.reads, 2);
+    REQUIRE(state.warm_up_bytes == 32 * STRIDE && state.warm_up_left_bytes == 0 && state.gap_bytes == 0);
+    warm(loader, both, 8, 32, 0); /* there already */
+    REQUIRE_EQUAL(state_of(loader).warm_up_left_bytes, 0);
+    stop(loader);
+}
+
+static void test_what_stays_comes_first(void)
+{
+    np_loader *loader = start_with_slots("threads", SLOTS);
+    warm(loader, both, 0, 12, 0);
+    warm(loader, both, 50, 3, NP_WORD_PINNED);
+    np_loader_turn(loader, 0);
+    for (uint32_t id = 50; id < 53; id++)
+        REQUIRE(words[0][id] != NP_WORD_ABSENT);
+    run_dry(loader);
+    require_all(0, 12);
+    require_all(50, 3);
+    REQUIRE_EQUAL(words[0][0] & NP_WORD_PINNED, 0);
+    stop(loader);
+}
+
+static void test_a_demand_brings_the_neighbours_that_are_to_be_loaded(const char *engine)
+{
+    np_loader *loader = start_with_slots(engine, SLOTS);
+    warm(loader, both, 0, 30, NP_WORD_PINNED);
+    const uint32_t asked[] = {20, 21, 26};
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, asked, 3, 0, 0), 3);
+    run_dry(loader);
+    require_all(0, 30);
+    const np_loader_state state = state_of(loader);
+    REQUIRE_EQUAL(state.reads, 2 + 3); /* 20 to 23 and 26 to 29 with both parts; then 0 to 15, 16 to 19, 24 to 25 */
+    REQUIRE_EQUAL(state.warm_up_left_bytes, 0);
+    for (uint32_t id = 0; id < 30; id++)
+        REQUIRE(words[0][id] & words[1][id] & NP_WORD_PINNED);
+    stop(loader);
+}
+
+static void test_a_demand_outside_is_read_alone(void)
+{
+    np_loader *loader = start_with_slots("threads", SLOTS);
+    warm(loader, both, 0, 4, 0);
+    const uint32_t asked = 60;
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &asked, 1, 0, 0), 1);
+    run_dry(loader);
+    require_present(0, 60);
+    REQUIRE_EQUAL(words[1][60] | words[0][61], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(state_of(loader).bytes, GATE_BYTES + 4 * STRIDE);
+    stop(loader);
+}
+
+static void test_a_full_memory_ends_it_but_for_what_stays(void)
+{
+    np_loader *loader = start_with_slots("threads", 6);
+    warm(loader, NP_REQUEST_GATE, 0, 10, 0);
+    warm(loader, NP_REQUEST_GATE, 40, 2, NP_WORD_PINNED);
+    REQUIRE_EQUAL(run_dry(loader), 6);
+    require_present(0, 40);
+    require_present(0, 41);
+    np_loader_state state = state_of(loader);
+    REQUIRE(state.waiting[0] == 0 && state.warm_up_left_bytes == 0 && state.warm_up_bytes == 6 * GATE_BYTES);
+    warm(loader, NP_REQUEST_GATE, 70, 2, NP_WORD_PINNED); /* these wait for a slot, and the cache hears of it */
+    REQUIRE_EQUAL(run_dry(loader), 0);
+    REQUIRE_EQUAL(state_of(loader).waiting[0], 2);
+    grant(loader, 0, 10, 2);
+    REQUIRE_EQUAL(run_dry(loader), 2);
+    require_present(0, 71);
+    stop(loader);
+}
+
+static void test_a_reset_forgets_it(void)
+{
+    np_loader *loader = start_reading("threads", &reading);
+    warm(loader, both, 0, 10, NP_WORD_PINNED);
+    np_loader_reset(loader);
+    const np_loader_state state = state_of(loader);
+    REQUIRE(state.warm_up_bytes == 0 && state.warm_up_left_bytes == 0 && state.waiting[0] == 0);
+    grant(loader, 0, 0, SLOTS);
+    REQUIRE_EQUAL(run_dry(loader), 0);
+    REQUIRE_EQUAL(words[0][0], NP_WORD_ABSENT);
+    stop(loader);
+}
+
+static void test_damage_spoils_one_cluster(const char *engine)
+{
+    np_loader *loader = start_with_slots(engine, SLOTS);
+    checksums[1][7] ^= 1;
+    warm(loader, both, 0, 16, NP_WORD_PINNED);
+    run_dry(loader);
+    checksums[1][7] ^= 1;
+    REQUIRE_EQUAL(words[1][7] & NP_WORD_STATE_MASK, NP_WORD_FAILED);
+    require_present(0, 7);
+    require_all(0, 7);
+    require_all(8, 8);
+    const np_loader_state state = state_of(loader);
+    REQUIRE(state.checksum_failures == 2 && state.warm_up_left_bytes == 0);
+    stop(loader);
+}
+
+/* A word that is not absent must keep its slot, whoever wrote it. */
+static void test_a_word_that_others_changed_is_passed_over(void)
+{
+    np_loader *loader = start_with_slots("threads", 20);
+    warm(loader, NP_REQUEST_GATE, 0, 4, NP_WORD_PINNED);
+    words[0][2] = NP_WORD_PRESENT | 39;
+    REQUIRE_EQUAL(run_dry(loader), 3);
+    REQUIRE_EQUAL(words[0][2], NP_WORD_PRESENT | NP_WORD_PINNED | 39);
+    const np_loader_state state = state_of(loader);
+    REQUIRE(state.free_slots[0] == 17 && state.warm_up_left_bytes == 0);
+    stop(loader);
+}
+
+static void test_parts_longer_than_a_read_together_come_one_after_the_other(void)
+{
+    const np_loader_reading narrow = {.most_read_bytes = REST_BYTES, .prefetch_depth = DEPTH};
+    np_loader *loader = start_reading("threads", &narrow);
+    for (int part = 0; part < 2; part++)
+        grant(loader, part, 0, SLOTS);
+    warm(loader, both, 0, 9, 0);
+    run_dry(loader);
+    require_all(0, 9);
+    REQUIRE_EQUAL(state_of(loader).warm_up_left_bytes, 0);
+    stop(loader);
+}
+
+static void test_long_reads_that_contradict_the_reader_are_refused(void)
+{
+    int error = 0;
+    np_loader_part parts[2];
+    reader = np_reader_open(path, "threads", DEPTH, &error);
+    describe(parts);
+    np_loader_reading wrong = reading;
+    wrong.warm_up_reads = DEPTH; /* none is left for demands */
+    REQUIRE(!np_loader_create(reader, parts, &wrong, &arrivals, QUEUE));
+    wrong = reading;
+    wrong.warm_up_read_bytes = reading.most_read_bytes - 4096;
+    REQUIRE(!np_loader_create(reader, parts, &wrong, &arrivals, QUEUE));
+    wrong.warm_up_read_bytes = reading.warm_up_read_bytes + 1;
+    REQUIRE(!np_loader_create(reader, parts, &wrong, &arrivals, QUEUE) || np_reader_alignment(reader) == 1);
+    np_reader_close(reader);
+}
+
+static void run_all(void)
+{
+    static const char *const engines[] = {"io_uring", "threads"};
+    for (int i = 0; i < 2; i++) {
+        int error = 0;
+        np_reader *possible = np_reader_open(path, engines[i], DEPTH, &error);
+        if (!possible && i == 0) {
+            printf("  io_uring is not allowed here (%s): not tested\n", strerror(error));
+            continue;
+        }
+        np_reader_close(possible);
+        test_warms_up_in_long_reads(engines[i]);
+        test_a_demand_brings_the_neighbours_that_are_to_be_loaded(engines[i]);
+        test_damage_spoils_one_cluster(engines[i]);
+    }
+    test_what_stays_comes_first();
+    test_a_demand_outside_is_read_alone();
+    test_a_full_memory_ends_it_but_for_what_stays();
+    test_a_reset_forgets_it();
+    test_a_word_that_others_changed_is_passed_over();
+    test_parts_longer_than_a_read_together_come_one_after_the_other();
+    test_long_reads_that_contradict_the_reader_are_refused();
+}
+
+static void test_a_memory_file_that_cannot_be_written_is_no_loss(void)
+{
+    const int right = slots_file;
+    slots_file = open("/dev/null", O_RDONLY);
+    test_warms_up_in_long_reads("threads");
+    close(slots_file);
+    slots_file = right;
+}
+
+int main(void)
+{
+    write_bundles();
+    run_all();
+    map_slots();
+    run_all();
+    test_a_memory_file_that_cannot_be_written_is_no_loss();
+    remove_bundles();
+    printf("warm-up: all passed\n");
+    return 0;
+}
