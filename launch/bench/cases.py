@@ -30,8 +30,9 @@ class Case:
 
     @property
     def context_tokens(self) -> int:
-        """Positions the request takes."""
-        return self.prompt_tokens + self.decode_tokens
+        """Tokens of the request's whole text. Where nothing is decoded, the one that comes with the prefill needs no
+        room."""
+        return self.prompt_tokens + (self.max_tokens if self.decode_tokens else 0)
 
 
 def parse_cases(text: str) -> tuple[Case, ...]:
@@ -48,5 +49,5 @@ def parse_cases(text: str) -> tuple[Case, ...]:
 def default_cases(context_tokens: int) -> tuple[Case, ...]:
     """pp512 and tg128, or what a shorter context holds."""
     prompt = min(DEFAULT_PROMPT_TOKENS, context_tokens)
-    decode = min(DEFAULT_DECODE_TOKENS, max(1, context_tokens - LEAD_TOKENS))
+    decode = min(DEFAULT_DECODE_TOKENS, max(1, context_tokens - LEAD_TOKENS - 1))
     return Case(f"pp{prompt}", prompt, 0), Case(f"tg{decode}", 0, decode)

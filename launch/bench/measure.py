@@ -82,7 +82,7 @@ class Bench:
 
     def ask(self, case: Case, number: int) -> Repetition:
         """One request, with the text of that number. Raises UserError when it ends with nothing to measure."""
-        prompt = self.prompts.take(number, case.prompt_tokens, case.context_tokens)
+        prompt = self.prompts.take(number, case.prompt_tokens, case.prompt_tokens + case.decode_tokens)
         ask = Generate(
             request=f"{case.name}-{number}",
             tokens=prompt,

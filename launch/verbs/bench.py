@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     for case in cases:
         if case.context_tokens > plan.compute.context_tokens:
             raise UserError(
-                f"--tests {case.name}: takes {case.context_tokens} positions, "
+                f"--tests {case.name}: takes {case.context_tokens} tokens, "
                 f"the context is {plan.compute.context_tokens}; see --context"
             )
     uses = implementations(arguments.use, plan)

@@ -90,15 +90,14 @@ class Admission:
         """The request's tokens, or why there are none. A text that is too long for sure is not even encoded: that
         takes 180 bytes of memory for each of the text's."""
         limit = self._limits.context_tokens
+        most = f"this model's maximum context length is {limit} tokens"  # clients of OpenAI's API look for these words
         text = ask.prompt if isinstance(ask, Generate) else ask.text
         tokens = ask.tokens
         if tokens is None:
             text_bytes = len((text or "").encode(errors="replace"))
             if text_bytes > limit * self._tokenizer.longest_token_bytes:
-                return [], (
-                    "too_long",
-                    f"the prompt has {text_bytes} bytes, the context of this run holds {limit} tokens",
-                )
+                problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"
+                return [], ("too_long", problem)
             try:
                 tokens = tuple(self._tokenizer.encode(text or "", frame=not isinstance(ask, Generate) or ask.frame))
             except Exception as error:  # the library's own kinds; whatever it is, it is about this text
@@ -106,8 +105,7 @@ class Admission:
         if not tokens:
             return [], ("bad_request", "the prompt is empty; give at least one token")
         if len(tokens) > limit:
-            problem = f"the prompt has {len(tokens)} tokens, the context of this run holds {limit}; shorten it"
-            return [], ("too_long", problem)
+            return [], ("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
         if max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
             return [], ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         return list(tokens), None

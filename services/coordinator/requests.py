@@ -119,7 +119,8 @@ class Requests:
             grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
             stream=TextStream(self._tokenizer, one.tokens, ask.stop),
             prompt_tokens=len(one.tokens),
-            most_tokens=min(self._limits.context_tokens + 1, len(one.tokens) + ask.max_tokens),
+            # A prompt that fills the context still has its one token, which needs no position.
+            most_tokens=min(max(self._limits.context_tokens, len(one.tokens) + 1), len(one.tokens) + ask.max_tokens),
         )
 
     def reuse(self, work: Generation, tokens: int) -> None:

@@ -69,7 +69,7 @@ class Results:
         elif complete:
             reason = "end"
         elif len(work.tokens) >= work.most_tokens:
-            reason = "context" if len(work.tokens) > self._limits.context_tokens else "length"
+            reason = "length" if work.generated_tokens >= work.ask.max_tokens else "context"
         if reason is not None:
             text += work.stream.finish()
         ms = 1000 * (now - (work.token_times[-2] if len(work.token_times) > 1 else work.arrived_at))

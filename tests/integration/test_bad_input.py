@@ -109,9 +109,9 @@ def test_too_little_memory_says_how_much_is_needed(shell: Shell, package: Path) 
 
 def test_a_prompt_longer_than_the_context(shell: Shell, package: Path) -> None:
     said = shell.refused("run", package, "-p", "the rain " * 200)
-    assert "the context of this run holds 128" in said
+    assert "maximum context length is 128 tokens" in said
     with shell.up(package) as run:
-        assert "holds 128" in shell.refused("ask", "--run", run.path, "-p", "the rain " * 200, beside=True)
+        assert "length is 128" in shell.refused("ask", "--run", run.path, "-p", "the rain " * 200, beside=True)
         assert "the prompt is empty" in shell.refused("ask", "--run", run.path, "-p", "", beside=True)
         assert run.ask("the rain", 4)["tokens"] == 4
 

@@ -68,7 +68,7 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--tests", "tg100000"), "--tests tg100000: takes 100004 positions, the context is"),
+        (("--tests", "tg100000"), "--tests tg100000: takes 100005 tokens, the context is"),
         (("--repetitions", "0"), "--repetitions 0: between"),
         (("--workload", "default"), "--workload default: "),
         (("--compare", "nothing.json"), "nothing.json: cannot be read"),

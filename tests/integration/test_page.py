@@ -145,7 +145,7 @@ def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) ->
     assert page.eventually(lambda: page.answers[0][1].startswith("8 tokens"))
     page.browser.execute_script("document.getElementById('prompt').value = 'import os '.repeat(400)")
     page.ask("", 8)
-    assert page.eventually(lambda: page.answers[1:] and "the context of this run holds 512" in page.answers[1][1])
+    assert page.eventually(lambda: page.answers[1:] and "maximum context length is 512 tokens" in page.answers[1][1])
     assert page.divided == []
     assert page["prompt"].get_attribute("value").startswith("import os ")
     page["prompt"].clear()

@@ -125,7 +125,9 @@ def test_the_text_ends_at_max_tokens_at_an_end_token_and_at_the_context() -> Non
 
     assert reason("ab", b"xyz", 3) == ("length", "xyz")
     assert reason("ab", [ord("x"), END], 9) == ("end", "x")
-    assert reason("a" * 15, b"xy", 9) == ("context", "xy")
+    assert reason("a" * 14, b"xy", 9) == ("context", "xy")  # prompt and answer together are never longer
+    assert reason("a" * 14, b"xy", 2) == ("length", "xy")
+    assert reason("a" * 15, b"x", 9) == ("context", "x")
     assert reason("a" * 16, b"x", 9) == ("context", "x")
 
 
