@@ -26,8 +26,9 @@ class Reply(NamedTuple):
         return json.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The objects of a stream of events; the last line must say that it is complete."""
-        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        """The objects of a stream of events, without comments; the last line must say that it is complete."""
+        parts = self.body.decode().split("\n\n")
+        lines = [part.removeprefix("data: ") for part in parts if part and not part.startswith(":")]
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 

@@ -2,6 +2,9 @@
 
 Whoever closes the connection has their texts given up at once: the next step is made without them. A stream waits for
 its reader, and what arrives meanwhile is sent as one piece.
+
+A stream's headers are sent when its texts are accepted, before anything is computed; until then a refusal has a status
+of its own. Where nothing comes for a while, a comment shows that the connection lives.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MOST_SENT, Coordinator, Mailbox
 from neuronpipe.services.gateway.forms import DONE, Form, usage
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, too_long
 from starlette.types import Receive, Scope, Send
+
+COMMENT_S = 5.0
+COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
 
 
 async def while_there(receive: Receive, work: Coroutine[None, None, None]) -> None:
@@ -47,11 +53,13 @@ class Answer:
         form: Form,
         asks: Sequence[Generate],
         *,
+        context_tokens: int,
         texts_per_prompt: int,
         stream: bool,
     ) -> None:
         self._coordinator, self._metrics, self._form = coordinator, metrics, form
         self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
+        self._context_tokens = context_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes."""
@@ -77,7 +85,8 @@ class Answer:
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
 
         try:
             finished = await self._all(mailbox, pass_on)
@@ -90,14 +99,18 @@ class Answer:
         await send({"type": "http.response.body", "body": b""})
 
     async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:
-        """Wait for all texts, and pass on their pieces as they come."""
+        """Wait for all texts, and pass on their pieces as they come, once those that are sent first are accepted: none
+        of these can be refused any more. Who has waited for long is not left without headers for them."""
         finished: dict[int, Finished] = {}
         form, begun = self._form, set[int]()
-        accepted, events = 0, b""
+        unaccepted, events = min(len(self._asks), MOST_SENT), b""
         while len(finished) < len(self._asks):
-            for number, message in await mailbox.take():
+            taken = await mailbox.take(None if pass_on is None else COMMENT_S)
+            for number, message in taken:
                 if isinstance(message, Accepted):
-                    accepted += 1
+                    if message.prompt_tokens >= self._context_tokens:
+                        raise too_long(self._context_tokens, message.prompt_tokens)
+                    unaccepted -= 1
                 elif isinstance(message, Token):
                     if pass_on is None:
                         form.keep(number, message)
@@ -110,7 +123,11 @@ class Answer:
                     finished[number] = message
                     self._metrics.finished(message)
                     events += form.last(number, message)
-            if pass_on is not None and events and accepted == len(self._asks):  # none can be refused any more
+            if pass_on is None:
+                continue
+            if not taken:
+                events, unaccepted = events + COMMENT, 0
+            if unaccepted <= 0:
                 await pass_on(events)
                 events = b""
         return [finished[number] for number in range(len(self._asks))]

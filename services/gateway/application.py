@@ -23,8 +23,8 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.pages import page_routes
-from neuronpipe.services.gateway.problems import Problem, unavailable
-from neuronpipe.services.gateway.requests import MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
+from neuronpipe.services.gateway.requests import MOST_TEXTS, MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -99,6 +99,9 @@ class Gateway:
     ) -> Answer:
         if body.model not in (None, self._name):
             raise self._unknown(body.model)
+        if len(prompts) * body.n > MOST_TEXTS:
+            said = f"n: {body.n} texts for each of {len(prompts)} prompts are more than the {MOST_TEXTS} of one request"
+            raise Problem(400, "invalid_value", said, param="n")
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
         grammar = body.grammar
         seed = secrets.randbits(62) if body.seed is None else body.seed
@@ -110,7 +113,7 @@ class Gateway:
                 frame=frame,
                 max_tokens=max_tokens,
                 temperature=body.temperature,
-                top_k=body.top_k,
+                top_k=max(0, body.top_k),
                 top_p=body.top_p,
                 seed=(seed + number) % (1 << 63),
                 min_p=body.min_p,
@@ -138,6 +141,7 @@ class Gateway:
                 end_tokens=self._package.manifest.end_tokens,
             ),
             asks,
+            context_tokens=self._context_tokens,
             texts_per_prompt=body.n,
             stream=body.stream,
         )
@@ -155,7 +159,7 @@ class Gateway:
         return _json(self._model())
 
     def _unknown(self, model: str) -> Problem:
-        said = f"the model {model!r} is not served here; {self._name!r} is"
+        said = f"the model {quoted(model)} is not served here; {self._name!r} is"
         return Problem(404, "model_not_found", said, param="model")
 
     def _model(self) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import MOST_QUOTED, Problem, quoted
+from neuronpipe.services.gateway.requests import KINDS, NOT_SERVED
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
 MOST_BODY_BYTES = 4 << 20
@@ -15,6 +17,7 @@ BODY_S = 30.0
 CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unsupported_parameter",
+    NOT_SERVED: "unsupported_parameter",
     "json_invalid": "invalid_json",
 }
 Wanted = TypeVar("Wanted", bound=BaseModel)
@@ -64,22 +67,28 @@ _CLOSE = (("connection", "close"),)
 
 def _problem(error: ValidationError) -> Problem:
     """The first thing that is wrong, and where."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(_path(first["loc"])) or None
-    code = CODES.get(first["type"], "invalid_value")
-    message = first["msg"].removeprefix("Value error, ")
-    if code == "unsupported_parameter":
+    first = error.errors(include_url=False)[0]
+    param = _path(first["loc"]) or None
+    message = _message(first)
+    if first["type"] == "extra_forbidden":
         message = f"unsupported parameter: {param!r}"
     elif param is not None:
         message = f"{param}: {message[:1].lower()}{message[1:]}"
+    code = CODES.get(first["type"], "invalid_value")
     return Problem(400, code, " ".join(message.split()), param=param)  # it may quote the body, line ends and all
 
 
-def _path(place: tuple[int | str, ...]) -> list[str]:
-    """The way to a field; what follows names the kinds that a value could have had."""
-    names: list[str] = []
-    for part in place:
-        if isinstance(part, str) and (part in ("str", "constrained-str") or "[" in part):
-            break
-        names.append(str(part))
-    return names
+def _message(error: ErrorDetails) -> str:
+    said, context = error["input"], error.get("ctx", {})
+    if error["type"] == "union_tag_invalid":
+        name = context["discriminator"].strip("'")
+        return f"expected {name} {context['expected_tags']}, not {quoted(context['tag'])}"
+    if error["type"] == "literal_error" and isinstance(said, str):
+        return f"{error['msg']}, not {quoted(said)}"
+    return error["msg"].removeprefix("Value error, ").replace(" after validation", "")
+
+
+def _path(place: tuple[int | str, ...]) -> str:
+    """The way to a field, without the kinds that its value could have had. The client's own keys are part of it."""
+    names = (str(part) for part in place if part not in KINDS and part != "[key]")
+    return ".".join(name if len(name) <= MOST_QUOTED else name[: MOST_QUOTED - 1] + "…" for name in names)

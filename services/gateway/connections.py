@@ -4,6 +4,8 @@ may take to arrive, to its size, and to how long what is sent may wait for a rea
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +16,8 @@ MOST_CONNECTIONS = 512
 HEAD_S = 5.0
 MOST_HEAD_BYTES = 32 << 10
 STALLED_S = 30.0
+REQUEST_ID = b"x-request-id"
+_SANE_ID = re.compile(rb"[!-~]{1,128}")
 CROWDED = unavailable("too_many_connections", f"{MOST_CONNECTIONS} connections are open already; try again")
 
 
@@ -79,9 +83,19 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
 
 
+def request_id(given: bytes | None = None) -> bytes:
+    """What a request is called in its answer: as the client calls it, or by a name of our own."""
+    return given if given is not None and _SANE_ID.fullmatch(given) else f"req_{os.urandom(12).hex()}".encode()
+
+
 def _whole(problem: Problem) -> bytes:
     """A response, after which the connection closes."""
     body = problem.body()
-    headers = [*problem.headers, ("content-type", "application/json"), ("content-length", str(len(body)))]
+    headers = [
+        *problem.headers,
+        (REQUEST_ID.decode(), request_id().decode()),
+        ("content-type", "application/json"),
+        ("content-length", str(len(body))),
+    ]
     lines = "".join(f"{name}: {value}\r\n" for name, value in [*headers, ("connection", "close")])
     return f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\n{lines}\r\n".encode() + body

@@ -7,6 +7,9 @@ A coordinator that was restarted does not know our requests. Once one has heard 
 coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
 same tokens come again, and those that were passed on already are left out; asking twice is harmless.
 
+No more texts are sent than a coordinator takes on for sure; the others wait here, and requests take turns. Where other
+clients have filled the coordinator's queue, a request of which nothing was accepted yet is refused; others wait.
+
 What was sent to a coordinator that died may be lost. Questions about the run are asked again, and a queue that stays as
 full as it may be is left behind with its connection. If the coordinator was only slow, it finds the texts of the old
 connection's name and drops each of them with its first token, which nobody takes.
@@ -28,6 +31,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
 from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
+from neuronpipe.services.gateway.turns import Turns
 
 QUIET_S = 0.5
 TICK_S = 0.25
@@ -37,7 +41,9 @@ POLL_S = 0.02
 ASK_AGAIN_S = 0.25
 LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
-MOST_REQUESTS = 128
+BUSY_AGAIN_S = 1.0
+MOST_SENT = 64  # texts at the coordinator: so many may wait there in any run
+MOST_TEXTS = 1024  # under way or waiting: with so many no further request is taken on
 MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
 
@@ -46,25 +52,35 @@ class Mailbox:
     """What has arrived for one HTTP request, whose texts are numbered."""
 
     def __init__(self) -> None:
+        self.patient = False  # its texts wait when the run is busy; until then they are refused
         self._messages: list[tuple[int, Message]] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, number: int, message: Message) -> None:
         """Add one, and wake who waits."""
         self._messages.append((number, message))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
-    async def take(self) -> list[tuple[int, Message]]:
-        """All that is there; waits for the first. Raises Problem when a text was refused."""
-        while not self._messages:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    async def take(self, within_s: float | None = None) -> list[tuple[int, Message]]:
+        """All that is there; waits for the first, so long at most. Raises Problem when a text was refused."""
+        if not self._messages:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                if timer is not None:
+                    timer.cancel()
         taken, self._messages = self._messages, []
         for _, message in taken:
             if isinstance(message, Refused):
                 raise from_refusal(message)
         return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Text:
@@ -74,7 +90,7 @@ class Text:
     def __init__(self, ask: Generate, mailbox: Mailbox, number: int, now: float) -> None:
         self.ask, self.mailbox, self.number, self.heard_at = ask, mailbox, number, now
         self.home: int | None = None
-        self.accepted = False
+        self.sent = self.accepted = False
         self.tokens = 0
 
 
@@ -86,7 +102,9 @@ class Coordinator:
         self._context = open_context()
         self._endpoint = endpoint
         self._run_ended = run_ended
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, Text] = {}  # those that wait here too
+        self._turns: Turns[Mailbox, Text] = Turns()
+        self._busy_until = -math.inf
         self._count = 0
         self._unheard_since = -math.inf
         self._connect()
@@ -123,7 +141,7 @@ class Coordinator:
 
     @property
     def active(self) -> int:
-        """Texts under way."""
+        """Texts under way or waiting."""
         return len(self._texts)
 
     async def close(self) -> None:
@@ -139,21 +157,25 @@ class Coordinator:
     async def generate(self, asks: Iterable[Generate]) -> tuple[Mailbox, list[str]]:
         """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. Raises
         Problem when there is no run to ask, or too much is under way."""
-        asks = list(asks)
         await self._require_ready()
-        self._require_room(len(asks))  # and take it at once: many may have waited for the same answer
-        mailbox, names = Mailbox(), []
-        for number, ask in enumerate(asks):
-            names.append(ask.request)
-            self._texts[ask.request] = Text(ask, mailbox, number, self._loop.time())
-            self._send(ask)
+        self._require_room()  # and take it at once: many may have waited for the same answer
+        mailbox = Mailbox()
+        texts = {ask.request: Text(ask, mailbox, number, self._loop.time()) for number, ask in enumerate(asks)}
+        self._texts |= texts
+        self._turns.add(mailbox, texts.values())
+        self._send_waiting()
+        mailbox.patient = mailbox in self._turns
         self._loop.call_soon(self._receive)
-        return mailbox, names
+        return mailbox, list(texts)
 
     def give_up(self, names: Iterable[str]) -> None:
         """Nobody waits for these texts any more; what has ended already is passed over."""
         for name in names:
-            if self._texts.pop(name, None) is not None and self._unheard < MOST_UNHEARD:
+            text = self._texts.pop(name, None)
+            if text is None:
+                continue
+            self._turns.drop(text.mailbox)
+            if text.sent and self._unheard < MOST_UNHEARD:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
 
@@ -212,8 +234,8 @@ class Coordinator:
                     raise unavailable("starting", "not all processes of the run are ready; try again")
                 await asyncio.sleep(POLL_S)
 
-    def _require_room(self, texts: int) -> None:
-        if len(self._texts) + texts > MOST_REQUESTS:
+    def _require_room(self) -> None:
+        if len(self._texts) >= MOST_TEXTS:
             raise Problem(
                 429,
                 "rate_limit_exceeded",
@@ -221,8 +243,22 @@ class Coordinator:
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
-        if self._unheard + texts > MOST_UNHEARD:
+        if self._unheard >= MOST_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
+
+    def _send_waiting(self) -> bool:
+        """Send texts that wait, as many as the coordinator has room for; whether there were any."""
+        sent = False
+        while (
+            len(self._texts) - len(self._turns) < MOST_SENT
+            and self._unheard < MOST_UNHEARD
+            and self._loop.time() >= self._busy_until
+            and (text := self._turns.take()) is not None
+        ):
+            text.sent, text.heard_at = True, self._loop.time()
+            self._send(text.ask)
+            sent = True
+        return sent
 
     def _ask_status(self) -> None:
         """One question serves all who wait."""
@@ -246,30 +282,38 @@ class Coordinator:
 
     # ---- answers ---------------------------------------------------------------------------------------------
     def _receive(self) -> None:
-        """Take everything there is."""
-        while (message := self._channel.receive()) is not None:
-            self._unheard = 0
-            if isinstance(message, Status):
-                self._take_status(message)
-                continue
-            text = self._texts.get(getattr(message, "request", ""))
-            if text is None:
-                if isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
+        """Take everything there is, and send what there is room for now."""
+        while True:
+            while (message := self._channel.receive()) is not None:
+                self._unheard = 0
+                if isinstance(message, Status):
+                    self._take_status(message)
+                elif (text := self._texts.get(getattr(message, "request", ""))) is not None:
+                    self._take(text, message)
+                elif isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
                     self._send(Cancel(request=message.request))  # it missed that nobody waits for this one
-                continue
-            text.heard_at = self._loop.time()
-            if isinstance(message, Token):
-                if message.index != text.tokens:
-                    continue  # it came before the coordinator was restarted
-                text.tokens += 1
-            elif isinstance(message, Accepted):
-                text.home = self._pid
-                if text.accepted:
-                    continue
-                text.accepted = True
-            elif isinstance(message, Finished | Refused):
-                del self._texts[message.request]
-            text.mailbox.put(text.number, message)
+            if not self._send_waiting():
+                return
+
+    def _take(self, text: Text, message: Message) -> None:
+        text.heard_at = self._loop.time()
+        if isinstance(message, Token):
+            if message.index != text.tokens:
+                return  # it came before the coordinator was restarted
+            text.tokens += 1
+        elif isinstance(message, Accepted):
+            text.home = self._pid
+            if text.accepted:
+                return
+            text.accepted = text.mailbox.patient = True
+        elif isinstance(message, Refused) and message.code == "busy" and text.mailbox.patient:
+            self._busy_until = self._loop.time() + BUSY_AGAIN_S
+            text.sent = False
+            self._turns.put_back(text.mailbox, text)
+            return
+        elif isinstance(message, Finished | Refused):
+            del self._texts[text.ask.request]
+        text.mailbox.put(text.number, message)
 
     def _take_status(self, status: Status) -> None:
         now = self._loop.time()
@@ -277,7 +321,7 @@ class Coordinator:
         self._pid, self._status, self._status_at, self._asked_at = pid, status, now, -math.inf
         self._news.set()
         for text in self._texts.values():
-            if text.home != pid and now - text.heard_at > QUIET_S:
+            if text.sent and text.home != pid and now - text.heard_at > QUIET_S:
                 text.home, text.heard_at = pid, now
                 self._send(text.ask)
 
@@ -288,7 +332,7 @@ class Coordinator:
             with contextlib.suppress(Problem):  # nobody asked: who does is told
                 self._receive()
                 now = self._loop.time()
-                if any(now - text.heard_at > QUIET_S for text in self._texts.values()):
+                if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):
                     self._ask_status()
             if not self.over.is_set() and (reason := self._run_ended()) is not None:
                 self.end("ended", reason)

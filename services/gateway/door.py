@@ -4,7 +4,7 @@
     Origin    a page from elsewhere may not ask, whatever the method (there is no CORS)
     key       where there is one, everything but the page itself and /health asks for it
 
-Every response says that it is not to be guessed at, framed or kept, and what was answered is counted.
+Every response says that it is not to be guessed at, framed or kept, has the request's id, and is counted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES
-from neuronpipe.services.gateway.listener import LOOPBACK_NAMES, Listener, is_loopback
+from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, REQUEST_ID, request_id
+from neuronpipe.services.gateway.listener import KEY_VARIABLE, LOOPBACK_NAMES, Listener, is_loopback
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, quoted
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -45,11 +45,12 @@ class Door:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        own = (REQUEST_ID, request_id(dict(scope["headers"]).get(REQUEST_ID)))
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.responded(path, message["status"])
-                message["headers"] = [*message["headers"], *HEADERS]
+                message["headers"] = [*message["headers"], *HEADERS, own]
             await send(message)
 
         try:
@@ -67,10 +68,15 @@ class Door:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if self._loopback_only and _name(host) not in LOOPBACK_NAMES:
-            raise Problem(403, "host_not_allowed", f"host {host!r}: this server answers to localhost alone")
+            said = (
+                f"host {quoted(host)}: without a key this server answers to localhost alone; "
+                f"start it with --key or {KEY_VARIABLE} and send the key to reach it by any name"
+            )
+            raise Problem(403, "host_not_allowed", said)
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            raise Problem(403, "origin_not_allowed", f"origin {origin!r}: pages from elsewhere may not use this server")
+            said = f"origin {quoted(origin)}: pages from elsewhere may not use this server"
+            raise Problem(403, "origin_not_allowed", said)
         if self._key is None or scope["path"] in OPEN or scope["path"].startswith(PAGE):
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.client import Finished, Likely, Token
 
 REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
@@ -133,11 +133,18 @@ class ChatForm(Form):
         entries = [
             {
                 **_entry(token.piece, token.logprob),
-                "top_logprobs": [_entry(one.piece, one.logprob) for one in token.top],
+                "top_logprobs": [_entry(one.piece, one.logprob) for one in _with_itself(token)] if token.top else [],
             }
             for token in tokens
         ]
         return {"content": entries, "refusal": None}
+
+
+def _with_itself(token: Token) -> Sequence[Likely]:
+    """The likeliest tokens, and after them the one that was drawn where it is none of these."""
+    if token.logprob is None or any(one.token == token.token for one in token.top):
+        return token.top
+    return (*token.top, Likely(token=token.token, piece=token.piece, logprob=token.logprob))
 
 
 def _entry(piece: bytes, logprob: float | None) -> dict[str, Any]:
@@ -164,7 +171,7 @@ class TextForm(Form):
         return {
             "tokens": [_name(token.piece) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{_name(one.piece): one.logprob for one in token.top} for token in tokens],
+            "top_logprobs": [{_name(one.piece): one.logprob for one in _with_itself(token)} for token in tokens],
             "text_offset": offsets,
         }
 

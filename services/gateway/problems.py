@@ -18,6 +18,14 @@ REFUSALS = {
 }
 
 
+MOST_QUOTED = 80
+
+
+def quoted(said: str) -> str:
+    """What a client said, cut to a length that an error can carry."""
+    return repr(said if len(said) <= MOST_QUOTED else said[: MOST_QUOTED - 1] + "…")
+
+
 class Problem(Exception):
     """A request answered with an error. param: the field at fault; retry_after_s: when trying again may help."""
 
@@ -48,7 +56,19 @@ def from_refusal(refused: Refused) -> Problem:
     """The run's refusal as HTTP says it."""
     status, kind, code = REFUSALS[refused.code]
     retry_after_s = (refused.retry_after_s or 1) if status in (429, 503) else None
-    return Problem(status, code, refused.message, kind=kind, retry_after_s=retry_after_s)
+    message = refused.message
+    if refused.code == "too_long":
+        message = message[:1].upper() + message[1:]  # as OpenAI writes it: clients look for these very words
+    return Problem(status, code, message, kind=kind, retry_after_s=retry_after_s)
+
+
+def too_long(context_tokens: int, prompt_tokens: int) -> Problem:
+    """The prompt takes the whole context, and an answer has a token at least."""
+    said = (
+        f"This model's maximum context length is {context_tokens} tokens; "
+        f"the prompt has {prompt_tokens} and leaves no room for an answer, shorten it"
+    )
+    return Problem(400, "context_length_exceeded", said)
 
 
 def unavailable(code: str, message: str) -> Problem:

@@ -1,26 +1,89 @@
 """The bodies of requests: what is understood, and within which bounds. Anything else is refused by its name.
 
-A field that is null counts as not given, as in OpenAI's API. The descriptions are those of the served OpenAPI document.
+A field that is null counts as not given, as in OpenAI's API. What changes nothing here is taken and passed over: a
+client sends it to every server alike. The descriptions are those of the served OpenAPI document.
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 MOST_STOPS = 16
-MOST_CHOICES = 16
+MOST_CHOICES = 128
+MOST_PROMPTS = 128
+MOST_TEXTS = 1024
 MOST_TOKENS = 1 << 24
 MOST_LOGPROBS = 20
 MOST_BIASES = 4096
+OFF = -1
+IGNORED = "accepted, and without effect"
+NOT_SERVED = "not_served"
+
+
+def _none(tools: list[Any]) -> list[Any]:
+    if tools:
+        raise PydanticCustomError(NOT_SERVED, "no tools are called here; leave it out")
+    return tools
+
+
+def _to_the_end(tokens: int) -> int:
+    if tokens == 0:
+        raise PydanticCustomError("too_few", "expected 1 or more, or -1 for as many as fit the context")
+    return MOST_TOKENS if tokens == OFF else tokens
+
+
+# What a value is where it may be one of several things: errors then speak of that one.
+TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS = KINDS = ("[text]", "[texts]", "[tokens]", "[lists of tokens]", "[parts]")
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return TEXT if isinstance(value, str) else None
+    first = value[0] if value else ""
+    kinds = ((str, TEXTS), (bool, None), (int, TOKENS), (list, TOKEN_LISTS))
+    return next((kind for of, kind in kinds if isinstance(first, of)), None)
+
+
+def _one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:
+    return Discriminator(kind, custom_error_type="kind", custom_error_message=said)
+
+
+def _text_or(many: str) -> Callable[[Any], str | None]:
+    return lambda value: TEXT if isinstance(value, str) else many if isinstance(value, list) else None
+
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Stops = Annotated[
+    Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag(TEXTS)],
+    _one_of("expected a text, or a list of texts", _text_or(TEXTS)),
+]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_TOKENS)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_TOKENS)]], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[TokenIds, Tag(TOKENS)]
+    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS), Tag(TEXTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS), Tag(TOKEN_LISTS)],
+    _one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
+]
+MostTokens = Annotated[int, Field(ge=OFF, le=MOST_TOKENS), AfterValidator(_to_the_end)]
+NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), AfterValidator(_none)]
 
 
 class Body(BaseModel):
@@ -35,7 +98,9 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """How a stream is sent."""
+    """How a stream is sent. What else it says is passed over."""
+
+    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
 
@@ -44,8 +109,8 @@ class JsonSchema(Body):
     """The schema of an answer."""
 
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
-    name: str | None = Field(None, description="accepted, and without effect")
-    description: str | None = Field(None, description="accepted, and without effect")
+    name: str | None = Field(None, description=IGNORED)
+    description: str | None = Field(None, description=IGNORED)
     strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
 
 
@@ -75,7 +140,7 @@ class Sampling(Body):
     n: int = Field(1, ge=1, le=MOST_CHOICES, description="texts per prompt; with a seed, text i is drawn with seed + i")
     temperature: float = Field(1.0, ge=0, le=100, description="0 takes the most likely token")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this probability")
-    top_k: int = Field(0, ge=0, lt=1 << 31, description="draw from this many likeliest tokens; 0 from all")
+    top_k: int = Field(0, ge=OFF, lt=1 << 31, description="draw from this many likeliest tokens; 0 or -1: from all")
     min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens this fraction as likely as the likeliest")
     repetition_penalty: float = Field(
         1.0,
@@ -93,14 +158,18 @@ class Sampling(Body):
         None, description="what the answer is to be"
     )
     seed: int | None = Field(
-        None, ge=0, lt=1 << 63, description="the same request with the same seed gives the same text"
+        None, description="any integer, modulo 2^63; the same request with the same seed gives the same text"
     )
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] = Field(
-        default=[], description="texts that end the answer; they are not part of it"
-    )
+    stop: Stops = Field(default=[], description="texts that end the answer; they are not part of it")
     stream: bool = Field(False, description="send the text as it is made, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
-    user: str | None = Field(None, description="accepted, and without effect")
+    user: str | None = Field(None, description=IGNORED)
+    safety_identifier: str | None = Field(None, description=IGNORED)
+    prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    service_tier: str | None = Field(None, description=IGNORED)
+    store: bool | None = Field(None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Sampling:
@@ -129,16 +198,23 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """Continue a text."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_CHOICES)]
-    ) = Field(description="a text, its token ids, or a list of either")
-    max_tokens: int = Field(16, ge=1, le=MOST_TOKENS, description="most tokens to generate")
+    prompt: Prompts = Field(description="a text, its token ids, or a list of either")
+    max_tokens: MostTokens = Field(16, description="most tokens to generate; -1: as many as fit the context")
     logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="rate each token, and name this many likely ones beside it"
+        None,
+        ge=0,
+        le=MOST_LOGPROBS,
+        description="rate each token, and name this many likely ones beside it, and itself",
     )
+    best_of: int | None = Field(None, description="only as many as `n`")
+    echo: Literal[False] = Field(False, description="prompts are not sent back")
+    suffix: Literal[""] = Field("", description="texts are only continued")
+
+    @model_validator(mode="after")
+    def _all_are_sent(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of: only as many as n, since all texts are sent")
+        return self
 
     @property
     def rated(self) -> int | None:
@@ -166,7 +242,10 @@ class ChatMessage(Body):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] = Field(description="the text, whole or in parts")
+    content: Annotated[
+        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
+        _one_of("expected a text, or a list of parts", _text_or(PARTS)),
+    ] = Field(description="the text, whole or in parts")
     name: str | None = None
 
     @property
@@ -179,15 +258,23 @@ class ChatRequest(Sampling):
     """Answer a conversation."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
-    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS, description="most tokens to generate")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="the same, by its newer name; without either, up to the context's end"
+    max_tokens: MostTokens | None = Field(
+        None, description="most tokens to generate; without it, or with -1, up to the context's end"
     )
-
+    max_completion_tokens: MostTokens | None = Field(None, description="the same, by its newer name")
     logprobs: bool = Field(False, description="rate each token")
     top_logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="name this many likely tokens beside each; only with `logprobs`"
+        None,
+        ge=0,
+        le=MOST_LOGPROBS,
+        description="name this many likely tokens beside each, and itself; only with `logprobs`",
     )
+    tools: NoTools = Field(default=[], description="only none")
+    tool_choice: Literal["none", "auto"] = Field("none", description="there are no tools to choose")
+    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
+    modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
+    reasoning_effort: str | None = Field(None, description=IGNORED)
+    verbosity: str | None = Field(None, description=IGNORED)
 
     @property
     def rated(self) -> int | None:
@@ -198,6 +285,7 @@ class ChatRequest(Sampling):
     def _one_limit(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise ValueError("max_tokens, max_completion_tokens: give one of the two")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -83,6 +84,111 @@ def test_several_texts_of_several_prompts_are_each_what_they_are_alone(client: o
     assert len(set(alone)) == 4
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_more_texts_than_a_run_takes_on_at_once_are_served_in_turns(server: Server, stream: bool) -> None:
+    prompts = [f"def f{number}(" for number in range(64)]
+    body = {**GREEDY, "prompt": prompts, "n": 3, "max_tokens": 2, "stream": stream}
+    reply = server.call("POST", "/v1/completions", body)
+    assert reply.status == 200, reply.body
+    choices = [choice for event in reply.events() for choice in event["choices"]] if stream else reply.json()["choices"]
+    texts = [""] * 192
+    for choice in choices:
+        texts[choice["index"]] += choice["text"]
+    assert texts[::3] == texts[1::3] == texts[2::3]  # the likeliest
+    assert sum(choice["finish_reason"] is not None for choice in choices) == 192
+    last = server.post("/v1/completions", **GREEDY, prompt=prompts[-1], max_tokens=2).json()
+    assert last["choices"][0]["text"] == texts[-1]
+
+
+def test_more_texts_than_a_request_may_ask_for_are_refused_by_the_limit(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="n: 17 texts for each of 64 prompts are more than the 1024"):
+        client.completions.create(model=MODEL, prompt=["x"] * 64, n=17)
+    with pytest.raises(openai.BadRequestError, match="at most 128 items, not 129"):
+        client.completions.create(model=MODEL, prompt=["x"] * 129)
+
+
+def test_any_integer_is_a_seed(client: openai.OpenAI) -> None:
+    def text(seed: int) -> str:
+        return client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=seed).choices[0].text
+
+    seeds = [-1, -(1 << 62), (1 << 64) - 1, 10**30]
+    texts = [text(seed) for seed in seeds]
+    assert texts == [text(seed) for seed in seeds]
+    assert len(set(texts)) > 1
+
+
+def test_what_clients_send_to_every_server_changes_nothing(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(**GREEDY, **CHAT, max_tokens=8)
+    more: dict[str, Any] = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "user": "u",
+        "safety_identifier": "u",
+        "prompt_cache_key": "k",
+        "parallel_tool_calls": True,
+        "tools": [],
+        "tool_choice": "none",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "extra_body": {"top_k": -1},
+    }
+    answer = client.chat.completions.create(**GREEDY, **CHAT, max_tokens=8, **more)
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_prompt_and_answer_together_never_exceed_the_context(server: Server) -> None:
+    (model,) = server.call("GET", "/v1/models").json()["data"]
+    most = model["context_tokens"]
+    for prompt_tokens in (most - 20, most - 1):
+        body = {**GREEDY, "prompt": [5] * prompt_tokens, "max_tokens": -1, "ignore_eos": True}
+        reply = server.call("POST", "/v1/completions", body).json()
+        assert reply["usage"]["total_tokens"] == most
+        assert reply["choices"][0]["finish_reason"] == "length"
+    for prompt_tokens in (most, most + 1):
+        for stream in (True, False):
+            refused = server.post("/v1/completions", **GREEDY, prompt=[5] * prompt_tokens, stream=stream)
+            error = refused.json()["error"]
+            assert (refused.status, error["code"]) == (400, "context_length_exceeded")
+            assert error["message"].startswith(f"This model's maximum context length is {most} tokens; the prompt has ")
+
+
+def test_the_token_that_was_drawn_is_rated_among_the_likely_ones(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": MODEL, "temperature": 1, "seed": 5, "max_tokens": 40}
+    plain = client.completions.create(**options, prompt=PROMPT, logprobs=2).choices[0].logprobs
+    assert plain is not None
+    tokens, ratings, tops = plain.tokens or [], plain.token_logprobs or [], plain.top_logprobs or []
+    assert [top[token] for token, top in zip(tokens, tops, strict=True)] == ratings
+    assert {len(top) for top in tops} == {2, 3}
+    chat = client.chat.completions.create(**options, **CHAT, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert chat is not None
+    for entry in chat.content or []:
+        assert (entry.token, entry.logprob) in [(likely.token, likely.logprob) for likely in entry.top_logprobs]
+
+
+def test_a_stream_has_its_headers_while_it_waits_for_its_turn(server: Server) -> None:
+    with contextlib.ExitStack() as lines:
+        for _ in range(2):  # both KV slots are taken for a while
+            line = lines.enter_context(server.connect())
+            line.sendall(request("POST", "/v1/completions", {**LONG, "ignore_eos": True, "stream": True}))
+        assert eventually(lambda: server.run.status().sequences_active == 2)
+        third = lines.enter_context(server.connect())
+        third.sendall(request("POST", "/v1/completions", {**LONG, "max_tokens": 1, "stream": True}))
+        head = third.recv(1 << 16)
+        assert server.run.status().sequences_waiting == 1
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"data:" not in head
+
+
+def test_a_request_has_the_id_that_its_client_gave_it_or_one_of_ours(server: Server, client: openai.OpenAI) -> None:
+    answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=1)
+    assert (answer._request_id or "").startswith("req_")
+    assert server.call("GET", "/v1/models", X_Request_Id="trace-7/8").headers["x-request-id"] == "trace-7/8"
+    for strange in ("a b", "x" * 129, "\xe9"):
+        assert server.call("GET", "/v1/models", X_Request_Id=strange).headers["x-request-id"].startswith("req_")
+
+
 def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(client: openai.OpenAI) -> None:
     whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40).choices[0].text
     stop = whole[20:24]
@@ -109,14 +215,14 @@ def test_the_model_is_listed_and_no_other_is_served(client: openai.OpenAI) -> No
 @pytest.mark.parametrize(
     ("wrong", "param", "code"),
     [
-        ({"tools": []}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "invalid_value"),
         ({"messages": None}, "messages", "missing_required_parameter"),
-        ({"stop": ["x", 3]}, "stop", "invalid_value"),
+        ({"stop": ["x", 3]}, "stop.1", "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, None, "context_length_exceeded"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -61,6 +60,7 @@ def test_garbage_is_answered_with_an_error_and_the_end(server: Server, data: byt
     assert answer.startswith(b"HTTP/1.1 4") or not answer
     if answer:
         assert set(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]) == {"message", "type", "param", "code"}
+        assert b"\r\nx-request-id: req_" in answer
 
 
 TWO_LINES = b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "js\\n_schema"}}'
@@ -71,7 +71,7 @@ TWO_LINES = b'{"messages": [{"role": "user", "content": "a"}], "response_format"
     [
         ("POST", "/v1/completions", {}, b'{"prompt": ', 400, "invalid_json", "EOF while parsing"),
         ("POST", "/v1/completions", {}, b'{"prompt": "\xe9"}', 400, "invalid_json", "invalid unicode"),
-        ("POST", "/v1/chat/completions", {}, TWO_LINES, 400, "invalid_value", "'js _schema'"),
+        ("POST", "/v1/chat/completions", {}, TWO_LINES, 400, "invalid_value", r"not 'js\n_schema'"),
         ("POST", "/v1/completions", {}, b"[1]", 400, "invalid_value", "should be an object"),
         ("POST", "/v1/completions", {"Content_Type": "text/plain"}, b"{}", 415, "unsupported_media_type", "expected"),
         ("POST", "/v1/completions", {"Content_Type": ""}, b"{}", 415, "unsupported_media_type", "expected"),
@@ -107,6 +107,7 @@ def test_what_is_wrong_is_said_as_openai_says_it(
     assert (reply.status, error["code"], set(error)) == (status, code, {"message", "type", "param", "code"})
     assert said in error["message"]
     assert "\n" not in error["message"]
+    assert reply.headers["x-request-id"].startswith("req_")
     assert reply.headers["content-type"] == "application/json"
 
 
@@ -116,6 +117,7 @@ def test_one_connection_too_many_is_told_so(server: Server) -> None:
             lines.enter_context(server.connect())
         reply = read_reply(lines.enter_context(server.connect()))
     assert (reply.status, reply.json()["error"]["code"]) == (503, "too_many_connections")
+    assert reply.headers["x-request-id"].startswith("req_")
     assert int(reply.headers["retry-after"]) >= 1
 
 
@@ -158,6 +160,17 @@ def test_a_name_that_is_not_loopback_is_refused(server: Server, host: str) -> No
     assert b"neuronpipe-demo" not in reply.body
 
 
+def test_a_key_lifts_the_refusal_of_other_names_as_it_says(server: Server, shell: Shell) -> None:
+    error = server.call("GET", "/v1/models", Host="phone.lan:8080").json()["error"]
+    assert error["code"] == "host_not_allowed"
+    assert "'phone.lan:8080'" in error["message"]
+    assert "--key or NEURONPIPE_KEY" in error["message"]
+    with served(shell, "--run", server.run.path, "--key", KEY) as one:  # on loopback as well
+        for name in ("phone.lan:8080", "localhost"):
+            assert one.call("GET", "/v1/models", Host=name).status == 401
+            assert one.call("GET", "/v1/models", Host=name, Authorization=f"Bearer {KEY}").status == 200
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "[::1]:1", "LOCALHOST"])
 def test_loopback_by_any_of_its_names_is_served(server: Server, host: str) -> None:
     assert server.call("GET", "/v1/models", Host=host).status == 200
@@ -188,22 +201,23 @@ def test_a_reader_who_takes_nothing_holds_little_memory_and_nobody_up(server: Se
 
 
 def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
-    replies: list[int] = []
+    with server.connect() as line:
+        many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 40, "ignore_eos": True}  # all that may be under way
+        line.sendall(request("POST", "/v1/completions", many))
+        assert eventually(lambda: server.run.status().sequences_waiting > 50)
+        reply = server.post("/v1/completions", **ASK)
+        assert (reply.status, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert reply.headers["retry-after"] == "1"
+    assert eventually(lambda: server.run.status().sequences_waiting == 0)
 
-    def ask() -> None:
-        reply = server.post("/v1/completions", prompt="x", max_tokens=1, n=16)
-        replies.append(reply.status)
-        if reply.status == 429:
-            assert reply.headers["retry-after"] == "1"
-            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
 
-    threads = [threading.Thread(target=ask) for _ in range(12)]  # 192 texts: 128 here, 68 in the run's queue
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(replies) == {200, 429}
-    assert len(replies) == 12
+def test_one_text_is_served_between_those_of_a_large_request(server: Server) -> None:
+    with server.connect() as line:
+        many = {"prompt": ["x"] * 64, "n": 15, "max_tokens": 40, "ignore_eos": True}
+        line.sendall(request("POST", "/v1/completions", many))
+        assert eventually(lambda: server.run.status().sequences_waiting > 50)
+        assert server.post("/v1/completions", **ASK).status == 200
+        assert server.run.status().sequences_waiting > 50  # and the others go on
 
 
 def test_a_thousand_connections_leave_nothing_behind(server: Server) -> None:

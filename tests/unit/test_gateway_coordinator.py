@@ -14,10 +14,10 @@ from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Lost
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Accepted, ProcessStatus, Status, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
-from neuronpipe.services.gateway.coordinator import MOST_REQUESTS, Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MOST_SENT, MOST_TEXTS, Coordinator, Mailbox
 from neuronpipe.services.gateway.problems import Problem
 
 from tests.pipeline import SLOWER
@@ -45,6 +45,25 @@ def status(state: State = "ready") -> Status:
     )
 
 
+def finished(request: str) -> Finished:
+    return Finished(
+        request=request,
+        reason="length",
+        text="",
+        tokens=1,
+        prompt_tokens=1,
+        ttft_ms=0.0,
+        tokens_per_s=0.0,
+        tbt_ms={},
+        memory={},
+        flash={},
+        prefill={},
+        decode={},
+        plan="plan",
+        mode="exact",
+    )
+
+
 class Played:
     """The coordinator: it answers what is asked about the run, and keeps all that came."""
 
@@ -54,6 +73,10 @@ class Played:
         self.lost = 0  # of the next messages, so many are
         self.stopped = False  # as by a signal: it takes nothing, and nothing is lost
         self.tokens = 0  # of each text
+        self.room: int | None = None  # for so many texts more; None: for any number
+        self.texts: list[str] = []  # by their prompts, as they came
+        self.most_held = 0
+        self._held: list[tuple[str, str]] = []  # texts that are not finished: peer and name
         self.peers: set[str] = set()
         self._messages: list[Message] = []
 
@@ -73,10 +96,22 @@ class Played:
     def _reply(self, peer: str, message: Message) -> None:
         if isinstance(message, AskStatus):
             self._listener.send(peer, status(self.state))
-        if isinstance(message, Generate):
+        if isinstance(message, Generate) and self.room == 0:
+            self._listener.send(peer, Refused(request=message.request, code="busy", message="busy", retry_after_s=7))
+        elif isinstance(message, Generate):
             self._listener.send(peer, Accepted(request=message.request, prompt_tokens=1))
             for index in range(self.tokens):
                 self._listener.send(peer, Token(request=message.request, index=index, token=7, text="", ms=0.0))
+            self.room = None if self.room is None else self.room - 1
+            self.texts.append(message.prompt or "")
+            self._held.append((peer, message.request))
+            self.most_held = max(self.most_held, len(self._held))
+
+    def finish(self, texts: int) -> None:
+        """The texts that came first are done."""
+        for _ in range(texts):
+            peer, name = self._held.pop(0)
+            self._listener.send(peer, finished(name))
 
     def count(self, kind: type[Message]) -> int:
         return sum(isinstance(message, kind) for message in self._messages)
@@ -105,20 +140,88 @@ async def connected(endpoint: str) -> AsyncIterator[tuple[Coordinator, Played]]:
             answering.cancel()
 
 
-async def ask(coordinator: Coordinator, texts: int) -> Mailbox:
-    asks = [Generate(request=coordinator.name(), prompt="x") for _ in range(texts)]
+async def ask(coordinator: Coordinator, texts: int, prompt: str = "x") -> Mailbox:
+    asks = (Generate(request=coordinator.name(), prompt=prompt) for _ in range(texts))  # made when all may be sent
     return (await coordinator.generate(asks))[0]
+
+
+async def all_finished(mailbox: Mailbox, texts: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while texts:
+            texts -= sum(isinstance(message, Finished) for _, message in await mailbox.take())
 
 
 def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            done = await asyncio.gather(*(ask(coordinator, 16) for _ in range(12)), return_exceptions=True)
+            done = await asyncio.gather(*(ask(coordinator, MOST_TEXTS // 8) for _ in range(12)), return_exceptions=True)
             refused = [one for one in done if isinstance(one, Problem)]
             assert [one.code for one in refused] == ["rate_limit_exceeded"] * 4
-            assert coordinator.active == MOST_REQUESTS
-            await played.received(Generate, MOST_REQUESTS)
+            assert coordinator.active == MOST_TEXTS
+            await played.received(Generate, MOST_SENT)
             assert played.count(AskStatus) == 1  # for all of them
+
+    asyncio.run(scene())
+
+
+def test_a_request_of_many_texts_is_served_in_turns_of_what_the_coordinator_takes_on(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            mailbox = await ask(coordinator, MOST_TEXTS)
+            for turn in range(MOST_TEXTS // MOST_SENT):
+                await played.received(Generate, (turn + 1) * MOST_SENT)
+                played.finish(MOST_SENT)
+            await all_finished(mailbox, MOST_TEXTS)
+            assert played.most_held == MOST_SENT
+            assert coordinator.active == 0
+
+    asyncio.run(scene())
+
+
+def test_one_text_does_not_wait_for_all_texts_of_a_large_request(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            await ask(coordinator, 5 * MOST_SENT, "large")
+            await ask(coordinator, 1, "small")
+            await played.received(Generate, MOST_SENT)
+            played.finish(2)
+            await played.received(Generate, MOST_SENT + 2)
+            assert played.texts[MOST_SENT:] == ["large", "small"]
+
+    asyncio.run(scene())
+
+
+def test_texts_that_are_given_up_while_they_wait_are_never_sent(endpoint: str) -> None:
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            asks = [Generate(request=coordinator.name(), prompt="gone") for _ in range(2 * MOST_SENT)]
+            _, names = await coordinator.generate(asks)
+            coordinator.give_up(names)
+            await ask(coordinator, 1, "here")
+            await played.received(Generate, MOST_SENT + 1)
+            assert played.texts[MOST_SENT:] == ["here"]
+            assert played.count(Cancel) == MOST_SENT
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_has_begun_waits_where_others_fill_the_run(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.coordinator.BUSY_AGAIN_S", 0.05)
+
+    async def scene() -> None:
+        async with connected(endpoint) as (coordinator, played):
+            played.room = 2
+            mailbox = await ask(coordinator, 4)
+            await played.received(Generate, 4)
+            with pytest.raises(Problem) as refused:
+                await (await ask(coordinator, 1)).take()
+            assert (refused.value.status, dict(refused.value.headers)) == (429, {"retry-after": "7"})
+            played.room = None
+            await played.received(Generate, 7)
+            played.finish(4)
+            await all_finished(mailbox, 4)
 
     asyncio.run(scene())
 

@@ -1,0 +1,193 @@
+"""How answers are sent: when a stream's headers go out, and what a reader sees while it waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Accepted, Finished, Likely, Refused, Token
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.services.gateway.answers import COMMENT, Answer
+from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
+from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
+from neuronpipe.services.gateway.metrics import Metrics
+from neuronpipe.services.gateway.problems import Problem
+
+from tests.pipeline import SLOWER
+
+PATIENCE_S = 10 * SLOWER
+CONTEXT_TOKENS = 8
+DONE = Finished(
+    request="r0",
+    reason="length",
+    text="ab",
+    tokens=1,
+    prompt_tokens=1,
+    ttft_ms=1.0,
+    tokens_per_s=0.0,
+    tbt_ms={},
+    memory={},
+    flash={},
+    prefill={},
+    decode={},
+    plan="plan",
+    mode="exact",
+)
+TOKEN = Token(request="r0", index=0, token=7, text="ab", ms=1.0)
+
+
+class Played:
+    """A coordinator that takes everything, and whose answers the test puts into `mailbox`; and the client."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+        self.sent: list[dict[str, Any]] = []
+        self._more = asyncio.Event()
+
+    async def generate(self, asks: list[Generate]) -> tuple[Mailbox, list[str]]:
+        return self.mailbox, [ask.request for ask in asks]
+
+    def give_up(self, names: list[str]) -> None:
+        pass
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+        self._more.set()
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+    def say(self, *messages: Message) -> None:
+        for message in messages:
+            self.mailbox.put(int(getattr(message, "request", "r0")[1:]), message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    async def shown(self, part: bytes, times: int = 1) -> None:
+        """Wait until the client has this."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.body.count(part) < times:
+                self._more.clear()
+                await self._more.wait()
+
+    async def headers(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.sent:
+                self._more.clear()
+                await self._more.wait()
+
+
+@asynccontextmanager
+async def answering(texts: int = 1, *, stream: bool = True) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
+    played = Played()
+    answer = Answer(
+        cast(Coordinator, played),
+        Metrics(),
+        TextForm("m", "f", counts=False, rates=False, end_tokens=()),
+        [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
+        context_tokens=CONTEXT_TOKENS,
+        texts_per_prompt=texts,
+        stream=stream,
+    )
+    task = asyncio.ensure_future(cast(Any, answer({"type": "http"}, played.receive, played.send)))
+    try:
+        yield played, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def accepted(*names: str, prompt_tokens: int = 1) -> list[Message]:
+    return [Accepted(request=name, prompt_tokens=prompt_tokens) for name in names]
+
+
+def test_a_stream_sends_its_headers_when_all_texts_are_accepted() -> None:
+    async def scene() -> None:
+        async with answering(texts=2) as (played, _):
+            played.say(*accepted("r0"))
+            await asyncio.sleep(0.01)
+            assert played.sent == []
+            played.say(*accepted("r1"))
+            await played.headers()
+            assert (played.sent[0]["status"], played.body) == (200, b"")
+
+    asyncio.run(scene())
+
+
+def test_a_refusal_before_that_has_a_status_of_its_own() -> None:
+    async def scene() -> None:
+        async with answering(texts=2) as (played, task):
+            played.say(*accepted("r0"), Refused(request="r1", code="bad_request", message="no"))
+            with pytest.raises(Problem, match="no"):
+                await task
+            assert played.sent == []
+
+    asyncio.run(scene())
+
+
+def test_a_stream_that_waits_is_kept_alive_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.02)
+
+    async def scene() -> None:
+        async with answering() as (played, task):
+            await played.shown(COMMENT, 2)  # it is not even accepted, and has headers
+            assert COMMENT.startswith(b":")
+            played.say(*accepted("r0"))
+            await played.shown(COMMENT, 4)
+            played.say(TOKEN, DONE)
+            await task
+            events = [part for part in played.body.decode().split("\n\n") if part and not part.startswith(":")]
+            assert events.pop() == "data: [DONE]"
+            assert [json.loads(event[6:])["choices"][0]["text"] for event in events] == ["ab", ""]
+
+    asyncio.run(scene())
+
+
+def test_a_whole_answer_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.01)
+
+    async def scene() -> None:
+        async with answering(stream=False) as (played, task):
+            played.say(*accepted("r0"))
+            await asyncio.sleep(0.05)
+            played.say(TOKEN, DONE)
+            await task
+            assert json.loads(played.body)["choices"][0]["text"] == "ab"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_too_long(stream: bool) -> None:
+    async def scene() -> None:
+        async with answering(stream=stream) as (played, task):
+            played.say(*accepted("r0", prompt_tokens=CONTEXT_TOKENS))
+            with pytest.raises(Problem, match=f"^This model's maximum context length is {CONTEXT_TOKENS} tokens") as it:
+                await task
+            assert (it.value.status, it.value.code) == (400, "context_length_exceeded")
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", [ChatForm, TextForm])
+def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[Form]) -> None:
+    likely = tuple(Likely(token=token, piece=piece, logprob=-0.5) for token, piece in ((1, b"one"), (2, b"two")))
+    drawn = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
+    among = dataclasses.replace(TOKEN, token=2, piece=b"two", logprob=-0.5, top=likely)
+    form = kind("m", "f", counts=False, rates=True, end_tokens=())
+    form.keep(0, drawn)
+    form.keep(0, among)
+    ratings = json.loads(form.whole([DONE], {}))["choices"][0]["logprobs"]
+    if kind is ChatForm:
+        tops = [[one["token"] for one in entry["top_logprobs"]] for entry in ratings["content"]]
+    else:
+        tops = [list(top) for top in ratings["top_logprobs"]]
+    assert tops == [["one", "two", "three"], ["one", "two"]]

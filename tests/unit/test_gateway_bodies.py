@@ -1,0 +1,177 @@
+"""What requests may say: parameters that change nothing here, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from neuronpipe.services.gateway.bodies import parse_body
+from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.requests import (
+    MOST_CHOICES,
+    MOST_PROMPTS,
+    MOST_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+)
+
+PROMPT: dict[str, Any] = {"prompt": "x"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+KINDS: dict[type[Sampling], dict[str, Any]] = {CompletionRequest: PROMPT, ChatRequest: CHAT}
+Refusal = tuple[str, str | None, str]
+
+
+def parsed(kind: type[Sampling], **body: Any) -> Any:
+    return parse_body(json.dumps(KINDS[kind] | body).encode(), kind)
+
+
+def refusal(kind: type[Sampling], **body: Any) -> Refusal:
+    with pytest.raises(Problem) as raised:
+        parsed(kind, **body)
+    problem = raised.value
+    assert problem.status == 400
+    assert "\n" not in problem.message
+    return problem.code, problem.param, problem.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"store": True},
+        {"metadata": {"run": "7"}},
+        {"service_tier": "auto"},
+        {"user": "u"},
+        {"safety_identifier": "u"},
+        {"prompt_cache_key": "k"},
+        {"prompt_cache_retention": "24h"},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"top_k": -1},
+        {"max_tokens": -1},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"seed": -(10**40)},
+    ],
+    ids=json.dumps,
+)
+def test_what_changes_nothing_is_accepted(kind: type[Sampling], harmless: dict[str, Any]) -> None:
+    parsed(kind, **harmless)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"parallel_tool_calls": True},
+        {"tools": []},
+        {"tool_choice": "none"},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
+        {"reasoning_effort": "low"},
+        {"verbosity": "high"},
+        {"modalities": ["text"]},
+        {"max_completion_tokens": -1},
+        {"max_tokens": 9, "max_completion_tokens": 9},
+    ],
+    ids=json.dumps,
+)
+def test_what_changes_nothing_in_a_chat_is_accepted(harmless: dict[str, Any]) -> None:
+    parsed(ChatRequest, **harmless)
+
+
+@pytest.mark.parametrize("harmless", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"best_of": 3, "n": 3}])
+def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, Any]) -> None:
+    parsed(CompletionRequest, **harmless)
+
+
+def test_minus_one_means_no_limit() -> None:
+    assert parsed(CompletionRequest, max_tokens=-1).max_tokens == MOST_TOKENS
+    assert parsed(ChatRequest, max_completion_tokens=-1).max_completion_tokens == MOST_TOKENS
+    for kind in KINDS:
+        assert refusal(kind, max_tokens=0)[:2] == ("invalid_value", "max_tokens")
+        assert refusal(kind, max_tokens=-2)[:2] == ("invalid_value", "max_tokens")
+        assert refusal(kind, top_k=-2)[:2] == ("invalid_value", "top_k")
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "invalid_value", "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "invalid_value", "modalities.1"),
+        ({"store": "yes"}, "invalid_value", "store"),
+        ({"metadata": "m"}, "invalid_value", "metadata"),
+        ({"audio": {"voice": "v"}}, "unsupported_parameter", "audio"),
+        ({"functions": [{}]}, "unsupported_parameter", "functions"),
+        ({"seed": 1.5}, "invalid_value", "seed"),
+    ],
+    ids=json.dumps,
+)
+def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: str, param: str) -> None:
+    assert refusal(ChatRequest, **asked)[:2] == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "said"),
+    [
+        (["x"] * (MOST_PROMPTS + 1), "prompt", f"at most {MOST_PROMPTS} items, not {MOST_PROMPTS + 1}"),
+        ([[1]] * (MOST_PROMPTS + 1), "prompt", f"at most {MOST_PROMPTS} items, not {MOST_PROMPTS + 1}"),
+        ([], "prompt", "at least 1 item, not 0"),
+        ([[1], []], "prompt.1", "at least 1 item, not 0"),
+        (["x", 1], "prompt.1", "valid string"),
+        ([1, "x"], "prompt.1", "valid integer"),
+        ([True], "prompt", "a text, a list of token ids, or a list of either"),
+        ({}, "prompt", "a text, a list of token ids, or a list of either"),
+        (7, "prompt", "a text, a list of token ids, or a list of either"),
+    ],
+)
+def test_a_wrong_prompt_is_told_what_is_wrong_with_it(prompt: Any, param: str, said: str) -> None:
+    code, at, message = refusal(CompletionRequest, prompt=prompt)
+    assert (code, at) == ("invalid_value", param)
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "said"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "u"}}], ".0.type", "'text', not 'image_url'"),
+        ([{"type": "text", "text": "x"}, {"type": "input_audio"}], ".1.type", "'text', not 'input_audio'"),
+        (["x"], ".0", "an object"),
+        (7, "", "expected a text, or a list of parts"),
+    ],
+)
+def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, param: str, said: str) -> None:
+    code, at, message = refusal(ChatRequest, messages=[{"role": "user", "content": content}])
+    assert (code, at) == ("invalid_value", f"messages.0.content{param}")
+    assert said in message
+
+
+def test_limits_are_named() -> None:
+    assert f"less than or equal to {MOST_CHOICES}" in refusal(CompletionRequest, n=MOST_CHOICES + 1)[2]
+    assert "at most 16 items, not 17" in refusal(CompletionRequest, stop=["x"] * 17)[2]
+    assert "only as many as n" in refusal(CompletionRequest, best_of=4, n=2)[2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"y" * 10_000: 1},
+        {"logit_bias": {"z" * 10_000: 1}},
+        {"response_format": {"type": "t" * 10_000}},
+        {"messages": [{"role": "r" * 10_000, "content": "x"}]},
+    ],
+    ids=["name", "key", "tag", "literal"],
+)
+def test_what_a_client_said_is_cut_where_it_is_quoted(wrong: dict[str, Any]) -> None:
+    assert len(" ".join(map(str, refusal(ChatRequest, **wrong)))) < 500
+
+
+def test_a_body_of_a_million_mistakes_is_refused_for_the_first() -> None:
+    body = b'{"prompt": [1' + b',""' * 1_000_000 + b"]}"
+    began = time.process_time()
+    with pytest.raises(Problem, match=r"prompt\.1"):
+        parse_body(body, CompletionRequest)
+    assert time.process_time() - began < 2  # collecting them all took 5 s and more than a gigabyte

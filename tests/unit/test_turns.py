@@ -1,0 +1,25 @@
+"""Who waits, in turns."""
+
+from __future__ import annotations
+
+from neuronpipe.services.gateway.turns import Turns
+
+
+def test_owners_take_turns_and_keep_their_own_order() -> None:
+    turns: Turns[str, int] = Turns()
+    turns.add("a", [1, 2, 3])
+    turns.add("b", [11])
+    turns.add("c", [21, 22])
+    assert [turns.take() for _ in range(7)] == [1, 11, 21, 2, 22, 3, None]
+
+
+def test_what_is_put_back_is_its_owners_next_and_what_is_dropped_does_not_come() -> None:
+    turns: Turns[str, int] = Turns()
+    turns.add("a", [1, 2])
+    turns.add("b", [11, 12])
+    first = turns.take()
+    assert first == 1
+    turns.put_back("a", first)
+    turns.drop("b")
+    assert ("a" in turns, "b" in turns, len(turns)) == (True, False, 2)
+    assert [turns.take(), turns.take(), turns.take()] == [1, 2, None]
