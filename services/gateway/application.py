@@ -185,7 +185,7 @@ class Gateway:
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
-        page = self._metrics.page(await self._coordinator.fresh_status(HEALTH_S))
+        page = self._metrics.page(await self._coordinator.fresh_status(HEALTH_S), self._coordinator.waiting)
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:

@@ -104,6 +104,7 @@ class Coordinator:
         self._run_ended = run_ended
         self._texts: dict[str, Text] = {}  # those that wait here too
         self._turns: Turns[Mailbox, Text] = Turns()
+        self._busy: Refused | None = None  # what the run said last when others had filled it
         self._busy_until = -math.inf
         self._count = 0
         self._unheard_since = -math.inf
@@ -143,6 +144,11 @@ class Coordinator:
     def active(self) -> int:
         """Texts under way or waiting."""
         return len(self._texts)
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for their turn."""
+        return len(self._turns)
 
     async def close(self) -> None:
         """Give the texts up and close the connection."""
@@ -243,6 +249,8 @@ class Coordinator:
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
+        if self._busy is not None and self._loop.time() < self._busy_until:
+            raise from_refusal(self._busy)
         if self._unheard >= MOST_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
@@ -307,7 +315,7 @@ class Coordinator:
                 return
             text.accepted = text.mailbox.patient = True
         elif isinstance(message, Refused) and message.code == "busy" and text.mailbox.patient:
-            self._busy_until = self._loop.time() + BUSY_AGAIN_S
+            self._busy, self._busy_until = message, self._loop.time() + BUSY_AGAIN_S
             text.sent = False
             self._turns.put_back(text.mailbox, text)
             return

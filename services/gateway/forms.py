@@ -1,6 +1,8 @@
 """What answers look like: the JSON of chat and of plain completions, whole and in pieces.
 
 A piece is put together from text that is the same for the whole stream; only what is new is encoded for each token.
+What is kept of rated tokens for an answer that is sent whole is their JSON already: as objects it takes three times as
+much, and there may be a thousand texts.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from neuronpipe.protocol.messages.client import Finished, Likely, Token
+from neuronpipe.services.gateway.problems import Problem
 
 REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
+MOST_KEPT_CHARACTERS = 64 << 20
+
+Rating = tuple[str, ...]
+"""What is said of one rated token, as JSON: an item for each of a form's lists."""
 
 
 def usage(finished: Sequence[Finished], texts_per_prompt: int) -> dict[str, Any]:
@@ -40,12 +47,15 @@ class Form(ABC):
     chunk_kind: str
     prefix: str
     _nothing: str
+    _lists: tuple[str, ...]  # of ratings, by their names
+    _beside = ""  # what else stands there
 
     def __init__(self, model: str, fingerprint: str, *, counts: bool, rates: bool, end_tokens: Collection[int]) -> None:
         self._id = f"{self.prefix}-{os.urandom(12).hex()}"
         self._head = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._counts, self._rates, self._end_tokens = counts, rates, end_tokens
-        self._kept: dict[int, list[Token]] = {}
+        self._kept: dict[int, list[Rating]] = {}
+        self._kept_characters = 0
         self._shown: dict[int, int] = {}  # characters of each text so far
         opening = json.dumps({"id": self._id, "object": self.chunk_kind, **self._head})[:-1]
         self._opening = f'data: {opening}, "choices": [{{"index": '
@@ -60,13 +70,11 @@ class Form(ABC):
         """What a token adds; nothing while a character is incomplete."""
         if not self._rates:
             return self._event(number, self._addition(token.text), "null", "null") if token.text else b""
-        rated = [] if token.token in self._end_tokens else [token]
+        rated = token.token not in self._end_tokens
         if not rated and not token.text:
             return b""
-        shown = self._shown.get(number, 0)
-        self._shown[number] = shown + len(token.text)
-        ratings = json.dumps(self._ratings(rated, shown))
-        return self._event(number, self._addition(token.text), ratings, "null")
+        ratings = [self._rating(token, self._place(number, token))] if rated else []
+        return self._event(number, self._addition(token.text), self._rated(ratings), "null")
 
     def last(self, number: int, finished: Finished) -> bytes:
         """The end of a text."""
@@ -83,23 +91,36 @@ class Form(ABC):
 
     # ---- in one piece ----------------------------------------------------------------------------------------
     def keep(self, number: int, token: Token) -> None:
-        """A token of an answer that is sent whole."""
-        if self._rates and token.token not in self._end_tokens:
-            self._kept.setdefault(number, []).append(token)
+        """A token of an answer that is sent whole. Raises Problem when the answer becomes too large."""
+        if not self._rates or token.token in self._end_tokens:
+            return
+        rating = self._rating(token, self._place(number, token))
+        self._kept.setdefault(number, []).append(rating)
+        self._kept_characters += sum(map(len, rating))
+        if self._kept_characters > MOST_KEPT_CHARACTERS:
+            said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
+            raise Problem(400, "answer_too_large", said, param="logprobs")
 
     def whole(self, finished: Sequence[Finished], total: dict[str, int]) -> bytes:
         """The answer."""
-        choices = [
-            {
-                "index": number,
-                **self._content(one),
-                "logprobs": self._ratings(self._kept.get(number, []), 0) if self._rates else None,
-                "finish_reason": REASONS[one.reason],
-            }
-            for number, one in enumerate(finished)
-        ]
-        content = {"id": self._id, "object": self.kind, **self._head, "choices": choices, "usage": total}
-        return json.dumps(content).encode()
+        choices = []
+        for number, one in enumerate(finished):
+            ratings = self._rated(self._kept.pop(number, [])) if self._rates else "null"
+            choice = {"index": number, **self._content(one), "finish_reason": REASONS[one.reason]}
+            choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
+        head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
+        return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
+
+    def _rated(self, ratings: Sequence[Rating]) -> str:
+        columns = zip(*ratings, strict=True) if ratings else ((),) * len(self._lists)
+        lists = (f'"{name}": [{", ".join(items)}]' for name, items in zip(self._lists, columns, strict=True))
+        return f"{{{', '.join(lists)}{self._beside}}}"
+
+    def _place(self, number: int, token: Token) -> int:
+        """Where the token's text begins, in characters of the answer."""
+        shown = self._shown.get(number, 0)
+        self._shown[number] = shown + len(token.text)
+        return shown
 
     # ---- what differs ----------------------------------------------------------------------------------------
     @abstractmethod
@@ -109,8 +130,8 @@ class Form(ABC):
     def _content(self, finished: Finished) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _ratings(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        """offset: where the text of these tokens begins, in characters of the answer."""
+    def _rating(self, token: Token, offset: int) -> Rating:
+        """offset: where the token's text begins, in characters of the answer."""
 
 
 class ChatForm(Form):
@@ -118,6 +139,7 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     _nothing = '"delta": {}'
+    _lists, _beside = ("content",), ', "refusal": null'
 
     def first(self, number: int) -> bytes:
         """Who speaks."""
@@ -129,15 +151,9 @@ class ChatForm(Form):
     def _content(self, finished: Finished) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": finished.text, "refusal": None}}
 
-    def _ratings(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        entries = [
-            {
-                **_entry(token.piece, token.logprob),
-                "top_logprobs": [_entry(one.piece, one.logprob) for one in _with_itself(token)] if token.top else [],
-            }
-            for token in tokens
-        ]
-        return {"content": entries, "refusal": None}
+    def _rating(self, token: Token, offset: int) -> Rating:
+        top = [_entry(one.piece, one.logprob) for one in _with_itself(token)] if token.top else []
+        return (json.dumps({**_entry(token.piece, token.logprob), "top_logprobs": top}),)
 
 
 def _with_itself(token: Token) -> Sequence[Likely]:
@@ -156,6 +172,7 @@ class TextForm(Form):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
     _nothing = '"text": ""'
+    _lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
     def _addition(self, text: str) -> str:
         return f'"text": {json.dumps(text)}'
@@ -163,17 +180,9 @@ class TextForm(Form):
     def _content(self, finished: Finished) -> dict[str, Any]:
         return {"text": finished.text}
 
-    def _ratings(self, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token.text)
-        return {
-            "tokens": [_name(token.piece) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{_name(one.piece): one.logprob for one in _with_itself(token)} for token in tokens],
-            "text_offset": offsets,
-        }
+    def _rating(self, token: Token, offset: int) -> Rating:
+        top = {_name(one.piece): one.logprob for one in _with_itself(token)}
+        return tuple(map(json.dumps, (_name(token.piece), token.logprob, top, offset)))
 
 
 def _name(piece: bytes) -> str:

@@ -21,7 +21,10 @@ class Metrics:
         self._prompt_tokens = Counter("neuronpipe_prompt_tokens", "Tokens of prompts", registry=registry)
         self._tokens = Counter("neuronpipe_generated_tokens", "Tokens generated", registry=registry)
         self._first = Histogram(
-            "neuronpipe_first_token_seconds", "From request to first token", buckets=SECONDS, registry=registry
+            "neuronpipe_first_token_seconds",
+            "From when the run had the request to its first token",
+            buckets=SECONDS,
+            registry=registry,
         )
         self._between = Histogram(
             "neuronpipe_token_seconds", "Median time between a text's tokens", buckets=TOKEN_SECONDS, registry=registry
@@ -40,6 +43,7 @@ class Metrics:
                 ("uptime_s", "Seconds since the coordinator started"),
             )
         }
+        self._waiting = Gauge("neuronpipe_texts_waiting", "Texts that wait for their turn here", registry=registry)
         self._restarts = Gauge("neuronpipe_run_restarts", "Restarts of a process", ["process"], registry=registry)
 
     def responded(self, path: str, status: int) -> None:
@@ -55,8 +59,9 @@ class Metrics:
         if finished.tokens > 1:
             self._between.observe(finished.tbt_ms["p50"] / 1000)
 
-    def page(self, status: Status) -> bytes:
+    def page(self, status: Status, waiting_texts: int) -> bytes:
         """Everything, in Prometheus' text format."""
+        self._waiting.set(waiting_texts)
         for name, gauge in self._run.items():
             gauge.set(getattr(status, name))
         for process in status.processes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -205,6 +206,7 @@ def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
         many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 40, "ignore_eos": True}  # all that may be under way
         line.sendall(request("POST", "/v1/completions", many))
         assert eventually(lambda: server.run.status().sequences_waiting > 50)
+        assert re.search(r"^neuronpipe_texts_waiting 9\d\d\.0$", server.call("GET", "/metrics").body.decode(), re.M)
         reply = server.post("/v1/completions", **ASK)
         assert (reply.status, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert reply.headers["retry-after"] == "1"

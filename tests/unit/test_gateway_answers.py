@@ -177,15 +177,28 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_too_long(stream: bool) ->
     asyncio.run(scene())
 
 
+def rated(kind: type[Form], *tokens: Token) -> Form:
+    form = kind("m", "f", counts=False, rates=True, end_tokens=())
+    for token in tokens:
+        form.keep(0, token)
+    return form
+
+
+@pytest.mark.parametrize("kind", [ChatForm, TextForm])
+def test_a_whole_answer_that_grows_too_large_is_given_up(kind: type[Form], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.forms.MOST_KEPT_CHARACTERS", 1000)
+    token = dataclasses.replace(TOKEN, logprob=-0.5, piece=b"piece")
+    with pytest.raises(Problem, match="ask for a stream") as refused:
+        rated(kind, *[token] * 100)
+    assert (refused.value.status, refused.value.code) == (400, "answer_too_large")
+
+
 @pytest.mark.parametrize("kind", [ChatForm, TextForm])
 def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[Form]) -> None:
     likely = tuple(Likely(token=token, piece=piece, logprob=-0.5) for token, piece in ((1, b"one"), (2, b"two")))
     drawn = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
     among = dataclasses.replace(TOKEN, token=2, piece=b"two", logprob=-0.5, top=likely)
-    form = kind("m", "f", counts=False, rates=True, end_tokens=())
-    form.keep(0, drawn)
-    form.keep(0, among)
-    ratings = json.loads(form.whole([DONE], {}))["choices"][0]["logprobs"]
+    ratings = json.loads(rated(kind, drawn, among).whole([DONE], {}))["choices"][0]["logprobs"]
     if kind is ChatForm:
         tops = [[one["token"] for one in entry["top_logprobs"]] for entry in ratings["content"]]
     else:
