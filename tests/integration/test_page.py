@@ -2,99 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.remote.webelement import WebElement
 
+from tests.browser import Page, needs_browser, opened_browser, troubles
 from tests.http_client import Server, served
-from tests.pipeline import Shell, eventually
+from tests.pipeline import Shell
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-)
 KEY = "a-key-of-the-test"
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-PATIENCE_S = 20.0
 
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="no chromium and chromedriver here; Debian's packages have these names"
-)
-
-
-class Page:
-    """The page in a browser."""
-
-    def __init__(self, browser: webdriver.Chrome, server: Server) -> None:
-        self.browser, self.server = browser, server
-
-    def open(self) -> Page:
-        """Load it."""
-        self.browser.get(f"http://127.0.0.1:{self.server.port}/")
-        return self
-
-    def __getitem__(self, name: str) -> WebElement:
-        return self.browser.find_element(By.ID, name)
-
-    def ask(self, text: str, tokens: int) -> None:
-        """Type and send; the likeliest tokens, so that a text ends where it always does."""
-        for name, value in (("tokens", tokens), ("temperature", 0), ("penalty", 1)):
-            self.browser.execute_script(f"document.getElementById('{name}').value = {value}")
-        self["prompt"].send_keys(text)
-        self["send"].click()
-
-    @property
-    def answers(self) -> list[tuple[str, str]]:
-        """(text, note below it) of each answer."""
-        script = (
-            "return [...document.querySelectorAll('#messages .assistant')]"
-            ".map(one => [one.children[0].textContent, one.children[1].textContent])"
-        )
-        return [(text, note) for text, note in self.browser.execute_script(script)]
-
-    @property
-    def divided(self) -> list[int]:
-        """How many messages of the person are above the line from which on messages are sent, if there is one."""
-        script = (
-            "return [...document.querySelectorAll('#messages .divider')]"
-            ".map(line => [...document.querySelectorAll('#messages .user')]"
-            ".filter(one => line.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_PRECEDING).length)"
-        )
-        return list(self.browser.execute_script(script))
-
-    def eventually(self, true: Callable[[], Any]) -> bool:
-        """Whether something becomes true in time."""
-        return eventually(true, PATIENCE_S)
+pytestmark = needs_browser
 
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,900"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        yield made
-        troubles = [entry for entry in made.get_log("browser") if entry["level"] == "SEVERE"]
-        assert not [one for one in troubles if "401" not in one["message"]]  # a refused key is logged by the browser
-    finally:
-        made.quit()
+    with opened_browser(tmp_path / "profile") as one:
+        yield one
+        assert [said for said in troubles(one) if "401" not in said] == []  # a refused key is logged by the browser
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +37,10 @@ def page(browser: webdriver.Chrome, server: Server) -> Page:
 
 
 def test_an_answer_streams_into_the_page_while_the_pipeline_is_shown(page: Page) -> None:
+    lengths = page.record_lengths()
     page.ask("def quicksort(items):", 80)
-    assert page.eventually(lambda: page.answers[0][0])
-    lengths = set()
-
-    def done() -> bool:
-        lengths.add(len(page.answers[0][0]))
-        return page.answers[0][1].startswith("80 tokens")
-
-    assert page.eventually(done)
-    assert len(lengths) > 2  # it came in pieces
+    assert page.eventually(lambda: page.answers[0][1].startswith("80 tokens"))
+    assert len(lengths()) > 2  # it came in pieces
     assert page.eventually(lambda: page["gap"].text.endswith("ms"))
     assert page["hits"].text.endswith("%")
     assert page["speed"].text != ""
@@ -152,8 +74,8 @@ def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) ->
     page.ask("import os", 8)
     assert page.eventually(lambda: page.answers[2:] and page.answers[2][1].startswith("8 tokens"))
     assert page.answers[2][1].endswith("token limit reached")  # what came before the refusal was sent
-    (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
-    assert "400" in refusal["message"]
+    (refusal,) = troubles(page.browser)
+    assert "400" in refusal
 
 
 def test_a_conversation_that_no_longer_fits_goes_on_without_its_beginning(page: Page) -> None:
@@ -176,8 +98,8 @@ def test_a_message_that_only_the_server_finds_too_long_takes_the_place_of_those_
     page.ask("x7" * 245, 8)  # 490
     assert page.eventually(lambda: page.answers[1:] and page.answers[1][1].startswith("8 tokens"))
     assert page.divided == [1]
-    (refusal,) = (entry for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE")
-    assert "400" in refusal["message"]
+    (refusal,) = troubles(page.browser)
+    assert "400" in refusal
 
 
 def test_starting_anew_is_there_as_soon_as_there_is_something_to_forget(page: Page) -> None:
@@ -203,7 +125,7 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
     page["send"].click()
     assert page.eventually(lambda: page.answers[1][1] == "the server does not answer")
     browser.get("about:blank")
-    assert all("ERR_CONNECTION" in entry["message"] for entry in browser.get_log("browser"))
+    assert all("ERR_CONNECTION" in said for said in troubles(browser))
 
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:

@@ -1,0 +1,126 @@
+"""The page at `/` as a person has it: in a Chromium without a window."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from tests.pipeline import eventually
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+PATIENCE_S = 20.0
+
+needs_browser = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no chromium and chromedriver here; Debian's packages have these names"
+)
+
+
+@contextlib.contextmanager
+def opened_browser(profile: Path) -> Iterator[webdriver.Chrome]:
+    """A browser that knows nothing yet, while the context lasts."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in (*FLAGS, f"--user-data-dir={profile}", "--window-size=1280,900"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield made
+    finally:
+        made.quit()
+
+
+def troubles(browser: webdriver.Chrome) -> list[str]:
+    """What the browser has complained of since it was asked last."""
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+class Page:
+    """The page in a browser. server: what it is of; its `port` is all that is asked for here."""
+
+    def __init__(self, browser: webdriver.Chrome, server: Any) -> None:
+        self.browser, self.server = browser, server
+
+    def open(self) -> Page:
+        """Load it."""
+        self.browser.get(f"http://127.0.0.1:{self.server.port}/")
+        return self
+
+    def __getitem__(self, name: str) -> WebElement:
+        return self.browser.find_element(By.ID, name)
+
+    def set(self, **values: Any) -> None:
+        """Put values into fields, wherever they are on the page."""
+        for name, value in values.items():
+            script = "const field = document.getElementById(arguments[0]); field.value = arguments[1]"
+            self.browser.execute_script(script, name, str(value))
+
+    def ask(self, text: str, tokens: int) -> None:
+        """Type and send; the likeliest tokens, so that a text ends where it always does."""
+        self.set(tokens=tokens, temperature=0, penalty=1)
+        self.send(text)
+
+    def send(self, text: str) -> None:
+        """Type and send."""
+        self["prompt"].send_keys(text)
+        self["send"].click()
+
+    @property
+    def asked(self) -> list[str]:
+        """The text of each message of the person."""
+        script = "return [...document.querySelectorAll('#messages .user pre')].map(one => one.textContent)"
+        return list(self.browser.execute_script(script))
+
+    @property
+    def answers(self) -> list[tuple[str, str]]:
+        """(text, note below it) of each answer."""
+        script = (
+            "return [...document.querySelectorAll('#messages .assistant')]"
+            ".map(one => [one.children[0].textContent, one.children[1].textContent])"
+        )
+        return [(text, note) for text, note in self.browser.execute_script(script)]
+
+    def record_lengths(self) -> Callable[[], list[int]]:
+        """From now on how long the last answer is, whenever that changes. What asks from here sees only a few of the
+        changes when the machine is busy; the page sees all."""
+        self.browser.execute_script("""
+            const lengths = window.lengths = [];
+            new MutationObserver(() => {
+                const last = document.querySelector('#messages .assistant:last-child pre');
+                if (last && last.textContent.length !== lengths.at(-1)) lengths.push(last.textContent.length);
+            }).observe(document.getElementById('messages'), { childList: true, subtree: true });
+        """)
+        return lambda: list(self.browser.execute_script("return lengths"))
+
+    @property
+    def divided(self) -> list[int]:
+        """How many messages of the person are above the line from which on messages are sent, if there is one."""
+        script = (
+            "return [...document.querySelectorAll('#messages .divider')]"
+            ".map(line => [...document.querySelectorAll('#messages .user')]"
+            ".filter(one => line.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_PRECEDING).length)"
+        )
+        return list(self.browser.execute_script(script))
+
+    def eventually(self, true: Callable[[], Any]) -> bool:
+        """Whether something becomes true in time."""
+        return eventually(true, PATIENCE_S)
