@@ -62,6 +62,17 @@ def test_stop_ends_the_generation(page: Page) -> None:
     assert page["send"].is_displayed()
 
 
+def test_a_reload_ends_the_generation_and_keeps_the_conversation(page: Page) -> None:
+    page.ask("def fibonacci(n):", 400)
+    assert page.eventually(lambda: page.answers[0][0])
+    page.open()
+    assert page.asked == ["def fibonacci(n):"]
+    assert page.answers[0][1] == "stopped"
+    assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
+    page.ask("import os", 8)
+    assert page.eventually(lambda: page.answers[1][1].startswith("8 tokens"))
+
+
 def test_a_message_that_is_refused_is_no_part_of_the_conversation(page: Page) -> None:
     page.ask("import re", 8)
     assert page.eventually(lambda: page.answers[0][1].startswith("8 tokens"))

@@ -9,6 +9,8 @@ const GROUPS = {
 };
 const COLOUR_OF = Object.fromEntries(Object.values(GROUPS));
 const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--members" };
+const GB = 1e9;
+const MB = 1e6;
 const TREND = 120;
 const LABEL = 92;
 const element = (id) => document.getElementById(id);
@@ -42,11 +44,13 @@ async function watch() {
         speeds.splice(0, speeds.length - TREND);
         draw(event);
         report(event);
+        warmup(event);
       }
       say("the server has ended", "bad");
     } catch (error) {
       if (!signal.aborted) say(error.message, "bad");
     }
+    element("warmup").hidden = true; // nobody knows any more
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
   }
   watching = null;
@@ -54,8 +58,10 @@ async function watch() {
 }
 
 function say(text, mood) {
-  element("state").textContent = text;
-  element("state").className = mood;
+  const state = element("state");
+  if (mood !== state.className) put("announcement", mood === "bad" ? text : "connected"); // speeds are not read aloud
+  put("state", text);
+  state.className = mood;
   element("live").classList.toggle("stale", mood === "bad"); // what it shows is from before
 }
 
@@ -78,6 +84,19 @@ function draw(run) {
 function summary(run) {
   const work = run.sequences_active ? `${run.tokens_per_s.toFixed(run.tokens_per_s < 100 ? 1 : 0)} tokens/s` : "ready";
   return run.sequences_waiting ? `${work}, ${run.sequences_waiting} waiting` : work;
+}
+
+// How far weights are loaded; nothing when all are, or nobody knows.
+function warmup({ warmup }) {
+  const under = warmup && !warmup.done && warmup.total_bytes > 0;
+  element("warmup").hidden = !under;
+  if (!under) return;
+  const { loaded_bytes: loaded, total_bytes: total } = warmup;
+  const percent = Math.min(100, Math.floor((100 * loaded) / total));
+  const [unit, size, digits] = total < GB ? ["MB", MB, 0] : ["GB", GB, 1];
+  const [some, all] = [Math.min(loaded, total), total].map((one) => (one / size).toFixed(digits));
+  element("warmup-bar").value = percent;
+  put("warmup-text", `Warming up: ${percent} %, ${some} of ${all} ${unit}`);
 }
 
 function figures(run) {

@@ -1,15 +1,17 @@
 // Speaking with the server: the key, when it asks for one, and streams of events.
 
-const KEY = "neuronpipe-key";
+import { keep, kept } from "/page/storage.js";
+
+let key = kept("key");
 let asking = null;
 
 export async function ask(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
-    const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+    const shown = key;
+    const headers = { ...options.headers, ...(shown ? { authorization: `Bearer ${shown}` } : {}) };
     const response = await fetch(path, { ...options, headers }).catch(gone);
     if (response.status !== 401) return response;
-    await (asking ??= askForKey(key !== null).finally(() => (asking = null)));
+    if (shown === key) await (asking ??= askForKey(shown !== "").finally(() => (asking = null)));
   }
 }
 
@@ -22,7 +24,8 @@ function askForKey(wrong) {
   return new Promise((resolve) => {
     document.getElementById("key-form").onsubmit = (event) => {
       event.preventDefault();
-      sessionStorage.setItem(KEY, field.value.trim());
+      key = field.value.trim();
+      keep("key", key);
       dialog.close();
       resolve();
     };

@@ -1,0 +1,384 @@
+"""What the page does with its own: settings, the conversation over a reload, trouble, warm-up. The server is played."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from neuronpipe.services.gateway.problems import Problem
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser import Page, needs_browser, opened_browser, troubles
+from tests.page_server import PageServer, page_server, run_snapshot
+
+NARROW = {"width": 360, "height": 640, "deviceScaleFactor": 2, "mobile": True}
+BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
+
+pytestmark = needs_browser
+
+
+@pytest.fixture(scope="module")
+def long_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    with opened_browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture
+def browser(long_browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
+    """A tab of its own, which is all that the page keeps anything in."""
+    before = long_browser.current_window_handle
+    long_browser.switch_to.new_window("tab")
+    mine = long_browser.current_window_handle
+    long_browser.switch_to.window(before)
+    long_browser.close()
+    long_browser.switch_to.window(mine)
+    yield long_browser
+    assert troubles(long_browser) == []
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with page_server() as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: PageServer) -> Page:
+    return Page(browser, server).open()
+
+
+def notes(page: Page) -> list[str]:
+    return [note for _, note in page.answers]
+
+
+def talk(page: Page, *questions: str) -> None:
+    """Ask one after the other."""
+    for question in questions:
+        count = len(page.answers)
+        page.send(question)
+        assert page.eventually(lambda count=count: page.answers[count:] and "ended" in page.answers[count][1])
+
+
+# ---- streaming -----------------------------------------------------------------------------------------------
+def test_each_piece_of_an_answer_is_shown_before_the_next_one_comes(page: Page) -> None:
+    second, third = threading.Event(), threading.Event()
+    page.server.replies.append(["one", second, " two", third, " three"])
+    page.send("count")
+    assert page.eventually(lambda: page.answers[0][0] == "one")
+    second.set()
+    assert page.eventually(lambda: page.answers[0][0] == "one two")
+    third.set()
+    assert page.eventually(lambda: page.answers[0] == ("one two three", notes(page)[0]) and "ended" in notes(page)[0])
+
+
+# ---- settings ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("field", "typed", "said"),
+    [
+        ("temperature", "5", "Temperature must be a number from 0 to 2, or empty for 0.7."),
+        ("temperature", "-1", "Temperature must be a number from 0 to 2, or empty for 0.7."),
+        ("penalty", "0", "Repetition penalty must be a number from 1 to 2, or empty for 1.1."),
+        ("tokens", "0", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
+        ("tokens", "2.5", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
+        ("tokens", "99999999", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
+        ("tokens", "1e", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
+    ],
+)
+def test_send_opens_the_settings_at_a_value_that_is_wrong(page: Page, field: str, typed: str, said: str) -> None:
+    page["settings"].find_element(By.TAG_NAME, "summary").click()
+    page[field].clear()
+    page[field].send_keys(typed)
+    page.browser.execute_script("document.getElementById('settings').open = false")
+    page.send("hello")
+    assert page[field].is_displayed()
+    assert page["wrong"].text == said
+    assert page[field] == page.browser.switch_to.active_element
+    assert page[field].get_attribute("aria-invalid") == "true"
+    assert (page.server.asked, page.asked, page["prompt"].get_attribute("value")) == ([], [], "hello")
+    page[field].clear()
+    page[field].send_keys("1")
+    assert page["wrong"].text == ""
+    assert page[field].get_attribute("aria-invalid") is None
+    page["send"].click()
+    assert page.eventually(lambda: page.answers and "ended" in notes(page)[0])
+
+
+def test_an_empty_setting_means_its_default(page: Page) -> None:
+    talk(page, "with what the page begins with")
+    page.set(temperature="", penalty="", tokens="", system=" ")
+    talk(page, "with nothing")
+    first, second = ({name: one[name] for name in one if name != "messages"} for one in page.server.asked)
+    assert first == second
+    assert (first["temperature"], first["repetition_penalty"], first["max_tokens"]) == (0.7, 1.1, 256)
+    assert page["temperature"].get_attribute("placeholder") == "0.7"
+
+
+def test_a_number_between_the_steps_of_its_field_is_taken(page: Page) -> None:
+    page.set(temperature="0.75", penalty="1.13")
+    talk(page, "hello")
+    (asked,) = page.server.asked
+    assert (asked["temperature"], asked["repetition_penalty"]) == (0.75, 1.13)
+
+
+# ---- trouble -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reply", [[BUSY], ["half an ans", BUSY]], ids=["at once", "half way"])
+def test_after_trouble_the_message_is_there_to_be_sent_again(page: Page, reply: list[Any]) -> None:
+    talk(page, "hello")
+    page.server.replies.append(reply)
+    page.send("and now?")
+    assert page.eventually(lambda: notes(page)[1:] == ["16 texts wait already"])
+    assert "429" in "".join(troubles(page.browser)) or len(reply) > 1
+    assert page["prompt"].get_attribute("value") == "and now?"
+    page["send"].click()
+    assert page.eventually(lambda: len(page.answers) == 3 and "ended" in notes(page)[2])
+    assert page.server.sent[2] == ["hello", "Fine.", "and now?"]
+
+
+# ---- kept over a reload --------------------------------------------------------------------------------------
+def test_a_conversation_goes_on_after_a_reload(page: Page) -> None:
+    page["settings"].find_element(By.TAG_NAME, "summary").click()
+    for field, value in (("system", "be brief"), ("temperature", "0.3")):
+        page[field].clear()
+        page[field].send_keys(value)
+    talk(page, "my name is Ada", "what is it?")
+    before = page.answers
+    page["prompt"].send_keys("not sent yet")
+    page.open()
+    assert page.asked == ["my name is Ada", "what is it?"]
+    assert page.answers == before
+    assert page["prompt"].get_attribute("value") == "not sent yet"
+    assert page["forget"].is_enabled()
+    assert not page["hint"].is_displayed()
+    page["send"].click()
+    assert page.eventually(lambda: len(page.server.asked) == 3)
+    assert page.server.sent[2] == ["be brief", "my name is Ada", "Fine.", "what is it?", "Fine.", "not sent yet"]
+    assert page.server.asked[2]["temperature"] == 0.3
+
+
+def test_an_answer_under_way_stays_over_a_reload_as_far_as_it_had_come(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page.send("tell me")
+    assert page.eventually(lambda: page.answers[0][0] == "half an ")
+    page.open()
+    assert page.answers == [("half an ", "stopped")]
+    talk(page, "go on")
+    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
+
+
+def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: webdriver.Chrome) -> None:
+    with page_server(context_tokens=300) as server:
+        page = Page(browser, server).open()
+        page.set(tokens=100)
+        talk(page, "a" * 150, "b" * 150)
+        assert page.divided == [1]
+        page.open()
+        assert page.divided == [1]
+        page.set(tokens=100)
+        talk(page, "c")
+        assert [text[:1] for text in server.sent[2]] == ["b", "F", "c"]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "{",
+        "null",
+        "7",
+        "[]",
+        '{"version": 1}',
+        '{"version": 1, "turns": {"length": 2}}',
+        '{"version": 1, "turns": [null]}',
+        '{"version": 1, "turns": [{"question": 7, "answer": "", "note": "", "ended": true}]}',
+        '{"version": 1, "turns": [{"question": "x"}]}',
+        '{"version": 2, "turns": [{"question": "of a newer page", "answer": "", "note": "", "ended": true}]}',
+    ],
+)
+def test_a_damaged_conversation_is_none(page: Page, damaged: str) -> None:
+    store(page, conversation=damaged, settings=damaged, draft="")
+    assert page.asked == []
+    assert page["hint"].is_displayed()
+    talk(page, "hello")
+    assert page.server.sent == [["hello"]]
+    page.open()
+    assert page.asked == ["hello"]
+
+
+@pytest.mark.parametrize("left_out", [-1, 1, 2, 0.5, "1", None])
+def test_a_conversation_with_figures_that_cannot_be_is_sent_whole(page: Page, left_out: Any) -> None:
+    turn = {"question": "q", "answer": "a", "note": "", "ended": True}
+    kept = {"version": 1, "leftOut": left_out, "tokensPerCharacter": -3, "turns": [turn]}
+    store(page, conversation=json.dumps(kept), settings='{"tokens": 7, "system": null}', draft="")
+    talk(page, "r")
+    assert page.server.sent == [["q", "a", "r"]]
+
+
+def store(page: Page, **texts: str) -> None:
+    """Load the page again; the tab has kept these texts."""
+    items = json.dumps({f"neuronpipe-{name}": text for name, text in texts.items()})
+    with before_each_load(
+        page, f"for (const [name, text] of Object.entries({items})) sessionStorage.setItem(name, text)"
+    ):
+        page.open()
+
+
+@contextlib.contextmanager
+def before_each_load(page: Page, source: str) -> Iterator[None]:
+    """A script runs before the page's own while the context lasts."""
+    script = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    try:
+        yield
+    finally:
+        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
+def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:
+    page["prompt"].send_keys("x")
+    page.browser.execute_script("document.getElementById('prompt').value = 'y'.repeat(600000)")
+    talk(page, "")
+    page.browser.execute_script("document.getElementById('prompt').value = 'z'.repeat(600000)")
+    talk(page, "")
+    page.open()
+    assert [text[:1] for text in page.asked] == ["z"]
+    sizes = "return Object.entries(sessionStorage).map(([name, text]) => name.length + text.length)"
+    assert sum(page.browser.execute_script(sizes)) < 1 << 21
+
+
+def test_without_storage_everything_but_the_reload_works(page: Page) -> None:
+    forbid = (
+        "Object.defineProperty(window, 'sessionStorage', { get() { throw new DOMException('', 'SecurityError'); } })"
+    )
+    with before_each_load(page, forbid):
+        page.open()
+        talk(page, "hello", "again")
+        page.open()
+        assert page.asked == []
+
+
+# ---- starting anew -------------------------------------------------------------------------------------------
+def test_starting_anew_can_be_taken_back(page: Page) -> None:
+    assert not page["undo"].is_displayed()
+    talk(page, "my name is Ada")
+    before = page.answers
+    page["forget"].click()
+    assert (page.asked, page.answers) == ([], [])
+    page["undo"].click()
+    assert (page.asked, page.answers) == (["my name is Ada"], before)
+    assert not page["undo"].is_displayed()
+    talk(page, "what is it?")
+    assert page.server.sent[1] == ["my name is Ada", "Fine.", "what is it?"]
+
+
+def test_starting_anew_leaves_nothing_in_the_tab_and_the_next_message_settles_it(page: Page) -> None:
+    page["prompt"].send_keys("a secret")
+    page.browser.execute_script("window.dispatchEvent(new Event('pagehide'))")  # as if another tab had been looked at
+    talk(page, " and more")
+    page["forget"].click()
+    assert "secret" not in page.browser.execute_script("return JSON.stringify({...sessionStorage})")
+    talk(page, "hello")
+    assert not page["undo"].is_displayed()
+    assert page.server.sent[1] == ["hello"]
+    page.open()
+    assert page.asked == ["hello"]
+
+
+def test_an_answer_that_starting_anew_stopped_comes_back_as_far_as_it_had_come(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page.send("tell me")
+    assert page.eventually(lambda: page.answers[0][0] == "half an ")
+    page["forget"].click()
+    assert page.eventually(lambda: page["send"].is_displayed())
+    page["undo"].click()
+    assert page.answers == [("half an ", "stopped")]
+    talk(page, "go on")
+    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
+
+
+# ---- warm-up -------------------------------------------------------------------------------------------------
+def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
+    def loaded(some: float, total: float, done: bool = False) -> dict[str, Any]:
+        return run_snapshot(warmup={"loaded_bytes": some, "total_bytes": total, "done": done})
+
+    assert page.eventually(lambda: "ready" in page["state"].text)
+    assert not page["warmup"].is_displayed()
+    page.server.snapshot = loaded(1.8e9, 4.2e9)
+    assert page.eventually(lambda: page["warmup"].text == "Warming up: 42 %, 1.8 of 4.2 GB")
+    assert page["warmup-bar"].get_attribute("value") == "42"
+    page.server.snapshot = loaded(40.1e6, 80e6)
+    assert page.eventually(lambda: page["warmup"].text == "Warming up: 50 %, 40 of 80 MB")
+    for snapshot in (
+        run_snapshot(warmup=None),
+        loaded(0, 0),
+        loaded(4.2e9, 4.2e9, done=True),
+        run_snapshot(),
+    ):
+        page.server.snapshot = loaded(1.8e9, 4.2e9)
+        assert page.eventually(lambda: page["warmup"].is_displayed())
+        page.server.snapshot = snapshot
+        assert page.eventually(lambda: not page["warmup"].is_displayed())
+
+
+# ---- for everybody -------------------------------------------------------------------------------------------
+def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+    page.browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.server.snapshot = run_snapshot(warmup={"loaded_bytes": 1.8e9, "total_bytes": 4.2e9, "done": False})
+    page.open()
+    assert page.eventually(lambda: page["warmup"].is_displayed())
+    page.server.replies.append(["word " * 60 + "x" * 200])
+    talk(page, "y" * 200)
+    fits(page)
+    page["forget"].click()
+    fits(page)
+    page.set(tokens="0")
+    page.send("hello")
+    fits(page)
+    page["show-live"].click()
+    fits(page)
+
+
+def fits(page: Page) -> None:
+    """Nothing is wider than the screen, and what is to be touched is no smaller than a finger."""
+    assert page.browser.execute_script("return document.documentElement.scrollWidth") <= NARROW["width"]
+    script = (
+        "return [...document.querySelectorAll('button, summary, input, textarea')]"
+        ".filter(one => one.checkVisibility()).map(one => [one.id, one.getBoundingClientRect()])"
+        ".filter(([, box]) => box.height < 40 || box.left < 0 || box.right > innerWidth).map(([id]) => id)"
+    )
+    assert page.browser.execute_script(script) == []
+
+
+def test_what_happens_is_said_to_who_listens_but_not_every_speed(page: Page) -> None:
+    said = "const all = window.said = []; new MutationObserver(() => all.push(announcement.textContent)).observe"
+    page.browser.execute_script(f"{said}(announcement, {{ childList: true }})")
+    for speed in range(5):
+        page.server.snapshot = run_snapshot(sequences_active=1, tokens_per_s=10.0 + speed)
+        assert page.eventually(lambda speed=speed: f"{10 + speed}.0 tokens/s" in page["state"].text)
+    talk(page, "hello")
+    page["forget"].click()
+    page["undo"].click()
+    answer, deleted, back = page.browser.execute_script("return said.filter(one => one !== 'connected')")
+    assert answer.startswith("The answer: ")
+    assert "deleted" in deleted
+    assert back == "The conversation is back."
+
+
+def test_the_keyboard_alone_is_enough(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page["prompt"].send_keys("hello", Keys.TAB, Keys.TAB)  # Settings; Start anew cannot be done yet
+    assert page["send"] == page.browser.switch_to.active_element
+    page["send"].send_keys(Keys.ENTER)
+    assert page.eventually(lambda: page.answers[0][0] == "half an ")
+    assert page["stop"] == page.browser.switch_to.active_element
+    page["stop"].send_keys(Keys.ENTER)
+    assert page.eventually(lambda: notes(page) == ["stopped"])
+    assert page["send"] == page.browser.switch_to.active_element
+    page["forget"].send_keys(Keys.ENTER)
+    page["prompt"].send_keys(Keys.SHIFT, Keys.TAB)
+    assert page["undo"] == page.browser.switch_to.active_element
