@@ -10,6 +10,10 @@ Full          the peer does not keep up and the link's rule is not to wait any l
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_QUOTED_CHARACTERS = 80
+
 
 class UserError(ValueError):
     """What a person caused and can put right: one line naming file and field, and what to do next.
@@ -20,7 +24,32 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
+        super().__init__(_escaped(message))
+
+
+def quoted(value: object) -> str:
+    """A value from somebody else's file as an error shows it: as Python writes it, on one line, cut."""
+    text = value[: MAX_QUOTED_CHARACTERS + 1] if isinstance(value, str) else value
+    return _cut(_BOUNDED.repr(text))
+
+
+def named(name: str) -> str:
+    """A name from somebody else's file (a field, a tensor, a key) as an error shows it: as it is, on one line, cut."""
+    return _cut(_escaped(name[: MAX_QUOTED_CHARACTERS + 1]))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "..."
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+_BOUNDED = reprlib.Repr()  # neither a deep nor a long value costs more than what is shown of it
+_BOUNDED.maxstring = _BOUNDED.maxlong = _BOUNDED.maxother = 2 * MAX_QUOTED_CHARACTERS
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = 8
+_BOUNDED.maxlevel = 4
 
 
 class NotRunning(UserError):

@@ -14,7 +14,7 @@ import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate
 from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.package.manifest import Activation, Shape, Source
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named, quoted
 from numpy.typing import NDArray
 
 RowNumbers = NDArray[np.int64]
@@ -114,7 +114,7 @@ class Inventory:
     def add(self, name: str, file: SourceFile, offset: int, shape: tuple[int, ...], encoding: str) -> None:
         """Enter a tensor; shape is rows first."""
         if name in self._tensors:
-            raise UserError(f"{file.path}: {name}: the tensor appears twice")
+            raise UserError(f"{file.path}: {named(name)}: the tensor appears twice")
         self._tensors[name] = (file, offset, shape, encoding)
 
     def has(self, name: str) -> bool:
@@ -124,18 +124,19 @@ class Inventory:
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""
         if name not in self._tensors:
-            raise UserError(f"{self._where}: {name}: the tensor is missing")
+            raise UserError(f"{self._where}: {named(name)}: the tensor is missing")
         return self._tensors[name][2]
 
     def take(self, name: str, *shape: int) -> StoredMatrix:
         """The tensor, which must have exactly this shape and an encoding that can be read."""
         if (found := self.shape(name)) != shape:
             raise UserError(
-                f"{self._where}: {name}: has shape {list(found)}, but the configuration needs {list(shape)}"
+                f"{self._where}: {named(name)}: has shape {quoted(list(found))}, "
+                f"but the configuration needs {list(shape)}"
             )
         file, offset, _, encoding = self._tensors[name]
         if encoding not in ENCODINGS or row_bytes(encoding, shape[-1]) is None:
-            raise UserError(f"{file.path}: {name}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
+            raise UserError(f"{file.path}: {named(name)}: {encoding} is not supported; {', '.join(ENCODINGS)} are")
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
@@ -143,7 +144,9 @@ class Inventory:
         """Refuse tensors that nobody took, unless known to be harmless: the model computes more than is understood."""
         for name in self._tensors:
             if name not in self._taken and not harmless.fullmatch(name):
-                raise UserError(f"{self._where}: {name}: a tensor that this architecture does not have; not supported")
+                raise UserError(
+                    f"{self._where}: {named(name)}: a tensor that this architecture does not have; not supported"
+                )
 
 
 class Options(NamedTuple):

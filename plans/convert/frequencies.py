@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.package.manifest import Shape
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 
@@ -17,7 +17,7 @@ def read_frequencies(path: Path, shape: Shape) -> NDArray[np.float32]:
         # The file is mapped first: a damaged header may promise more than there is memory.
         shares = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise UserError(f"{path}: not a .npy file of firing shares: {error}") from None
+        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
     if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
         raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
     if not ((shares >= 0) & (shares <= 1)).all():

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from neuronpipe.plans.package.fields import Record
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.plans.package.fields import Record, open_file
+from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
@@ -46,7 +46,7 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read a file's header. Raises UserError naming the file and the field that is wrong."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return _Reader(path, file).header()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -62,7 +62,7 @@ class _Reader:
         self._left_bytes, self._what = self._size_bytes, "magic"
 
     def _fail(self, problem: str) -> NoReturn:
-        raise UserError(f"{self._path}: {self._what}: {problem}")
+        raise UserError(f"{self._path}: {named(self._what)}: {problem}")
 
     def _take(self, count_bytes: int) -> bytes:
         if count_bytes > self._left_bytes:
@@ -147,7 +147,7 @@ class _Reader:
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
             self._what = name
             if tensor.start < end:
-                self._fail(f"overlaps {before}: damaged")
+                self._fail(f"overlaps {named(before)}: damaged")
             end, before = tensor.stop, name
         return tensors
 
@@ -160,7 +160,7 @@ class _Reader:
         block_weights, block_bytes = GGML_QUANT_SIZES[encoding]
         weights = math.prod(shape)
         if not shape or not weights or shape[-1] % block_weights:
-            self._fail(f"has shape {list(shape)}, which {encoding.name} cannot store: damaged")
+            self._fail(f"has shape {quoted(list(shape))}, which {encoding.name} cannot store: damaged")
         stop = data_start + offset + weights // block_weights * block_bytes
         if stop > self._size_bytes:
             self._fail(f"ends at byte {stop} of a file of {self._size_bytes}: truncated or damaged")

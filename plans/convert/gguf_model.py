@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.activations import ACTIVATION_NAMES, sounds_like_relu
+from neuronpipe.plans.convert.activations import ACTIVATION_NAMES, SAY_WHICH, may_mean_drelu, sounds_like_relu
 from neuronpipe.plans.convert.chat_template import gguf_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
@@ -22,8 +22,9 @@ from neuronpipe.plans.convert.gguf_header import GgufHeader, read_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.rope import MOST_THETA, base_frequencies
 from neuronpipe.plans.package.fields import Record, one_line
-from neuronpipe.plans.package.manifest import ACTIVATIONS, Activation, Shape, Source
+from neuronpipe.plans.package.manifest import Activation, Shape, Source
 from neuronpipe.plans.package.parse import check_shape
+from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
 ARCHITECTURES = ("llama", "qwen2")
@@ -36,7 +37,9 @@ def open_gguf(path: Path, options: Options) -> Checkpoint:
     metadata = header.metadata
     architecture = metadata.text("general.architecture")
     if architecture not in ARCHITECTURES:
-        metadata.fail("general.architecture", f"{architecture!r} is not supported; {', '.join(ARCHITECTURES)} are")
+        metadata.fail(
+            "general.architecture", f"{quoted(architecture)} is not supported; {', '.join(ARCHITECTURES)} are"
+        )
     if metadata.has("split.count") and metadata.integer("split.count", 0, 1 << 16) > 1:
         metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
     activation = _activation(path, metadata, architecture, options.activation)
@@ -72,15 +75,19 @@ def _activation(path: Path, metadata: Record, architecture: str, wanted: Activat
     field = f"{architecture}.hidden_activation"
     if metadata.has(field):
         if (name := metadata.text(field)) not in ACTIVATION_NAMES:
-            metadata.fail(field, f"{name!r} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
+            metadata.fail(
+                field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)"
+            )
+        if may_mean_drelu(architecture, name):
+            metadata.fail(field, f"'relu', but SparseQwen2 says so and means drelu; {SAY_WHICH}")
         return ACTIVATION_NAMES[name]
     keys = [key for key in metadata.names() if re.fullmatch(r"general\.(\w+\.)*(\d+\.)?(name|basename|finetune)", key)]
     names = [metadata.text(key) for key in keys]
     if suspect := sounds_like_relu(*names, path.name):
         metadata.fail(
             "general.architecture",
-            f"{architecture!r} means SiLU, but {suspect!r} sounds like a ReLU model, which such a file cannot tell; "
-            f"say which it is with --activation {'|'.join(ACTIVATIONS)}",
+            f"{architecture!r} means SiLU, but {quoted(suspect)} sounds like a ReLU model, which such a file cannot "
+            f"tell; {SAY_WHICH}",
         )
     return "silu"
 
@@ -146,7 +153,7 @@ def _frequencies(metadata: Record, architecture: str, shape: Shape, inventory: I
     field = f"{architecture}.rope.scaling.type"
     kind = metadata.text(field) if metadata.has(field) else "linear"
     if kind not in ("none", "linear"):
-        metadata.fail(field, f"{kind!r} is not supported; none and linear are")
+        metadata.fail(field, f"{quoted(kind)} is not supported; none and linear are")
     if kind == "linear":
         frequencies = frequencies / (number("scaling.factor", 0.0, 0.0, 1e6) or number("scale_linear", 1.0, 1e-3, 1e6))
     if inventory.has("rope_freqs.weight"):

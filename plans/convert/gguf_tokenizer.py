@@ -14,7 +14,7 @@ from typing import Any
 
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named, quoted
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -69,7 +69,7 @@ def build_tokenizer(metadata: Record) -> bytes:
         elif model == "llama":
             tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
         else:
-            metadata.fail("tokenizer.ggml.model", f"{model!r} is not supported; gpt2 and llama are")
+            metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
         for piece, kind in zip(pieces, kinds, strict=True):
             if kind in (CONTROL, USER_DEFINED):
                 tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
@@ -77,7 +77,7 @@ def build_tokenizer(metadata: Record) -> bytes:
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {' '.join(str(error).split())}")
+        metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
     values["post_processor"] = _frame(metadata, pieces, starts)
     return json.dumps(values, ensure_ascii=False).encode()
 
@@ -115,7 +115,7 @@ def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
     """The tokenizer, and whether texts start with the begin token where the file does not say."""
     pre = metadata.text("tokenizer.ggml.pre")
     if pre not in SPLITS:
-        metadata.fail("tokenizer.ggml.pre", f"{pre!r} is not known; {', '.join(SPLITS)} are")
+        metadata.fail("tokenizer.ggml.pre", f"{quoted(pre)} is not known; {', '.join(SPLITS)} are")
     merges = []
     for merge in _texts(metadata, "tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")

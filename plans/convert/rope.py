@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
 MOST_THETA = 1e12
@@ -20,30 +21,51 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
 
 
 def scaled_frequencies(config: Record, head_width: int) -> NDArray[np.float32]:
-    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters."""
-    field = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
+
+    Which counts where both are there, and what a missing key means: RotaryEmbeddingConfigMixin in transformers'
+    modeling_rope_utils.py.
+    """
+    field = (
+        "rope_scaling" if config.has("rope_scaling") and config.record("rope_scaling").names() else "rope_parameters"
+    )
     scaling = config.record(field) if config.has(field) else None
     holder = scaling if scaling is not None and scaling.has("rope_theta") else config
-    theta = holder.number("rope_theta", 1.0, MOST_THETA) if holder.has("rope_theta") else 10_000.0
+    theta = holder.number("rope_theta", 1.0, MOST_THETA)
     for record in (config, holder):
         if record.has("partial_rotary_factor") and record.number("partial_rotary_factor", 0, 1) != 1:
             record.fail("partial_rotary_factor", "only heads that rotate as a whole are supported")
+    if scaling is not None:
+        scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
     return apply_scaling(base_frequencies(head_width, theta), scaling).astype(np.float32)
+
+
+def _original_tokens(config: Record) -> int | None:
+    """What `original_max_position_embeddings` means where the scaling does not say it."""
+    for field in ("original_max_position_embeddings", "max_position_embeddings"):
+        if config.has(field):
+            return config.integer(field, 1, 1 << 24)
+    return None
 
 
 def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None) -> NDArray[np.float64]:
     """Scale the table as `rope_type` (or `type`) says: default, linear or llama3; any other kind is refused."""
     if scaling is None:
         return frequencies
+    for name in scaling.names():
+        if isinstance(scaling.value(name), dict):
+            scaling.fail(name, "positions that differ between kinds of layers are not supported")
     field = "rope_type" if scaling.has("rope_type") else "type"
     kind = scaling.text(field) if scaling.has(field) else "default"
+    if scaling.has("type") and scaling.text("type") != kind:
+        scaling.fail("type", f"{quoted(scaling.text('type'))} contradicts rope_type, {quoted(kind)}")
     if kind == "default":
         return frequencies
     if kind == "linear":
         return frequencies / scaling.number("factor", 1e-3, 1e6)
     if kind == "llama3":
         return _llama3(frequencies, scaling)
-    scaling.fail(field, f"{kind!r} is not supported; default, linear and llama3 are")
+    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear and llama3 are")
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: Record) -> NDArray[np.float64]:

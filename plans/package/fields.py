@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named, quoted
 
 MOST_JSON_BYTES = 64 << 20
 MOST_LINE_CHARACTERS = 1000
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"the field {_shown(name)} appears twice")
+            raise ValueError(f"the field {quoted(name)} appears twice")
         result[name] = value
     return result
 
@@ -47,16 +52,38 @@ def read_json(path: Path) -> Record:
     return parse_json(read_file(path, MOST_JSON_BYTES), str(path))
 
 
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, opened for reading. What is missing, a pipe or a directory is refused, and so are the few lines
+    that Git leaves in place of a large file which it was not asked to fetch."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe is not waited for
+        try:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UserError(f"{path}: cannot be read: not a regular file")
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise UserError(
+                    f"{path}: a Git-LFS pointer, not the file itself; "
+                    f"fetch it with `git -C {shlex.quote(str(path.parent))} lfs pull`"
+                )
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    return file
+
+
 def read_file(path: Path, most_bytes: int) -> bytes:
     """A whole file, refused when it is missing or larger than `most_bytes`."""
-    try:
-        with path.open("rb") as file:
+    with open_file(path) as file:
+        try:
             if file.seek(0, 2) > most_bytes:
                 raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
             file.seek(0)
             return file.read()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 class Record:
@@ -65,81 +92,93 @@ class Record:
     def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
         self._seen: set[str] = set()
+        self._defaults: Mapping[str, Any] = {}
+        self._owner = ""
+
+    def over(self, defaults: Mapping[str, Any], owner: str) -> Record:
+        """The same object, in which a missing field has its default. `owner` says in errors whose defaults they are."""
+        result = Record(self._values, self.where, self._prefix)
+        result._defaults, result._owner = defaults, owner
+        return result
 
     def fail(self, name: str, problem: str) -> NoReturn:
         """Raise a UserError about one field."""
-        raise UserError(f"{self.where}: {self._prefix}{name}: {problem}")
+        if name not in self._values and name in self._defaults:
+            problem += f" (the file does not have it; {quoted(self._defaults[name])} is {self._owner}'s default)"
+        raise UserError(f"{self.where}: {named(self._prefix + name)}: {problem}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is there, or has a default, and is not null."""
         self._seen.add(name)
-        return self._values.get(name) is not None
+        return self._values.get(name, self._defaults.get(name)) is not None
 
     def value(self, name: str) -> Any:
         """The field as it is."""
         self._seen.add(name)
-        if name not in self._values:
+        if name in self._values:
+            return self._values[name]
+        if name not in self._defaults:
             self.fail(name, "missing")
-        return self._values[name]
+        return self._defaults[name]
 
     def integer(self, name: str, least: int, most: int) -> int:
         """A whole number in least..most."""
         value = self.value(name)
         if not isinstance(value, int) or isinstance(value, bool):
-            self.fail(name, f"expected a whole number, found {_shown(value)}")
+            self.fail(name, f"expected a whole number, found {quoted(value)}")
         if not least <= value <= most:
-            self.fail(name, f"{value} is outside {least}..{most}")
+            self.fail(name, f"{quoted(value)} is outside {least}..{most}")
         return int(value)
 
     def number(self, name: str, least: float, most: float) -> float:
         """A finite number in least..most."""
         value = self.value(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            self.fail(name, f"expected a number, found {_shown(value)}")
+            self.fail(name, f"expected a number, found {quoted(value)}")
         if not (least <= value <= most and math.isfinite(value)):
-            self.fail(name, f"{_shown(value)} is outside {least}..{most}")
+            self.fail(name, f"{quoted(value)} is outside {least}..{most}")
         return float(value)
 
     def text(self, name: str) -> str:
         """A string."""
         value = self.value(name)
         if not isinstance(value, str):
-            self.fail(name, f"expected a string, found {_shown(value)}")
+            self.fail(name, f"expected a string, found {quoted(value)}")
         return value
 
     def line(self, name: str) -> str:
         """A string for people: one that can be printed, since a terminal obeys what cannot."""
         value = self.text(name)
         if not value.isprintable() or len(value) > MOST_LINE_CHARACTERS:
-            self.fail(name, f"expected at most {MOST_LINE_CHARACTERS} printable characters, found {_shown(value)}")
+            self.fail(name, f"expected at most {MOST_LINE_CHARACTERS} printable characters, found {quoted(value)}")
         return value
 
     def choice(self, name: str, *allowed: str) -> str:
         """One of the strings in `allowed`."""
         value = self.text(name)
         if value not in allowed:
-            self.fail(name, f"{_shown(value)} is not one of {', '.join(allowed)}")
+            self.fail(name, f"{quoted(value)} is not one of {', '.join(allowed)}")
         return value
 
     def boolean(self, name: str) -> bool:
         """true or false."""
         value = self.value(name)
         if not isinstance(value, bool):
-            self.fail(name, f"expected true or false, found {_shown(value)}")
+            self.fail(name, f"expected true or false, found {quoted(value)}")
         return value
 
     def record(self, name: str) -> Record:
         """An object."""
         value = self.value(name)
         if not isinstance(value, dict):
-            self.fail(name, f"expected an object, found {_shown(value)}")
+            self.fail(name, f"expected an object, found {quoted(value)}")
         return Record(value, self.where, f"{self._prefix}{name}.")
 
     def items(self, name: str) -> list[Any]:
         """A list."""
         value = self.value(name)
         if not isinstance(value, list):
-            self.fail(name, f"expected a list, found {_shown(value)}")
+            self.fail(name, f"expected a list, found {quoted(value)}")
         return value
 
     def names(self) -> list[str]:
@@ -155,8 +194,3 @@ class Record:
         unknown = sorted(set(self._values) - self._seen)
         if unknown:
             self.fail(unknown[0], "unknown field; a newer version may understand it")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

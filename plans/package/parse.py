@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import cast
 
@@ -32,7 +33,7 @@ from neuronpipe.plans.package.manifest import (
     identity,
 )
 from neuronpipe.plans.package.parse_predictor import parse_predictor
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, quoted
 
 MOST_MANIFEST_BYTES = 4 << 20
 
@@ -128,7 +129,7 @@ def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
     tokens = record.items("end")
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
-            record.fail("end", f"{token!r} is no token id below {vocabulary}")
+            record.fail("end", f"{quoted(token)} is no token id below {vocabulary}")
     record.finish()
     return tuple(tokens)
 
@@ -254,14 +255,30 @@ def _parse_workload(record: Record, vocabulary: int) -> Workload:
 
 
 def require_package(path: Path) -> None:
-    """Refuse a path that is no complete package directory, saying what to do."""
+    """Refuse a path that is no complete package directory, saying what it is and what to do."""
     try:
         directory, complete = path.is_dir(), (path / MANIFEST).is_file()
     except OSError as error:
         raise UserError(f"{path}: cannot be opened: {error.strerror}") from None
+    if complete:
+        return
+    what, source = _other_kind(path)
+    if what is not None:
+        raise UserError(
+            f"{path}: {what}, not a package; make one of it with "
+            f"`neuronpipe convert {shlex.quote(str(source))} PACKAGE`"
+        )
     if not directory:
         raise UserError(f"{path}: no such package directory; make one with `neuronpipe convert`")
-    if not complete:
-        raise UserError(
-            f"{path / MANIFEST}: missing, so this is no complete package; make one with `neuronpipe convert`"
-        )
+    raise UserError(f"{path / MANIFEST}: missing, so this is no complete package; make one with `neuronpipe convert`")
+
+
+def _other_kind(path: Path) -> tuple[str | None, Path]:
+    """What a path is that can be made a package of, and what to convert then."""
+    if (path / "config.json").is_file():
+        return "a Hugging Face checkpoint", path
+    if path.suffix == ".gguf" and path.is_file():
+        return "a GGUF file", path
+    if path.suffix == ".safetensors" and path.is_file():
+        return "a file of a Hugging Face checkpoint", path.parent
+    return None, path

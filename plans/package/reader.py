@@ -22,7 +22,7 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.parse import read_manifest, require_package
 from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named, quoted
 
 HASH_BLOCK_BYTES = 1 << 20
 
@@ -134,7 +134,9 @@ def _checked_tensors(path: Path, expected: dict[str, tuple[str, tuple[int, ...]]
     for name in sorted(expected.keys() | entries.keys()):
         found = (entries[name].dtype, entries[name].shape) if name in entries else None
         if found != expected.get(name):
-            raise UserError(f"{path}: {name}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}")
+            raise UserError(
+                f"{path}: {named(name)}: found {_shown(found)}, the manifest needs {_shown(expected.get(name))}"
+            )
     _require_alignment(path, entries)
     return entries
 
@@ -155,7 +157,7 @@ def _require_alignment(path: Path, entries: dict[str, TensorEntry]) -> None:
 
 
 def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return "nothing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
+    return "nothing" if tensor is None else f"{tensor[0]} {quoted(list(tensor[1]))}"
 
 
 def sha256_of(path: Path) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from neuronpipe.plans.package.fields import Record, parse_json
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.plans.package.fields import Record, open_file, parse_json
+from neuronpipe.protocol.errors import UserError, named, quoted
 
 MOST_HEADER_BYTES = 100 << 20
 DATA_ALIGNMENT_BYTES = 64
@@ -37,7 +37,7 @@ class TensorEntry:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """All tensors of a file by name. Raises UserError when the header contradicts itself or the file's size."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size_bytes = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
@@ -62,7 +62,7 @@ def _entry(record: Record, data_start: int) -> TensorEntry:
         if not all(type(value) is int and 0 <= value < 1 << 60 for value in values):
             record.fail(name, "expected whole numbers")
     if len(offsets) != 2 or len(shape) > 8 or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
-        record.fail("data_offsets", f"{offsets} do not hold {dtype} of shape {shape}")
+        record.fail("data_offsets", f"{quoted(offsets)} do not hold {dtype} of shape {quoted(shape)}")
     return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
@@ -71,7 +71,9 @@ def _check_coverage(entries: Mapping[str, TensorEntry], data_start: int, size_by
     end = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
-            raise UserError(f"{path}: {name}: data_offsets overlap another tensor or leave a gap: damaged header")
+            raise UserError(
+                f"{path}: {named(name)}: data_offsets overlap another tensor or leave a gap: damaged header"
+            )
         end = entry.stop
     if end != size_bytes:
         raise UserError(f"{path}: {size_bytes} bytes, but its header describes {end}: truncated or damaged")

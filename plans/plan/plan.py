@@ -12,9 +12,11 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.plans.package.fields import read_file
+from neuronpipe.protocol.errors import UserError, quoted
 
 VERSION = 3
+MOST_PLAN_BYTES = 16 << 20
 
 
 Mode = Literal["exact", "predicted"]
@@ -186,7 +188,7 @@ def parse_plan(text: str, where: str) -> Plan:
         raise UserError(f"{where}: a plan is a JSON object; make one with `neuronpipe plan`")
     if data.get("version") != VERSION:
         raise UserError(
-            f"{where}: field 'version': {data.get('version')!r}, this program reads {VERSION}; make a new plan"
+            f"{where}: field 'version': {quoted(data.get('version'))}, this program reads {VERSION}; make a new plan"
         )
     plan_id = data.pop("id", None)
     plan: Plan = _build(Plan, data, where, "")
@@ -198,9 +200,10 @@ def parse_plan(text: str, where: str) -> Plan:
 def read_plan(path: Path) -> Plan:
     """Read a plan file."""
     try:
-        return parse_plan(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(path, MOST_PLAN_BYTES).decode()
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a plan: {error}") from None
+    return parse_plan(text, str(path))
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -209,15 +212,15 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _build(kind: Any, value: Any, where: str, field: str) -> Any:
     """`value` as `kind`: dataclass, tuple of one kind, optional or scalar, checked strictly."""
-    wrong = UserError(f"{where}: field '{field}': expected {getattr(kind, '__name__', kind)}, found {value!r:.60}")
+    wrong = UserError(f"{where}: field '{field}': expected {getattr(kind, '__name__', kind)}, found {quoted(value)}")
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise wrong
         hints = typing.get_type_hints(kind)
         if missing := hints.keys() - value.keys():
-            raise UserError(f"{where}: field '{field + min(missing)}' is missing")
+            raise UserError(f"{where}: field {quoted(field + min(missing))} is missing")
         if unknown := value.keys() - hints.keys():
-            raise UserError(f"{where}: field '{field + min(unknown)}' is unknown")
+            raise UserError(f"{where}: field {quoted(field + min(unknown))} is unknown")
         return kind(**{name: _build(hint, value[name], where, f"{field}{name}.") for name, hint in hints.items()})  # type: ignore[operator]
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):
@@ -236,4 +239,6 @@ def _build(kind: Any, value: Any, where: str, field: str) -> Any:
             raise wrong from None
     if type(value) is not kind or (kind is float and not math.isfinite(value)):  # 1e999 reads as infinity
         raise wrong
+    if isinstance(value, str) and not value.isprintable():  # reasons are shown, and a terminal obeys what is not
+        raise UserError(f"{where}: field '{field}': expected printable text, found {quoted(value)}")
     return value

@@ -21,7 +21,7 @@ from neuronpipe.plans.plan.account import (
     slot_sizes,
 )
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")
 SINGLE_ROLES = ("coordinator", "loader", "cache", "prefill")
@@ -102,7 +102,7 @@ class _Check:
     def _flash(self) -> None:
         flash = self._plan.flash
         if flash.engine not in ENGINES:
-            self._fail("flash.engine", f"{flash.engine!r} is not one of {', '.join(ENGINES)}")
+            self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
         self._within("flash.depth", flash.depth, 1, MOST_DEPTH)
         self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
         least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle)

@@ -16,7 +16,7 @@ from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -70,7 +70,7 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
     for name, entry in read_header(path).items():
         if match := NAME.fullmatch(name):
             if entry.dtype not in PLAIN_BYTES or len(entry.shape) != 2:
-                raise UserError(f"{path}: {name}: expected a matrix of {', '.join(PLAIN_BYTES)}")
+                raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(PLAIN_BYTES)}")
             entries[int(match[1]), int(match[2])] = entry
     for layer in range(shape.layers):
         for matrix in (1, 2):

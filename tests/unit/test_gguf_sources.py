@@ -43,6 +43,38 @@ def test_an_activation_that_the_file_states_is_believed(value: str, expected: st
     assert convert(path, tmp_path / "p", quantization="q4").manifest.activation == expected
 
 
+def test_a_qwen2_that_says_relu_may_be_sparseqwen2_and_needs_a_word(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY)
+    path.write_bytes(path.read_bytes().replace(b"llama", b"qwen2"))  # keys and all
+    data = path.read_bytes()
+    path = write_gguf(tmp_path / "m.gguf", TINY, metadata={"llama.hidden_activation": "relu"})
+    path.write_bytes(path.read_bytes().replace(b"llama", b"qwen2"))
+    assert data != path.read_bytes()
+    refuse(path, r"qwen2\.hidden_activation: 'relu', but SparseQwen2 .* means drelu; .*--activation relu\|")
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"llama.hidden_activation": LONG}},
+        {"metadata": {"llama.rope.scaling.type": "\x1b[2J\0" * 1000}},
+        {"metadata": {"llama.expert_count": LONG}},
+        {"metadata": {"general.finetune": "relu" + LONG}},
+        {"extra": {LONG: np.ones(32, np.float32)}},
+    ],
+    ids=["activation", "controls", "type", "name", "tensor"],
+)
+def test_what_a_file_says_is_quoted_in_part(change: dict[str, Any], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", TINY, **change)
+    with pytest.raises(UserError) as caught:
+        convert(path, tmp_path / "package", quantization="q4")
+    assert len(str(caught.value)) < len(str(path)) + 500
+    assert str(caught.value).isprintable()
+
+
 METADATA: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, r"llama\.expert_count: mixtures of experts"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: 'yarn' is not supported"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.defaults import DEFAULTS
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.package.manifest import Activation
 from neuronpipe.plans.package.safetensors_header import read_header
@@ -51,6 +52,114 @@ def refuse(source: Path, message: str) -> None:
     assert [path.name for path in source.parent.iterdir()] == ["source"]
 
 
+QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", activation="silu", bias=True)
+GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "defaults.json").read_text())
+
+
+@pytest.mark.parametrize("owner", ["LlamaConfig", "MistralConfig", "Qwen2Config"])
+def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
+    (ours,) = (defaults.values for defaults in DEFAULTS.values() if defaults.owner == owner)
+    theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
+    assert dict(ours) == {name: theirs[name] for name in ours}
+    windows = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+    assert (windows | {"attention_bias", "mlp_bias"}) & theirs.keys() <= ours.keys()
+
+
+def test_bamboos_class_has_mistrals_defaults() -> None:
+    assert DEFAULTS["BambooForCausalLM"].values == DEFAULTS["MistralForCausalLM"].values
+
+
+def test_missing_keys_have_the_defaults_of_the_class(source: Path) -> None:
+    keys = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act", "max_position_embeddings")
+    configure(source, **dict.fromkeys((*keys, "eos_token_id", "head_dim"), ...))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert (checkpoint.shape.norm_epsilon, checkpoint.shape.context_tokens) == (1e-6, 2048)
+        assert (checkpoint.activation, checkpoint.tied_embeddings, checkpoint.end_tokens) == ("silu", False, (2,))
+        assert checkpoint.inverse_frequency[1] == pytest.approx(10_000 ** (-2 / 32))
+    configure(source, architectures=["MistralForCausalLM"])
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.shape.context_tokens == 4096 * 32
+
+
+def test_null_is_not_missing(source: Path) -> None:
+    configure(source, architectures=["MistralForCausalLM"], num_key_value_heads=None, eos_token_id=None)
+    refuse(source, r"k_proj\.weight: has shape \[32, 64\], but the configuration needs \[64, 64\]")  # as many as heads
+    configure(source, num_key_value_heads=1)
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.end_tokens == ()
+    configure(source, rms_norm_eps=None)
+    refuse(source, "rms_norm_eps: expected a number, found None")
+
+
+def test_an_error_about_a_default_says_that_it_is_one(source: Path) -> None:
+    configure(source, architectures=["MistralForCausalLM"], num_key_value_heads=...)
+    refuse(source, "query_heads: 2 is no multiple of key_heads, 8")
+    configure(source, architectures=["BambooForCausalLM"], num_key_value_heads=1, hidden_act=...)
+    refuse(source, "hidden_act: is 'silu', .*the file does not have it; 'silu' is BambooConfig's default")
+
+
+def test_rope_scaling_without_its_original_context_means_the_models(source: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    tables = []
+    for extra in ({}, {"original_max_position_embeddings": TINY.context_tokens}):
+        configure(source, rope_scaling=scaling | extra)
+        with open_huggingface(source, Options()) as checkpoint:
+            tables.append(checkpoint.inverse_frequency.tolist())
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_a_qwen2_that_says_relu_may_be_sparseqwen2_and_needs_a_word(activation: Activation, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(QWEN2, activation="relu"))
+    refuse(source, r"hidden_act: is 'relu', but SparseQwen2 .* means drelu; .*--activation relu\|.*drelu: SparseQwen2")
+    assert convert(source, tmp_path / "p", quantization="q4", activation=activation).manifest.activation == activation
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": LONG},
+        {"architectures": [LONG]},
+        {"architectures": LONG},
+        {"hidden_size": 10**4000},
+        {"rope_scaling": {"rope_type": LONG}},
+        {"rope_scaling": {LONG: {}}},
+        {"eos_token_id": LONG},
+        {"eos_token_id": [[LONG]]},
+        {"vocab_size": "\x1b[2J" * 1000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_a_configuration_says_is_quoted_in_part(fields: dict[str, Any], source: Path) -> None:
+    configure(source, **fields)
+    with pytest.raises(UserError) as caught:
+        open_huggingface(source, Options())
+    assert len(str(caught.value)) < len(str(source)) + 400
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["model\0.safetensors", "\ud800.safetensors", LONG, "", ".", "\x1b[2J"])
+def test_a_shard_that_cannot_be_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, shards=2))
+    index = source / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(values))
+    refuse(source, r"weight_map: '.* is not the name of a file beside it$")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attention_bias": False}, {"architectures": ["MistralForCausalLM"]}], ids=["llama", "mistral"]
+)
+def test_biases_that_the_class_would_leave_out_are_not_ignored(fields: dict[str, Any], tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, bias=True))
+    configure(source, **fields)
+    refuse(source, "attention_bias: is not true, but|q_proj.bias: a tensor that this architecture does not have")
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another architecture": ({"architectures": ["FalconForCausalLM"]}, r"architectures: .*is not supported; Llama"),
     "ProSparse's class": ({"architectures": ["SparseLlamaForCausalLM"]}, "architectures: "),
@@ -66,6 +175,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         r"rope_scaling\.low_freq_factor: missing",
     ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only heads that rotate"),
+    "positions by kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        r"rope_parameters\.full_attention: positions that differ",
+    ),
+    "two kinds of scaling": (
+        {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2}},
+        r"rope_scaling\.type: 'linear' contradicts rope_type, 'default'",
+    ),
+    "an activation's threshold": ({"hidden_act_param": 0.01}, "hidden_act_param: activations with a threshold"),
     "feed-forward biases": ({"mlp_bias": True}, "mlp_bias: "),
     "biases that are not there": ({"attention_bias": True}, r"q_proj\.bias: the tensor is missing"),
     "another width": ({"hidden_size": 128}, r"has shape \[300, 64\], but the configuration needs \[300, 128\]"),
@@ -190,6 +308,8 @@ def test_bamboo_applies_relu_to_gate_and_up_and_nothing_else(source: Path) -> No
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, 9),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 0),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),  # missing is not null
+        ({"architectures": ["BambooForCausalLM"]}, 4096),  # TurboSparse-Mistral's own configuration lacks it
         ({"sliding_window": 9}, 0),  # LlamaForCausalLM does not read it
     ],
 )
@@ -197,6 +317,34 @@ def test_windows_follow_the_class(fields: dict[str, Any], window_tokens: int, so
     configure(source, **fields)
     with open_huggingface(source, Options()) as checkpoint:
         assert checkpoint.shape.window_tokens == window_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "window_tokens"),
+    [
+        ({}, 0),
+        ({"use_sliding_window": True}, 0),  # from layer 28 on, by default
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 9}, 9),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, 0),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9}, 9),
+        ({"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, 0),
+    ],
+)
+def test_windows_of_qwen2(fields: dict[str, Any], window_tokens: int, tmp_path: Path) -> None:
+    """As transformers 5.23's Qwen2Config makes layer_types of them."""
+    source = write_checkpoint(tmp_path / "source", QWEN2)
+    configure(source, **fields)
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.shape.window_tokens == window_tokens
+
+
+def test_some_layers_with_a_window_are_refused(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", QWEN2)
+    configure(source, use_sliding_window=True, max_window_layers=1)
+    refuse(source, "max_window_layers: layers with different windows")
+    configure(source, layer_types=["sliding_attention", ["full_attention"]])
+    refuse(source, "layer_types: layers with different windows")
 
 
 def test_layers_with_different_windows_are_refused(source: Path) -> None:

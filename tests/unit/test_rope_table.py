@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from neuronpipe.plans.convert.defaults import DEFAULTS
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.package.fields import Record
 
@@ -21,7 +22,8 @@ LLAMA3 = {
 
 def table(**config: Any) -> list[float]:
     """The table of a config.json with heads of 64."""
-    return [float(value) for value in scaled_frequencies(Record(config, "config.json"), 64)]
+    record = Record(config, "config.json").over(DEFAULTS["LlamaForCausalLM"].values, "LlamaConfig")
+    return [float(value) for value in scaled_frequencies(record, 64)]
 
 
 def plain(theta: float) -> list[float]:

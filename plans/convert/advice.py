@@ -1,0 +1,68 @@
+"""What a path is that people mean to convert and cannot as it is, and the next command: all refusals end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.protocol.errors import UserError
+
+REPOSITORY = re.compile(r"(?:https?:/+huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*?)/?")
+
+
+def refuse_missing(path: Path) -> None:
+    """Refuse a source that does not exist; the name of a repository on Hugging Face is often meant as one."""
+    if os.path.exists(path):  # unlike Path's, it has no errors of its own
+        return
+    if match := REPOSITORY.fullmatch(str(path)):
+        directory = match[1].partition("/")[2]
+        raise UserError(
+            f"{path}: no such file or directory; a repository on Hugging Face is downloaded first: "
+            f"`hf download {match[1]} --local-dir {directory}` (from `pip install huggingface_hub`), "
+            f"then `neuronpipe convert {directory} PACKAGE`"
+        )
+    raise UserError(f"{path}: cannot be read: No such file or directory")
+
+
+def refuse_other_directories(path: Path) -> None:
+    """Refuse a directory that is a package already, or whose weights are in another format than safetensors."""
+    shown = shlex.quote(str(path))
+    if os.path.exists(path / MANIFEST):
+        raise UserError(f"{path}: a package already; run it with `neuronpipe run {shown} -p TEXT`")
+    if any(path.glob("*.safetensors")) or os.path.exists(path / "model.safetensors.index.json"):
+        return
+    if files := sorted(path.glob("*.gguf")):
+        raise UserError(
+            f"{path}: holds GGUF and no safetensors; convert one file: "
+            f"`neuronpipe convert {shlex.quote(str(files[0]))} PACKAGE`"
+        )
+    if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pth")):
+        raise UserError(
+            f"{path}: holds pickled weights and no safetensors; pickles can run code and are not read; download the "
+            f"repository's safetensors, or write them with `{_saved_by('AutoModelForCausalLM', path)}` "
+            "(needs transformers and torch)"
+        )
+
+
+def refuse_missing_tokenizer(path: Path) -> None:
+    """Refuse when there is no tokenizer.json at `path`; a slow tokenizer beside it can be saved as a fast one."""
+    if os.path.exists(path):
+        return
+    slow = next((name for name in ("tokenizer.model", "vocab.json") if os.path.exists(path.with_name(name))), None)
+    if path.name == "tokenizer.json" and slow is not None:
+        raise UserError(
+            f"{path}: missing, there is {slow} only; make it with `{_saved_by('AutoTokenizer', path.parent)}` "
+            "(needs transformers and sentencepiece), or pass --tokenizer FILE"
+        )
+    raise UserError(f"{path}: missing; save the model's fast tokenizer there, or pass --tokenizer FILE")
+
+
+def _saved_by(name: str, directory: Path) -> str:
+    """The command by which transformers saves a directory's model or tokenizer in the format that is read here."""
+    load = f"from transformers import {name} as T; d = {json.dumps(str(directory))}"
+    code = f"{load}; T.from_pretrained(d).save_pretrained(d)"
+    return f"python -c {shlex.quote(code)}"

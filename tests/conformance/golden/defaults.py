@@ -1,0 +1,28 @@
+"""Write defaults.json: what transformers' configuration classes fill in. python defaults.py (from this directory, with
+transformers installed; PyTorch is not needed)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import transformers
+
+
+def defaults(owner: type) -> dict[str, object]:
+    """The fields of a configuration class by name. rope_theta is a default of the class above all of them."""
+    values = {field.name: field.default for field in dataclasses.fields(owner) if not field.name.startswith("_")}
+    plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
+    return {**plain, "rope_theta": owner.default_theta}
+
+
+def main() -> None:
+    """Write the file beside this one."""
+    owners = (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config)
+    table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
+    Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
