@@ -8,12 +8,18 @@ from typing import Any
 
 from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.layout import Part
-from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
+from neuronpipe.plans.package.predictor import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 
 BAR_WIDTH = 64
 MIB = 1 << 20
+MAX_RECALL_SHORTFALL = 0.005  # below what was wanted: so much, texts differ
+ALWAYS_FIRES = (
+    "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
+    "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
+)
 
 
 def describe(package: Package) -> dict[str, Any]:
@@ -56,7 +62,29 @@ def describe(package: Package) -> dict[str, Any]:
         "gate_fired_by_layer": None if manifest.gate_fired_by_layer is None else list(manifest.gate_fired_by_layer),
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "workload": None if manifest.workload is None else asdict(manifest.workload),
+        "warnings": warnings(manifest),
     }
+
+
+def warnings(manifest: Manifest) -> list[str]:
+    """What a person should know before the package disappoints them, a sentence each."""
+    found = [ALWAYS_FIRES] if manifest.activation == "silu" else []
+    if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
+        found.append(said)
+    return found
+
+
+def low_recall(predictor: Predictor, wanted: float) -> str | None:
+    """Where a predictor finds clearly fewer of the active neurons than wanted, on held-out text; None: nowhere."""
+    recalls = [layer.recall for layer in predictor.by_layer]
+    low = [recall for recall in recalls if recall < wanted - MAX_RECALL_SHORTFALL]
+    if not low:
+        return None
+    return (
+        f"recall on held-out text is {min(low):.1%} to {max(low):.1%} in {len(low)} of {len(recalls)} layers, below "
+        f"{wanted:.1%}: predicted mode leaves out more than that says; `neuronpipe profile` with more text of the kind "
+        "that is generated (--text, --tokens), a higher --rank or --recall comes closer"
+    )
 
 
 def parameters(manifest: Manifest) -> int:
@@ -117,6 +145,8 @@ def render(description: dict[str, Any]) -> str:
     if (workload := description["workload"]) is not None:
         lines += ["", f"Workload presets (seed {workload['seed']})"]
         lines += [f"  {name:<12} tokens {a:>7,} to {a + n - 1:,}" for name, (a, n) in workload["presets"].items()]
+    for warning in description["warnings"]:
+        lines += ["", f"note: {warning}"]
     return "\n".join(lines)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.launch.typed import typed_command
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.package.manifest import ACTIVATIONS, QUANTIZATIONS, Manifest
 
 
@@ -67,6 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
             "activation": manifest.activation,
             "bytes": _size(manifest),
             "quantization_error": dict(manifest.quantization_error),
+            "warnings": warnings(manifest),
         }
         print(json.dumps(result))
     else:
@@ -86,5 +89,7 @@ def render(path: Path, manifest: Manifest) -> str:
     ]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
-    lines += ["", f"run it: {typed_command()} run {path} -p TEXT"]
+    for warning in warnings(manifest):
+        lines += ["", f"note: {warning}"]
+    lines += ["", f"run it: {typed_command()} run {shlex.quote(str(path))} -p TEXT"]
     return "\n".join(lines)

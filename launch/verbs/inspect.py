@@ -9,6 +9,7 @@ import argparse
 import json
 
 from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.typed import as_typed
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
 
@@ -30,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.activations:
         return _activations(arguments, package)
     description = describe(package)
-    print(json.dumps(description, indent=2) if arguments.json else render(description))
+    print(json.dumps(description, indent=2) if arguments.json else as_typed(render(description)))
     return 0
 
 

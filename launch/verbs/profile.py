@@ -15,8 +15,11 @@ from typing import Any
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.launch.planning import add_package_argument
 from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.typed import as_typed
+from neuronpipe.plans.inspect import low_recall
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
+from neuronpipe.plans.package.predictor import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
@@ -36,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization", choices=QUANTIZATIONS, default="q8", help="of the factors (default: %(default)s)"
     )
     parser.add_argument(
-        "--recall", type=float, default=0.98, help="wanted share of active neurons that are predicted (default: 0.98)"
+        "--recall",
+        type=float,
+        default=DEFAULT_RECALL,
+        help="wanted share of active neurons that are predicted (default: %(default)s)",
     )
     parser.add_argument(
         "--reads",
@@ -112,6 +118,8 @@ def main(arguments: argparse.Namespace) -> int:
         ],
         "exact_perplexity": profiled.exact_perplexity,
         "predicted_perplexity": profiled.predicted_perplexity,
+        "wanted_recall": arguments.recall,
+        "warnings": [said] if (said := low_recall(manifest.predictor, arguments.recall)) else [],
     }
     print(json.dumps(result) if arguments.json else render(result))
     return 0
@@ -148,4 +156,6 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"{sides}, rank {candidate['rank']}: {candidate['predicted']:.1%} of neurons predicted")
     change = predicted / exact - 1
     lines.append(f"held-out perplexity {exact:.4f} exact, {predicted:.4f} predicted ({change:+.2%}; reference engine)")
+    for warning in result["warnings"]:
+        lines += ["", as_typed(f"warning: {warning}")]
     return "\n".join(lines)

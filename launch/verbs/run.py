@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
@@ -10,6 +13,8 @@ from neuronpipe.launch.generation import add_generation_arguments, generate, gen
 from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.plans.inspect import ALWAYS_FIRES
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
 
 
@@ -24,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Generate one text."""
+    _refuse_a_prompt_as_package(arguments)
     ask = generate_request(arguments)
     package, plan = package_and_plan(arguments)
     uses = implementations(arguments.use, plan)
@@ -32,4 +38,16 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         generate(client, arguments, ask)
+    if package.manifest.activation == "silu" and not arguments.json:
+        print(f"neuronpipe: {ALWAYS_FIRES}", file=sys.stderr)
     return 0
+
+
+def _refuse_a_prompt_as_package(arguments: argparse.Namespace) -> None:
+    """The words after `run` are the package's name, and people give the prompt there."""
+    if arguments.prompt is None and not os.path.exists(arguments.package):
+        text = str(arguments.package)
+        raise UserError(
+            f"{quoted(text)}: no such package directory; if it is the prompt, give it with -p: "
+            f"`neuronpipe run -p {shlex.quote(text) if len(text) <= MAX_QUOTED_CHARACTERS else 'TEXT'}`"
+        )

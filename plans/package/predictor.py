@@ -8,6 +8,8 @@ from neuronpipe.plans.package.fixed import QUANT_DTYPES
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Predictor, Shape
 
+DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
+
 
 def predictor_matrices(shape: Shape, predictor: Predictor, layer: int) -> Iterator[tuple[str, int, int]]:
     """(name, rows, columns) of one layer's quantized matrices, in the order of the file."""

@@ -10,6 +10,7 @@ import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
+from neuronpipe.plans.package.predictor import DEFAULT_RECALL
 from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
@@ -23,7 +24,6 @@ from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 SIDES: dict[str, tuple[Side, ...]] = {"gate": ("gate",), "both": ("gate", "up")}
-DEFAULT_RECALL = 0.98
 
 Progress = Callable[[int, int], None]
 

@@ -146,6 +146,7 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
         (("walk",), "walk"),
         (("stauts",), "did you mean `status`?"),
         (("run", "-p", ""), "give -p TEXT"),
+        (("convert", "SparseLLM/ReluLLaMA-7B", "p"), "`hf download SparseLLM/ReluLLaMA-7B --local-dir Relu"),
         (("perplexity", "--text", "/nowhere"), "/nowhere"),
         (("convert", "/nowhere", "target"), "/nowhere"),
     ],
@@ -153,6 +154,29 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
 def test_words_that_mean_nothing(shell: Shell, package: Path, words: tuple[str, ...], named: str) -> None:
     place = [package] if words[:1] in {("run",), ("up",), ("perplexity",)} else []
     assert named in shell.refused(*words[:1], *place, *words[1:])
+
+
+def test_a_prompt_without_its_option_is_told_where_it_belongs(shell: Shell, package: Path) -> None:
+    said = shell.refused("run", "Once upon a time")
+    assert "'Once upon a time': no such package directory" in said
+    assert "`neuronpipe run -p 'Once upon a time'`" in said
+    assert "`neuronpipe run -p TEXT`" in shell.refused("run", "x" * 300)
+    assert "no such package directory; make one" in shell.refused("run", "Once upon a time", "-p", "x")
+
+
+def test_a_model_file_is_not_run(shell: Shell, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", TINY)
+    for verb in ("run", "up"):
+        said = shell.refused(verb, source, *(ASK if verb == "run" else ()))
+        assert f"a GGUF file, not a package; make one of it with `neuronpipe convert {source} PACKAGE`" in said
+
+
+def test_a_silu_model_is_told_that_every_neuron_fires(shell: Shell, package: Path) -> None:
+    said = shell.call("run", package, *ASK)
+    assert said.code == 0
+    assert [line for line in said.errors.splitlines() if line.startswith("neuronpipe: silu: every neuron fires")]
+    assert "silu: every neuron fires" in shell.call("inspect", package).out
+    assert "silu: every neuron fires" in shell.json("inspect", package)["warnings"][0]
 
 
 def test_no_words_at_all_are_answered_with_help(shell: Shell) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.verbs import profile as verb
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode
@@ -170,12 +172,49 @@ def test_the_table_of_a_profile_names_every_candidate() -> None:
         "candidates": [{"sides": ["gate", "up"], "rank": 32, "predicted": 0.2, "by_layer": []}],
         "exact_perplexity": 8.0,
         "predicted_perplexity": 8.04,
+        "warnings": ["recall is low: `neuronpipe profile`"],
     }
     page = verb.render(json.loads(json.dumps(result)))
     assert "97.0%" in page
     assert "1.94" in page
     assert "gate and up, rank 32: 20.0% of neurons predicted" in page
     assert "+0.50%" in page
+    assert "warning: recall is low: `neuronpipe profile`" in page
+
+
+def test_a_recall_below_the_wanted_one_is_warned_of(
+    tiny: Callable[[Activation], Package], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `profile`, whose wish it was, and by `inspect`, which knows the default."""
+    package = Path(shutil.copytree(tiny("drelu").path, tmp_path / "p"))
+    letters = np.random.default_rng(5).integers(97, 123, 5000, dtype=np.uint8)
+    (tmp_path / "text").write_bytes(letters.tobytes())
+    words = ["profile", str(package), "--text", str(tmp_path / "text"), "--tokens", "512", "--json"]
+
+    def warnings(*words: str) -> list[str]:
+        assert main(list(words)) == 0
+        return list(json.loads(capsys.readouterr().out)["warnings"])
+
+    (said,) = warnings(*words, "--recall", "0.98", "--reads", "attention")
+    assert re.search(r"recall on held-out text is 9\d\.\d% to 9\d\.\d% in \d of 2 layers, below 98\.0%", said)
+    assert "--rank" in said
+    assert warnings(*words, "--recall", "0.6") == []
+    (said,) = warnings("inspect", str(package), "--json")
+    assert "in 2 of 2 layers, below 98.0%" in said
+    assert main(["inspect", str(package)]) == 0
+    assert "note: recall on held-out text" in capsys.readouterr().out
+
+
+def test_a_silu_package_says_that_every_neuron_fires(
+    tiny: Callable[[Activation], Package], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, activation="silu"))
+    assert main(["convert", str(source), str(tmp_path / "silu")]) == 0
+    assert "note: silu: every neuron fires" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "silu")]) == 0
+    assert "note: silu: every neuron fires" in capsys.readouterr().out
+    assert main(["inspect", str(tiny("relu").path)]) == 0
+    assert "note:" not in capsys.readouterr().out
 
 
 def imported_file(package: Package, path: Path, **changes: np.ndarray) -> Path:
