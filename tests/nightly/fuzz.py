@@ -2,8 +2,9 @@
 
     python tests/nightly/fuzz.py [--seconds N] [TARGET ...]
 
-Needs `pip install atheris`; without it, draws from mutations blindly. A target ends with an input that raises anything
-but an error for a person, takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
+Needs `pip install atheris`; without it, draws from mutations blindly. Targets named after verbs call the command
+itself, as tests/fuzz/commands.py describes. A target ends with an input that raises anything but an error for a person,
+takes more than ten seconds or 2 GB; the input is kept as crash-... in the present folder.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from neuronpipe.launch.demo import DEMO
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
+from tests.fuzz.commands import Fuzzed, damaged
 
 MOST_S, MOST_BYTES = 10, 2 << 30
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
@@ -124,6 +126,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),
         "template": (lambda data: Template(data.decode("utf-8", "replace"), "<s>", "</s>").render(TURNS), TEMPLATES),
         "schema": (schema, SCHEMAS),
+        **Fuzzed(folder / "commands").targets(),
     }
 
 
@@ -161,7 +164,7 @@ def blind(target: Target, seeds: list[bytes], seconds: float, seed: int) -> int:
     """Draws until the time is over; how many."""
     draw, until, count = random.Random(seed), time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        data = mutated(draw, seeds)
+        data = damaged(draw, draw.choice(seeds)) if draw.randrange(2) else mutated(draw, seeds)
         try:
             once(target, data)
         except BaseException:
