@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ def read_frequencies(path: Path, shape: Shape) -> NDArray[np.float32]:
     """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
     expected = (shape.layers, shape.experts, shape.neurons)
     try:
-        # The file is mapped first: a damaged header may promise more than there is memory.
-        shares = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none
+            # The file is mapped first: a damaged header may promise more than there is memory.
+            shares = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises whatever Python's own parser makes of the header
         raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
     if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
         raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")

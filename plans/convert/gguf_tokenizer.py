@@ -14,6 +14,7 @@ from typing import Any
 
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.protocol.errors import UserError, named, quoted
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -64,16 +65,17 @@ def build_tokenizer(metadata: Record) -> bytes:
         metadata.fail("tokenizer.ggml.tokens", "a token appears twice")
     model = metadata.text("tokenizer.ggml.model")
     try:
-        if model == "gpt2":
-            tokenizer, starts = _byte_level(metadata, pieces)
-        elif model == "llama":
-            tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
-        else:
-            metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
-        for piece, kind in zip(pieces, kinds, strict=True):
-            if kind in (CONTROL, USER_DEFINED):
-                tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
-        values = json.loads(tokenizer.to_str())
+        with panics_are_errors():
+            if model == "gpt2":
+                tokenizer, starts = _byte_level(metadata, pieces)
+            elif model == "llama":
+                tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
+            else:
+                metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
+            for piece, kind in zip(pieces, kinds, strict=True):
+                if kind in (CONTROL, USER_DEFINED):
+                    tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
+            values = json.loads(tokenizer.to_str())
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.package.manifest import identity
 
@@ -59,6 +60,8 @@ class Fuzzed:
         self._source = write_checkpoint(folder / "source", RECIPE)
         self._gguf = write_gguf(folder / "model.gguf", replace(RECIPE, shards=1))
         self._package, self._plan, self._made = folder / "package", folder / "plan.json", folder / "made"
+        self._frequencies = folder / "frequencies.npy"
+        np.save(self._frequencies, np.full((RECIPE.layers, 1, RECIPE.neurons), 0.5, np.float32))
         (self._source / "generation_config.json").write_text('{"eos_token_id": [299, 298]}')
         tokens = {"bos_token": "<|end|>", "eos_token": {"content": "<|end|>"}}
         templates = [{"name": "default", "template": "{{ messages }}"}]
@@ -78,6 +81,8 @@ class Fuzzed:
         }
         activation = ("--activation", "relu")
         found["convert relu"] = self._target(self._source / "config.json", [(*convert, *activation)])
+        frequencies = (*convert, "--frequencies", self._frequencies)
+        found["convert frequencies"] = self._target(self._frequencies, [frequencies])
         found["convert gguf"] = self._target(self._gguf, [("convert", self._gguf, self._made, "--json", *activation)])
         inspect = [("inspect", self._package), ("inspect", self._package, "--json"), ("plan", self._package)]
         manifest = self._target(self._package / "manifest.json", inspect, _sealed_manifest)

@@ -10,6 +10,7 @@ from tests.fuzz.commands import Fuzzed, damaged
 
 NAMES = (
     "convert config.json",
+    "convert frequencies",
     "convert generation_config.json",
     "convert gguf",
     "convert model-00001-of-00002.safetensors",

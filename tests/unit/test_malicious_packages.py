@@ -157,6 +157,22 @@ def test_a_pickled_table_of_frequencies_is_never_loaded(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["{'descr': '<f4', 'shape': (1, ", "{'descr': '<f4', 'fortran_or\\9999 False, 'shape': (1, 1, 32)}", "9" * 9999],
+)
+def test_a_damaged_table_of_frequencies_is_one_line(
+    header: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    text = header.encode() + b"\n"
+    (tmp_path / "f.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+    with pytest.raises(UserError, match=r"f\.npy: not a \.npy file of firing shares") as caught:
+        convert(source, tmp_path / "made", quantization="q4", frequencies=tmp_path / "f.npy")
+    assert len(str(caught.value)) < len(str(tmp_path)) + 200
+    assert not recwarn.list
+
+
 def header_file(path: Path, header: bytes) -> Path:
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     return path
