@@ -239,6 +239,8 @@ def _build(kind: Any, value: Any, where: str, field: str) -> Any:
             raise wrong from None
     if type(value) is not kind or (kind is float and not math.isfinite(value)):  # 1e999 reads as infinity
         raise wrong
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        raise wrong
     if isinstance(value, str) and not value.isprintable():  # reasons are shown, and a terminal obeys what is not
         raise UserError(f"{where}: field '{field}': expected printable text, found {quoted(value)}")
     return value

@@ -122,6 +122,27 @@ def test_every_plan_of_the_planner_is_accepted(extra: int, workers: int, neurons
     validate(plan(package, facts, Wanted(memory_bytes=limit)), package, "plan.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("device_id", "x\x1b[2J\ud800"),
+        ("reasons", ["a\nb"]),
+        ("reasons", "x" * 100_000),
+        ("version", 10**4000),
+        ("x" * 100_000, 1),
+        ("flash", {"depth": 10**4000}),
+        ("package_id", [[["x" * 1000] * 1000] * 1000]),
+    ],
+)
+def test_what_a_plan_says_is_quoted_in_part_and_printable(field: str, value: Any) -> None:
+    data = json.loads(made().to_json())
+    data[field] = {**data[field], **value} if isinstance(value, dict) else value
+    with pytest.raises(UserError, match=r"plan\.json: field '") as caught:
+        parse_plan(json.dumps(data), "plan.json")
+    assert len(str(caught.value)) < 300
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_numbers_that_are_none_are_refused(number: str) -> None:
     text = made().to_json()
