@@ -55,12 +55,11 @@ def _decoded(path: Path) -> str:
 
 def _named_default(config: Record) -> str | None:
     """One template, or the one called "default" of several for different uses."""
-    value = config.value("chat_template")
-    if isinstance(value, str):
-        return value
+    if isinstance(config.value("chat_template"), str):
+        return config.text("chat_template")
     for entry in config.items("chat_template"):
         if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
-            return str(entry["template"])
+            return Record(entry, config.where, "chat_template.").text("template")
     return None
 
 

@@ -140,9 +140,9 @@ class Record:
         return float(value)
 
     def text(self, name: str) -> str:
-        """A string."""
+        """A string that can be written as UTF-8: JSON can escape halves of characters, which no file can hold."""
         value = self.value(name)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
             self.fail(name, f"expected a string, found {quoted(value)}")
         return value
 

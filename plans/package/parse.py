@@ -244,6 +244,8 @@ def _parse_shares(record: Record, name: str, layers: int) -> tuple[float, ...]:
 def _parse_workload(record: Record, vocabulary: int) -> Workload:
     presets, ranges = {}, record.record("presets")
     for name in ranges.names():
+        if not name.isprintable():  # it is shown, and a terminal obeys what is not
+            ranges.fail(name, "expected a printable name")
         place = ranges.record(name)
         first = place.integer("first_token", 0, vocabulary - 1)
         presets[name] = (first, place.integer("tokens", 1, vocabulary - first))

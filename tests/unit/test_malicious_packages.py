@@ -84,6 +84,25 @@ def test_a_name_that_a_terminal_would_obey_is_refused(package: Path, field: str)
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "\ud800", "a\nb"])
+def test_a_workloads_name_that_cannot_be_printed_is_refused(package: Path, name: str) -> None:
+    def rename(values: dict[str, Any]) -> None:
+        values["workload"] = {"seed": 1, "presets": {name: {"first_token": 0, "tokens": 3}}}
+
+    with pytest.raises(UserError, match=r"workload\.presets\..*: expected a printable name") as caught:
+        Package.open(rewritten(package, rename))
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("template", ["a \ud800", [{"name": "default", "template": "a \ud800"}]])
+def test_half_a_character_in_a_template_is_refused(template: Any, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(UserError, match=r"chat_template.*: expected a string, found 'a \\ud800'"):
+        convert(source, tmp_path / "made", quantization="q4")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_text_that_a_terminal_would_obey_is_not_printed() -> None:
     assert for_terminal("a\tb\n\x1b[2J\x9b1m\r\x07\u00e9") == "a\tb\n\ufffd[2J\ufffd1m\ufffd\ufffd\u00e9"
 
