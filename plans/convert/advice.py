@@ -14,9 +14,14 @@ from neuronpipe.protocol.errors import UserError
 REPOSITORY = re.compile(r"(?:https?:/+huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*?)/?")
 
 
-def refuse_missing(path: Path) -> None:
-    """Refuse a source that does not exist; the name of a repository on Hugging Face is often meant as one."""
+def refuse_no_source(path: Path) -> None:
+    """Refuse what is no source: the name of a repository on Hugging Face, one file of a checkpoint, nothing at all."""
     if os.path.exists(path):  # unlike Path's, it has no errors of its own
+        if path.suffix == ".safetensors" and path.is_file():
+            raise UserError(
+                f"{path}: one file of a checkpoint; convert its directory: "
+                f"`neuronpipe convert {shlex.quote(str(path.parent))} PACKAGE`"
+            )
         return
     if match := REPOSITORY.fullmatch(str(path)):
         directory = match[1].partition("/")[2]

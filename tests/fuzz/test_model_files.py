@@ -99,7 +99,7 @@ def only_user_errors(attempt: Callable[[], object]) -> None:
     try:
         attempt()
     except UserError as error:
-        one_line = str(error).isprintable()
+        one_line = str(error).isprintable() and len(str(error)) < 1000
     else:
         one_line = True
     assert one_line

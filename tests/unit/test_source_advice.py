@@ -50,6 +50,10 @@ def test_a_path_that_is_no_repository_is_only_missing(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nothing" / "here").endswith("cannot be read: No such file or directory")
 
 
+def test_one_file_of_a_checkpoint_stands_for_its_directory(source: Path) -> None:
+    assert f"`neuronpipe convert '{source}' PACKAGE`" in refusal(source / "model.safetensors")
+
+
 def test_pickled_weights_are_not_read(source: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     said = refusal(source)
