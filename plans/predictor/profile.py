@@ -81,6 +81,7 @@ def profile(
         candidates = [Candidate(SIDES["gate"], imported.rank, "relu")]
     else:
         candidates = _candidates(sides, rank, shape.width, shape.neurons, manifest.activation == "drelu")
+    package.verify_fixed()
     weights = PackageWeights(package)
     cut = texts.calibration_tokens
     mean: list[float] = []

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.package.checksum import cluster_checksums
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
+from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
 
 class PackageWeights:
-    """Decodes tensors of one package on demand; keeps none."""
+    """Decodes tensors of one package on demand; keeps none. Neurons are compared with their checksums, as the loader
+    does: UserError where they differ."""
 
     def __init__(self, package: Package) -> None:
         self._package, self._manifest = package, package.manifest
         self._fixed: NDArray[np.uint8] = np.memmap(package.fixed_path, mode="r", dtype=np.uint8)
         self._bundles: NDArray[np.uint8] = np.memmap(package.bundles_path, mode="r", dtype=np.uint8)
+        self._checksums = np.frombuffer(package.checksums(), dtype="<u4").reshape(-1, 2)
 
     def vector(self, name: str) -> Array:
         """A float32 vector of fixed.safetensors."""
@@ -42,12 +46,23 @@ class PackageWeights:
         first = layout.word(layer, expert, manifest.shape.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
         clusters = self._bundles[start:stop].reshape(layout.clusters, -1)
+        self._require_checksums(clusters, first, layer)
         rest = layout.gate_part_bytes
         scales = rest if layout.scales_part == "rest" else 0
         gate = self._pieces(clusters, layout.gate_quants, layout.gate_scales)
         up = self._pieces(clusters, rest + layout.up_quants, scales + layout.up_scales)
         down = self._pieces(clusters, rest + layout.down_quants, scales + layout.down_scales)
         return gate, up, down
+
+    def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int) -> None:
+        layout = self._manifest.layout
+        wrong = (cluster_checksums(clusters, layout) != self._checksums[first : first + len(clusters)]).any(axis=1)
+        if wrong.any():
+            cluster, n = int(wrong.argmax()), layout.cluster_neurons
+            raise UserError(
+                f"{self._package.bundles_path}: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: "
+                "does not match its checksum: damaged; convert the model again"
+            )
 
     def _pieces(self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int) -> Array:
         quantization, width = self._manifest.quantization, self._manifest.shape.width

@@ -162,6 +162,19 @@ def test_bad_requests_are_one_line_for_a_person(tiny: Callable[[Activation], Pac
         profile(tiny("silu"), texts, rank=32)
 
 
+@pytest.mark.parametrize(("name", "message"), [("bundles.bin", "layer 1, neurons"), ("fixed.safetensors", "sha256")])
+def test_a_damaged_package_is_not_profiled(
+    name: str, message: str, tiny: Callable[[Activation], Package], tmp_path: Path
+) -> None:
+    """A predictor fitted on damaged weights looks like any other."""
+    package = Path(shutil.copytree(tiny("relu").path, tmp_path / "p"))
+    data = bytearray((package / name).read_bytes())
+    data[-5000] ^= 4
+    (package / name).write_bytes(data)
+    with pytest.raises(UserError, match=rf"{name}: .*{message}.*damaged"):
+        profile(Package.open(package), Texts([[1, 2, 3]], [[1, 2]]), rank=32)
+
+
 def test_the_table_of_a_profile_names_every_candidate() -> None:
     shares = {"recall": 0.97, "precision": 0.5, "predicted": 0.2}
     result = {
