@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"
+MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -63,6 +64,8 @@ def build_tokenizer(metadata: Record) -> bytes:
     kinds = _kinds(metadata, len(pieces))
     if len(set(pieces)) != len(pieces):
         metadata.fail("tokenizer.ggml.tokens", "a token appears twice")
+    if (longest := max(map(len, pieces), default=0)) > MAX_PIECE_CHARACTERS:
+        metadata.fail("tokenizer.ggml.tokens", f"a token of {longest} characters: damaged")
     model = metadata.text("tokenizer.ggml.model")
     try:
         with panics_are_errors():

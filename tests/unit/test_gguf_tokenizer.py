@@ -96,6 +96,10 @@ def test_begin_and_end_tokens_stand_where_the_file_wants_them() -> None:
         ({"tokenizer.ggml.merges": ["q zzz"]}, r"tokenizer\.ggml\.tokens: make no tokenizer"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, r"tokenizer\.ggml\.token_type: expected 2 whole numbers"),
         ({"tokenizer.ggml.tokens": ["a"] * 300}, r"tokenizer\.ggml\.tokens: a token appears twice"),
+        (
+            {"tokenizer.ggml.tokens": ["a", "b" * 10_000_000], "tokenizer.ggml.token_type": [1, 1]},
+            r"tokens: a token of 10000000 characters: damaged",
+        ),
         ({"tokenizer.ggml.tokens": [1]}, r"tokenizer\.ggml\.tokens: expected a list of strings"),
     ],
 )
