@@ -170,7 +170,7 @@ def damaged(draw: random.Random, content: bytes) -> bytes:
         return _damaged_string(draw, content)
     data = bytearray(content)
     for _ in range(draw.randint(1, 6)):
-        at = draw.randrange(min(len(data), HEADER_BYTES) if draw.randrange(4) else len(data))
+        at = draw.randrange(1 + (min(len(data), HEADER_BYTES) if draw.randrange(4) else len(data)))
         length = draw.choice((1, 1, 2, 4, 8, 64))
         new = draw.choice((b"", draw.randbytes(length), b"\xff" * length, b"\0" * length, b"9" * length, b"[" * length))
         data[at : at + draw.choice((0, length, len(new)))] = new
