@@ -37,10 +37,10 @@ found = [target / "bin/python", *(target / "lib").rglob("*.so*"), *Path(sysconfi
 for program in found:
     said = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
     for line in said.splitlines():
-        words = line.replace("=>", " ").split()
-        place = next((Path(word) for word in words if word.startswith("/")), None)
+        # "libm.so.6 => /lib/libm.so.6 (0x7f...)", the loader "/lib64/ld-linux-x86-64.so.2 (0x7f...)"; a path may hold blanks.
+        place = Path((line.partition("=> ")[2] or line).strip().rpartition(" (")[0])
         # What a wheel brings along lies beside its module and is found there.
-        if place is None or "site-packages" in str(place) or place.is_relative_to(target):
+        if not place.is_absolute() or "site-packages" in str(place) or place.is_relative_to(target):
             continue
         if not (target / "lib" / place.name).exists():
             shutil.copy(place.resolve(), target / "lib" / place.name)

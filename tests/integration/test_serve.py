@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tests.pipeline import Run, Shell, eventually
 
 Converted = Callable[..., Package]
 KEY = "correct-horse-battery"
-GATEWAY = f"""#!{sys.executable}
+GATEWAY = """
 import http.server, os, socket, sys
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -69,10 +70,10 @@ def test_what_a_live_run_cannot_give_any_more_is_refused(shell: Shell, run: Run,
 
 
 def test_a_program_in_the_gateways_seat_gets_the_socket_and_the_key(shell: Shell) -> None:
-    program = shell.folder / "gateway"
+    program = shell.folder / "gateway.py"
     program.write_text(GATEWAY)
-    program.chmod(0o755)
-    with served(shell, "--key", KEY, "--use", f"gateway=argv:{program} {{listen}}") as server:
+    command = shlex.join([sys.executable, str(program)])  # a script's first line holds no interpreter below a blank
+    with served(shell, "--key", KEY, "--use", f"gateway=argv:{command} {{listen}}") as server:
         assert server.call("GET", "/").body == f"key {KEY}".encode()
         os.kill(server.run.pid("gateway"), signal.SIGKILL)
         assert server.call("GET", "/").status == 200  # it waited for the new one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -43,18 +44,16 @@ def test_a_worker_that_logs_which_neurons_fire_names_those_of_the_reference_engi
 
 
 def test_a_program_is_started_in_its_seat_and_told_where_it_is(shell: Shell, converted: Converted) -> None:
-    program = shell.folder / "told"
-    program.write_text(
-        f"#!{sys.executable}\nimport os, sys\n"
+    (shell.folder / "told.py").write_text(
+        "import os, sys\n"
         "names = ('RUN', 'ROLE', 'INDEX', 'PACKAGE')\n"
         "words = sys.argv[1:] + [os.environ['NEURONPIPE_' + name] for name in names]\n"
         "open('told.txt', 'w').write(' '.join(words))\n"
         "assert os.path.exists(os.environ['NEURONPIPE_PLAN']) and os.path.exists(sys.argv[1] + '/run.json')\n"
         "sys.exit('this one cannot compute')\n"
     )
-    program.chmod(0o755)
     package, place = converted("relu2", "f16"), shell.folder / "run"
-    use = "decode.1=argv:./told {run} {role}.{index}"
+    use = f"decode.1=argv:{shlex.quote(sys.executable)} told.py {{run}} {{role}}.{{index}}"
     done = shell.call("run", package.path, "-p", "x", "--workers", "2", "--use", use, "--run", place, cwd=shell.folder)
     assert done.code == 2
     assert done.errors == "neuronpipe: decode.1 died 6 times within 30 s: this one cannot compute\n"
