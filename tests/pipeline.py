@@ -91,9 +91,9 @@ class Shell:
         return line
 
     @contextlib.contextmanager
-    def up(self, package: Path, *options: str | Path) -> Iterator[Run]:
+    def up(self, package: Path, *words: str | Path, **options: Any) -> Iterator[Run]:
         """A run that stays while the context does."""
-        run = Run(self, Path(self.json("up", package, *options)["run"]))
+        run = Run(self, Path(self.json("up", package, *words, **options)["run"]))
         try:
             yield run
         finally:
