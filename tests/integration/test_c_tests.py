@@ -37,9 +37,9 @@ def ran(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[in
         ("echo 5 checks, 0 failed", 0, "native test_one: ok, 5 checks, 0 failed\n"),
         ("echo no tiles here, 0 checks; exit 77", 0, "native test_one: skipped, no tiles here, 0 checks\n"),
         (
-            "echo '  io_uring is not allowed here: not tested'; echo all passed",
+            "echo '  io_uring: not tested'; echo '  filters: not tested'; echo all passed",
             0,
-            "native test_one: ok, all passed, but not: io_uring is not allowed here\n",
+            "native test_one: ok, all passed, but not: io_uring, but not: filters\n",
         ),
         ("echo wrong; exit 1", 1, "wrong\nnative test_one: FAILED (exit status 1)\n"),
     ],

@@ -268,7 +268,7 @@ int main(void)
         int error = 0;
         np_reader *possible = np_reader_open(path, engines[i], DEPTH, &error);
         if (!possible && i == 0) {
-            printf("  io_uring is not allowed here (%s): not tested\n", strerror(error));
+            printf("  io_uring, which is not allowed here (%s): not tested\n", strerror(error));
             continue;
         }
         np_reader_close(possible);
