@@ -113,11 +113,29 @@ logged() {
 }
 
 # logged "$@", or the end of the log and exit 1.
-must() {
-    logged "$@" && return
+must() { logged "$@" || give_up; }
+
+give_up() {
     tail -n 30 "$log" >&2
     say "setting up failed; all of its output is in $log"
     exit 1
+}
+
+# apt_install PACKAGES...: as root. Another start may be doing the same: its locks are waited for, up to five minutes. The option
+# for that knows dpkg's lock alone; those on the lists and on the archives end apt-get at once, so it is tried again.
+apt_install() {
+    apt_until=$(($(date +%s) + 300))
+    until logged sh -c 'export LC_ALL=C DEBIAN_FRONTEND=noninteractive
+        apt-get update && apt-get install -y "$@" --no-install-recommends -o DPkg::Lock::Timeout=300' sh "$@"; do
+        case $(tail -n 4 "$log") in
+        *"E: Could not get lock"* | *"E: Unable to lock"*) ;;
+        *) return 1 ;;
+        esac
+        [ "$(date +%s)" -lt "$apt_until" ] || return 1
+        [ -n "${apt_waited:-}" ] || say "another apt holds a lock; waiting for it"
+        apt_waited=yes
+        sleep 1
+    done
 }
 
 # Compiler, headers and Python itself: installed where that is allowed, else the command is named and we leave with 2.
@@ -132,9 +150,8 @@ require_system_packages() {
             must sh -c "$command"
         elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
             say "installing with apt-get: $missing"
-            # Another start may be doing the same: wait for its lock instead of failing.
-            must sh -c "apt-get update && DEBIAN_FRONTEND=noninteractive ${command} --no-install-recommends \
-                -o DPkg::Lock::Timeout=300"
+            # shellcheck disable=SC2086 # names of packages, one word each
+            apt_install ${command#apt-get install -y } || give_up
         else
             break
         fi

@@ -186,6 +186,41 @@ def test_root_gets_the_compiler_installed(checkout: Checkout) -> None:
     assert "installing with apt-get: compiler" in errors
 
 
+@pytest.mark.parametrize("step", ["update", "install"])
+def test_another_apts_lock_is_waited_for(checkout: Checkout, step: str) -> None:
+    """Of these two only dpkg's own lock, which is a third one, can be waited for by an option of apt-get."""
+    compiler, tries = checkout.tools / "cc", checkout.root / "tries"
+    compiler.rename(checkout.tools / "kept")
+    script(checkout.tools / "id", "echo 0")
+    script(
+        checkout.tools / "apt-get",
+        f"""case "$1" in {step})
+    echo try >>"{tries}"
+    if [ "$(cat "{tries}")" = try ]; then
+        echo "E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)"
+        echo "N: Be aware that removing the lock file is not a solution and may break your system."
+        echo "E: Unable to lock directory /var/lib/apt/lists/"
+        exit 100
+    fi
+esac
+case "$1" in install) cp "{checkout.tools}/kept" "{compiler}" ;; esac""",
+    )
+    code, out, errors = checkout.run("x")
+    assert (code, out) == (0, "<x>\n"), errors
+    assert errors.count("another apt holds a lock; waiting for it") == 1
+    assert tries.read_text() == "try\ntry\n"
+
+
+def test_an_apt_that_fails_is_not_tried_again(checkout: Checkout) -> None:
+    (checkout.tools / "cc").unlink()
+    script(checkout.tools / "id", "echo 0")
+    script(checkout.tools / "apt-get", 'echo "E: Unable to locate package gcc"\nexit 100')
+    code, _, errors = checkout.run("x")
+    assert code == 1
+    assert "E: Unable to locate package gcc" in errors
+    assert "waiting" not in errors
+
+
 def test_without_any_python_the_command_names_it(checkout: Checkout) -> None:
     (checkout.tools / "python3").unlink()
     script(checkout.tools / "apt-get", "exit 1")
