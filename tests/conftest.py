@@ -17,9 +17,30 @@ from neuronpipe.plans.package.reader import Package
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.pipeline import Shell
 
+TESTS = Path(__file__).parent
+ALONE = (
+    "faults/test_ended_from_outside.py",
+    "faults/test_killed_processes.py",
+    "faults/test_strain.py",
+    "integration/test_bench.py",
+    "integration/test_cool.py",
+    "integration/test_demo.py",
+    "integration/test_memory.py",
+    "integration/test_page.py",
+)
+
 # How long an example takes says something about the machine, and whoever else is busy on it.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever is given a shell starts a pipeline. Those of ALONE measure memory or speed, or depend on moments."""
+    for item in items:
+        if {"shell", "long_shell"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.pipeline)
+            if item.path.relative_to(TESTS).as_posix().startswith(ALONE):
+                item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from tests.pipeline import Shell
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
 NOT_SHIPPED = {"native/bind.py"}
+pytestmark = pytest.mark.pipeline  # all of it: compiling the kernels is not quick
 
 
 @pytest.fixture(scope="module")

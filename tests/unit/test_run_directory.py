@@ -15,9 +15,8 @@ from neuronpipe.protocol.version import VERSION
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    base = tmp_path / "base"
-    base.mkdir()
+def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    base = tmp_path_factory.mktemp("b")  # short: paths of sockets in it are limited
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     return base
 

@@ -1,0 +1,143 @@
+"""What ./launch/test runs, and in which order; its last line sums up all Python tests as pytest does.
+
+    python -m tests.everything           style, types, C tests, Python tests
+    python -m tests.everything --quick   without C tests, and without the Python tests that start a pipeline
+
+Types, C tests and most Python tests keep the processors busy side by side; the output of the first two is shown when
+they have ended. What measures, or depends on moments, comes after, one by one. Ends with 1 when anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("protocol", "native", "plans", "services", "launch")
+SKIPPED = 77  # the exit status of tests/native/run.sh when it lacks tools for a part
+TYPES = ("mypy", *(word for name in PACKAGES for word in ("-p", f"neuronpipe.{name}")))
+C_TESTS = ("sh", "tests/native/run.sh")
+
+
+def say(text: str) -> None:
+    """A line for the person who waits."""
+    print(f"neuronpipe: {text}", file=sys.stderr, flush=True)
+
+
+def run(*words: str) -> bool:
+    """Run a program, its output as it comes. Whether it succeeded."""
+    return subprocess.run(words, cwd=ROOT).returncode == 0
+
+
+class Background:
+    """A program beside others; `passed` waits for it and shows what it said."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        self._name = name
+        self._process = subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def passed(self) -> bool:
+        """Whether it succeeded. A part of the C tests may be skipped for want of tools, but not on a build machine."""
+        said, _ = self._process.communicate()
+        code = self._process.returncode
+        say(self._name)
+        sys.stdout.buffer.write(said)
+        sys.stdout.flush()
+        if code == SKIPPED and os.environ.get("CI") != "true":
+            say(f"a part of the {self._name} was skipped")
+            return True
+        return code == 0
+
+    def end(self) -> None:
+        """End it with all that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.communicate()
+
+
+@contextlib.contextmanager
+def background(name: str, words: Sequence[str] | None) -> Iterator[Background | None]:
+    """A program beside what is done meanwhile; nothing where there is none."""
+    one = Background(name, words) if words else None
+    try:
+        yield one
+    finally:
+        if one:
+            one.end()
+
+
+def pytest(report: Path, *words: str) -> bool:
+    """Some of the Python tests. Whether they passed."""
+    return run(sys.executable, "-m", "pytest", f"--junitxml={report}", *words)
+
+
+def tests_side_by_side(report: Path, quick: bool) -> bool:
+    """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
+    they need."""
+    say("Python tests that need no pipeline" if quick else "Python tests, two at a time")
+    return pytest(report, "-m", "not pipeline" if quick else "not alone", "-n", "2", "--dist", "loadfile")
+
+
+def tests_alone(report: Path) -> bool:
+    """One by one, with nothing beside them."""
+    say("Python tests that must be alone")
+    return pytest(report, "-m", "alone")
+
+
+def summary(reports: Sequence[Path], seconds: float) -> str:
+    """The reports' sum as pytest writes it: "2 failed, 1650 passed, 3 skipped in 500.12s (0:08:20)"."""
+    counts: Counter[str] = Counter()
+    for report in filter(Path.exists, reports):
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            counts.update({key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")})
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    words = {"failed": counts["failures"], "passed": passed, "skipped": counts["skipped"], "errors": counts["errors"]}
+    said = ", ".join(f"{count} {word}" for word, count in words.items() if count or word == "passed")
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{said} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02}:{rest:02})"
+
+
+def everything(quick: bool, reports: Path) -> bool:
+    """Whether all is well. What only looks at the source comes first: it takes a second."""
+    say("style")
+    if not (run("ruff", "check", ".") and run("ruff", "format", "--check", ".")):
+        return False
+    began = time.monotonic()
+    parts = [reports / "beside.xml", *([] if quick else [reports / "alone.xml"])]
+    with background("types", TYPES) as types, background("C tests", None if quick else C_TESTS) as native:
+        passed = tests_side_by_side(parts[0], quick)
+        others = [one.passed() for one in (types, native) if one]
+    if not all(others):
+        return False
+    if not quick:
+        passed = tests_alone(parts[1]) and passed
+    print(summary(parts, time.monotonic() - began), flush=True)
+    return passed
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="./launch/test", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="no C tests, nothing that starts a pipeline")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="np-") as reports:
+            sys.exit(not everything(parser.parse_args().quick, Path(reports)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
