@@ -23,7 +23,7 @@ part() { # part NAME RUNNER CMAKE-OPTIONS...
         # shellcheck disable=SC2086 # a command and its arguments, or nothing
         output=$($runner "$build/$name/$program" 2>&1) || code=$?
         last=$(echo "$output" | tail -n 1)
-        untested=$(echo "$output" | sed -n 's/^ *\(.*\): not tested$/, but not: \1/p' | tr -d '\n')
+        untested=$(echo "$output" | sed -n 's/^ *\(.*\): not tested$/, but not: \1/p' | uniq | tr -d '\n')
         case $code in
         0) echo "$name $program: ok, $last$untested" ;;
         77) echo "$name $program: skipped, $last" ;; # it can check nothing on this processor
