@@ -40,12 +40,12 @@ def run(*words: str) -> bool:
 
 
 class Background:
-    """A program beside others; `passed` waits for it and shows what it said."""
+    """A program beside others, which go first; `passed` waits for it and shows what it said."""
 
     def __init__(self, name: str, words: Sequence[str]) -> None:
         self._name = name
         self._process = subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            ("nice", *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
 
     def passed(self) -> bool:
