@@ -27,6 +27,7 @@ ALONE = (
     "integration/test_demo.py",
     "integration/test_memory.py",
     "integration/test_page.py",
+    "integration/test_swap.py",
 )
 
 # How long an example takes says something about the machine, and whoever else is busy on it.
