@@ -14,7 +14,7 @@ import pytest
 from neuronpipe.services.gateway.connections import MOST_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
-from tests.pipeline import Shell, eventually
+from tests.pipeline import PATIENCE_S, Shell, eventually
 
 KEY = "correct-horse-battery"
 ASK = {"prompt": "def f(", "max_tokens": 2}
@@ -198,7 +198,9 @@ def test_a_reader_who_takes_nothing_holds_little_memory_and_nobody_up(server: Se
             line.sendall(request("POST", "/v1/completions", body))
         assert server.post("/v1/completions", **ASK).status == 200
         assert gateway.memory_info().rss - before < 40 << 20
-    assert eventually(lambda: server.run.status().sequences_active + server.run.status().sequences_waiting == 0)
+    assert eventually(
+        lambda: server.run.status().sequences_active + server.run.status().sequences_waiting == 0, PATIENCE_S
+    )
 
 
 def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
