@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]
@@ -31,8 +32,8 @@ def render(rows: Sequence[Row]) -> str:
                 f"{row['ffn_resident']:.0%}",
                 show_bytes(row["limit_memory_bytes"]),
                 show_bytes(row["peak_memory_bytes"]),
-                f"{row['tokens_per_s']:.1f}",
-                f"{row['tokens_per_s_least']:.1f} .. {row['tokens_per_s_most']:.1f}",
+                show_number(row["tokens_per_s"]),
+                f"{show_number(row['tokens_per_s_least'])} .. {show_number(row['tokens_per_s_most'])}",
             )
             for row in rows
         ),
@@ -91,15 +92,15 @@ def _times(row: Row) -> str:
     return "-" if times["p50"] is None else " / ".join(f"{times[name]:.2f}" for name in ("p50", "p90", "p99"))
 
 
-def _number_of(name: str, shown: str) -> Callable[[Row], str]:
-    return lambda row: "-" if row[name] is None else shown.format(row[name])
+def _number_of(name: str, decimals: int) -> Callable[[Row], str]:
+    return lambda row: "-" if row[name] is None else show_number(row[name], decimals)
 
 
 _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("memory read per token", _bytes_of("dram_bytes_per_token")),
     ("  of what memory can do", _share_of("dram_limit_fraction")),
     ("flash read per token", _bytes_of("flash_bytes_per_token")),
-    ("  reads", _number_of("flash_reads_per_token", "{:.1f}")),
+    ("  reads", _number_of("flash_reads_per_token", 1)),
     ("  of what flash can do", _share_of("flash_limit_fraction")),
     ("neurons active", _share_of("active_share")),
     ("not resident, of what was wanted", _share_of("miss_rate")),
@@ -110,10 +111,10 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("  waiting for other members", _share_of("meeting_share")),
     ("  messages and Python", _share_of("message_share")),
     ("time between tokens, ms, p50 / p90 / p99", _times),
-    ("  the longest", _number_of("tbt_most_ms", "{:.2f}")),
-    ("first token of the first request, ms", _number_of("first_token_ms", "{:.1f}")),
-    ("first tokens of it, tokens/s", _number_of("first_tokens_per_s", "{:.1f}")),
-    ("energy per token, J", _number_of("joules_per_token", "{:.3f}")),
+    ("  the longest", _number_of("tbt_most_ms", 2)),
+    ("first token of the first request, ms", _number_of("first_token_ms", 1)),
+    ("first tokens of it, tokens/s", _number_of("first_tokens_per_s", 1)),
+    ("energy per token, J", _number_of("joules_per_token", 3)),
 )
 
 _RATIOS: tuple[tuple[str, Callable[[Row], float | None]], ...] = (

@@ -13,6 +13,7 @@ from typing import Any
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.launch.bench.measure import Bench, Repetition
 from neuronpipe.launch.rehearsal import Candidate
+from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
@@ -95,8 +96,8 @@ def render(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         lines.append(
-            f"{row['test']:<14}{row['tokens_per_s']:>10.1f} tokens/s "
-            f"({row['tokens_per_s_least']:.1f} .. {row['tokens_per_s_most']:.1f})  {row['use']}"
+            f"{row['test']:<14}{show_number(row['tokens_per_s']):>10} tokens/s "
+            f"({show_number(row['tokens_per_s_least'])} .. {show_number(row['tokens_per_s_most'])})  {row['use']}"
         )
         if "versus" in row:
             ratio = row["versus"]

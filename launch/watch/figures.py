@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.launch.watch.marks import COLOURS, FAINT, REGIONS, STRONG, bar, fitted, key, listed, spark
+from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from rich.console import RenderableType
 from rich.table import Table
@@ -21,12 +22,12 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
     room = columns - NAME_COLUMNS
     rows = _pairs()
     trend = spark(speeds[-max(8, room - 26) :])
-    rows.add_row("tokens/s", Text.assemble((f"{shot.tokens_per_s:,.1f} ", STRONG), (trend, COLOURS["neurons"])))
+    rows.add_row("tokens/s", Text.assemble((f"{show_number(shot.tokens_per_s)} ", STRONG), (trend, COLOURS["neurons"])))
     times = [f"{name} {value:,.1f}" for name, value in shot.tbt_ms.items()]
     rows.add_row("token time", listed([*times[:-1], f"{times[-1]} ms"] if times else ["-"], room))
     waiting = f", {shot.sequences_waiting} waiting" if shot.sequences_waiting else ""
     rows.add_row("sequences", f"{shot.sequences_active} of {shot.sequences_most}{waiting}")
-    rows.add_row("prompts", f"{shot.prompt_tokens_per_s:,.0f} tokens/s" if shot.prompt_tokens_per_s else "-")
+    rows.add_row("prompts", f"{show_number(shot.prompt_tokens_per_s, 0)} tokens/s" if shot.prompt_tokens_per_s else "-")
     rows.add_row("so far", listed([f"{shot.tokens:,} tokens", f"in {shot.steps:,} steps"], room, " "))
     waits = (("flash", shot.flash_wait), ("each other", shot.member_wait))
     shares = [f"{share:.0%} for {what}" for what, share in waits if share is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.plan.plan import Plan
 
 BAR_CHARACTERS = 40
@@ -64,7 +65,7 @@ def explain(plan: Plan) -> str:
 
 def _expectation(plan: Plan) -> list[str]:
     e = plan.expected
-    speed = "not measured" if e.tokens_per_s is None else f"{e.tokens_per_s:.1f} tokens/s"
+    speed = "not measured" if e.tokens_per_s is None else f"{show_number(e.tokens_per_s)} tokens/s"
     terms = (
         ("memory, end to end", e.sequential_bytes_per_token, e.sequential_ms_per_token, ""),
         ("memory, in pieces", e.neuron_bytes_per_token, e.neuron_ms_per_token, f"of {e.piece_bytes:,} bytes"),

@@ -1,0 +1,14 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import math
+
+MAX_DECIMALS = 6
+
+
+def show_number(value: float, decimals: int = 1) -> str:
+    """With so many decimals, or more where a small figure would lose its meaning: `1,234.5`, `7.3`, `0.0042`."""
+    if value and math.isfinite(value):
+        decimals = max(decimals, min(MAX_DECIMALS, 1 - math.floor(math.log10(abs(value)))))
+    return f"{value:,.{decimals}f}"
