@@ -80,6 +80,14 @@ def _parse_techniques(text: str) -> frozenset[Technique]:
     return known
 
 
+def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
+    """The options by which a plan was asked for."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(arguments, name) != default]
+
+
 def package_and_plan(
     arguments: argparse.Namespace, *, sequences: int = 1, gateway: bool = False
 ) -> tuple[Package, Plan]:
@@ -87,6 +95,8 @@ def package_and_plan(
 
     Says so on stderr when the plan takes more memory than is available now.
     """
+    if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
+        raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
     package = Package.open(arguments.package)
     device = probe(package.path)
     if arguments.plan is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.typed import typed_command
+from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.package.manifest import ACTIVATIONS, QUANTIZATIONS, Manifest
@@ -91,5 +90,5 @@ def render(path: Path, manifest: Manifest) -> str:
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
     for warning in warnings(manifest):
         lines += ["", f"note: {warning}"]
-    lines += ["", f"run it: {typed_command()} run {shlex.quote(str(path))} -p TEXT"]
+    lines += ["", f"run it: {line_to_paste('run', path, '-p', 'TEXT')}"]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from pathlib import Path
 from neuronpipe.launch.attached import run_ended
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.launch.live import LiveRun, started_run
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.launch.typed import typed_command
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, asked_of_plan, package_and_plan
+from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -100,13 +100,8 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
 
 def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> None:
     """A run that is live has its plan and its processes: to ask for others, and not get them, would be a surprise."""
-    parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
-    add_use_argument(parser)
-    for name, default in vars(parser.parse_args([])).items():
-        if getattr(arguments, name) != default:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
+    for option in [*asked_of_plan(arguments), *(["--use"] if arguments.use else [])]:
+        raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
 
 
 def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
@@ -128,11 +123,14 @@ def _say(
 ) -> None:
     name, place = package.manifest.name, str(directory.path)
     if arguments.json:
-        said = {"address": listener.address, "model": name, "run": place, "joined": joined}
-        print(json.dumps(said), flush=True)
+        said = {"address": listener.address, "addresses": listener.addresses, "model": name, "run": place}
+        print(json.dumps({**said, "joined": joined}), flush=True)
         return
-    print(f"serving {name} at {listener.address}")
+    address, *others = listener.addresses
+    print(f"serving {name} at {address}")
+    if others:
+        print(f"  also at:         {', '.join(others)}")
     print(f"  run:             {'one that was live already' if joined else 'a new one'}, {place}")
-    print(f"  OpenAI clients:  base URL {listener.address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     {listener.address} in a browser, or {typed_command()} watch {place}")
+    print(f"  OpenAI clients:  base URL {address}/v1, {'the key' if listener.key else 'any key'}")
+    print(f"  look inside:     {address} in a browser, or {line_to_paste('watch', place)}")
     print("  end:             Ctrl-C", flush=True)

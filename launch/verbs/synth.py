@@ -11,7 +11,7 @@ from pathlib import Path
 
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.typed import typed_command
+from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
 from neuronpipe.plans.synth.shapes import SHAPES
 
@@ -67,6 +67,6 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         print(f"{package.path}: {manifest.name}, {show_bytes(size_bytes)}, {activity:.1%} of neurons active")
-        print(f"look at it: {typed_command()} inspect {package.path} --activations")
-        print(f"run it: {typed_command()} run {package.path} -p default0")
+        print(f"look at it: {line_to_paste('inspect', package.path, '--activations')}")
+        print(f"run it: {line_to_paste('run', package.path, '-p', 'default0')}")
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.launch.typed import typed_command
+from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.launch.using import add_use_argument, implementations
 from neuronpipe.launch.warm_up import follow_warm_up, show_warm_up
 from neuronpipe.protocol.links import CONTROL
@@ -49,7 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
         if warm_up is not None and not warm_up.done:
             print(f"  it is warming up and serves meanwhile: {show_warm_up(warm_up)}; `up --warm` waits for it")
         for purpose, verb in (("ask it", "ask"), ("watch it", "watch"), ("end it", "down")):
-            print(f"  {purpose + ':':<10}{typed_command()} {verb} --run {place}{' -p TEXT' if verb == 'ask' else ''}")
+            prompt = ("-p", "TEXT") if verb == "ask" else ()
+            print(f"  {purpose + ':':<10}{line_to_paste(verb, '--run', place, *prompt)}")
     return 0
 
 

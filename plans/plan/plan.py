@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -174,7 +175,7 @@ class Plan:
             if mine != theirs:
                 raise UserError(
                     f"{where}: field '{name}_id': the plan was made for another {name}; "
-                    f"make a new one with `neuronpipe plan PACKAGE -o {where}`"
+                    f"make a new one with `neuronpipe plan PACKAGE -o {shlex.quote(where)}`"
                 )
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.reach import EVERYWHERE, reached_at
 
 BACKLOG = 128
 KEY_VARIABLE = "NEURONPIPE_KEY"
@@ -28,7 +29,14 @@ class Listener:
     @property
     def address(self) -> str:
         """What a browser on this machine is given."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return self._url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
+
+    @property
+    def addresses(self) -> list[str]:
+        """What a browser on another device is given, the likeliest first; on loopback, one on this machine."""
+        return [self._url(host) for host in reached_at(self.host)]
+
+    def _url(self, host: str) -> str:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
@@ -77,5 +85,6 @@ def bind(host: str, port: int, key: str | None) -> Listener:
         raise UserError(
             f"--host {host} --port {port}: cannot be listened on: {error.strerror}; name another, or --port 0 for any"
         ) from None
-    bound = made.getsockname()[1]
+    address, bound = made.getsockname()[:2]
+    host = address if address in EVERYWHERE else host  # `0` and the like
     return Listener(descriptor=made.detach(), host=host, port=bound, key=key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,10 @@ from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.guarded import DoorKeys, GuardedPublisher, endpoint
 from neuronpipe.protocol.messages.event import Life, StepEvent
 from neuronpipe.services.monitor.observer import Observer
+from neuronpipe.services.reach import reached_at
 
 POLL_S = 0.05
 SNAPSHOT_EVERY_S = 0.25
-EVERYWHERE = ("0.0.0.0", "::")
 ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
 """The last word of a door."""
 
@@ -42,8 +41,7 @@ class Door:
     @property
     def address(self) -> str:
         """What a watcher needs."""
-        host = _own_address() if self._host in EVERYWHERE else self._host
-        return f"{endpoint(host, self._publisher.port)}?key={self._invitation}"
+        return f"{endpoint(reached_at(self._host)[0], self._publisher.port)}?key={self._invitation}"
 
     def serve(self, stopped: Callable[[], bool]) -> None:
         """Publish until told to stop, or until the run ends."""
@@ -87,13 +85,3 @@ def _kept(file: Path) -> DoorKeys | None:
         return None
     except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(f"{file}: no keys; remove it, or name another --port") from None
-
-
-def _own_address() -> str:
-    """The address from which this machine would speak to others; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
