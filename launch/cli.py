@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
+import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 from neuronpipe.launch.typed import as_typed
@@ -37,8 +40,9 @@ VERBS = {
     "doctor": "check this machine and say what to do about it",
 }
 
-
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAX_QUOTED_CHARACTERS = 80
+_LONG_QUOTE = re.compile(rf"""(?s)(['"])((?:(?!\1).){{{MAX_QUOTED_CHARACTERS}}})(?:(?!\1).)+\1""")
 
 
 class _Version(argparse.Action):
@@ -54,46 +58,91 @@ class _Version(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong with the words in one line, like everything else that a person gets wrong."""
 
+    @property
+    def options(self) -> Iterable[str]:
+        """Every option there is, as it is typed."""
+        return self._option_string_actions.keys()
+
     def error(self, message: str) -> NoReturn:
         """Raises UserError."""
+        message = _LONG_QUOTE.sub(r"\1\2...\1", message)
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+    def refuse(self, unknown: str) -> NoReturn:
+        """A word that is none of this parser's options, or one more than it takes. Raises UserError."""
+        name = _cut(unknown.partition("=")[0])
+        if not name.startswith("-"):
+            raise UserError(f"{_cut(unknown)!r} is one word more than this takes; see `{self.prog} --help`")
+        near = _nearest(name, self.options)
+        meant = f"; did you mean `{near}`? See" if near else "; see"
+        raise UserError(f"there is no option {name!r}{meant} `{self.prog} --help`")
 
-def _check_verb(words: list[str]) -> None:
-    """Raises UserError when the first word is meant as a verb and is none."""
-    if words and not words[0].startswith("-") and words[0] not in VERBS:
-        import difflib  # only a mistake pays for it
 
-        close = difflib.get_close_matches(words[0], VERBS, n=1)
-        meant = f"did you mean `{close[0]}`?" if close else f"the verbs are {', '.join(VERBS)}."
-        raise UserError(f"{words[0]!r} is no verb; {meant} See `neuronpipe --help`")
+def _cut(word: str) -> str:
+    return word if len(word) <= MAX_QUOTED_CHARACTERS else word[:MAX_QUOTED_CHARACTERS] + "..."
 
 
-def _parser(verb: str | None) -> argparse.ArgumentParser:
+def _nearest(word: str, known: Iterable[str]) -> str | None:
+    """What was probably meant: what begins so, or else what is most like it."""
+    import difflib  # only a mistake pays for it
+
+    plain = {one.strip("-"): one for one in known}
+    word = word.strip("-").lower()
+    begin_so = [one for one in plain if len(word) > 1 and one.startswith(word)]
+    close = [min(begin_so, key=len)] if begin_so else difflib.get_close_matches(word, plain, n=1)
+    return plain[close[0]] if close else None
+
+
+def _check_first(words: list[str], parser: _Parser) -> None:
+    """Raises UserError when the first word is no verb, or an option of a verb that comes later."""
+    first = words[0]
+    if first in VERBS or first in parser.options:
+        return
+    if not first.startswith("-"):
+        near = _nearest(_cut(first), VERBS)
+        meant = f"did you mean `{near}`?" if near else f"the verbs are {', '.join(VERBS)}."
+        raise UserError(f"{_cut(first)!r} is no verb; {meant} See `neuronpipe --help`")
+    if (verb := next((word for word in words if word in VERBS), None)) is not None:
+        raise UserError(f"{_cut(first)!r}: options come after the verb, as in `neuronpipe {verb} -h`")
+    parser.refuse(first)
+
+
+def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and that of each verb; only the one of `verb` knows its arguments."""
     parser = _Parser(
         prog="neuronpipe", description="Runs language models that are larger than the memory they may use."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    by_name = {}
     for name, purpose in VERBS.items():
-        verb_parser = verbs.add_parser(
+        by_name[name] = verbs.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb
         )
-        if name == verb:
-            importlib.import_module(f"neuronpipe.launch.verbs.{name}").add_arguments(verb_parser)
-    return parser
+    if verb is not None:
+        importlib.import_module(f"neuronpipe.launch.verbs.{verb}").add_arguments(by_name[verb])
+    return parser, by_name
+
+
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """The verb and its arguments. Raises UserError for words that mean nothing."""
+    parser, by_name = _parser(next((word for word in words if word in VERBS), None))
+    _check_first(words, parser)
+    asked, unknown = parser.parse_known_args(words)
+    if unknown:
+        by_name[asked.verb].refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
+    return asked
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's mistake is one line on stderr, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
-    verb = next((word for word in words if word in VERBS), None)
     try:
+        _prepare_streams()
         if not words:
-            _parser(None).print_help(sys.stderr)
+            _parser(None)[0].print_help(sys.stderr)
             return UserError.exit_code
-        _check_verb(words)
-        asked = _parser(verb).parse_args(words)
+        asked = _parsed(words)
         code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
         sys.stdout.flush()
         return int(code)
@@ -112,6 +161,24 @@ def main(arguments: list[str] | None = None) -> int:
         _silence()
         print(f"neuronpipe: {error.filename or 'the output'}: cannot be written: {error.strerror}", file=sys.stderr)
         return UserError.exit_code
+
+
+def _prepare_streams() -> None:
+    """Descriptors 0 to 2 are open, or a socket would take their place; what stdout cannot encode is shown as an escape.
+    Raises UserError where stdout is closed (`>&-`): there is no way to answer."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        raise UserError("standard output is closed: let it go to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _silence() -> None:

@@ -50,9 +50,11 @@ class Client(Closing):
                 quiet_ms = 0
                 yield None
 
-    def request(self, ask: Generate | Score) -> Iterator[Message]:
-        """Send a request and yield its answers up to the last. Interrupted, it is cancelled. Raises UserError when it
-        is refused.
+    def request(
+        self, ask: Generate | Score, quiet: Callable[[Status | None], None] = lambda status: None
+    ) -> Iterator[Message]:
+        """Send a request and yield its answers up to the last. Interrupted, it is cancelled. quiet: called again and
+        again while nothing comes, with how the run is, once that is known. Raises UserError when it is refused.
 
         A coordinator that was restarted does not know the request: a text is asked for again (the same tokens come
         again, `Token.index` tells which), a score has to be started again by the person. Asking twice is harmless.
@@ -61,22 +63,25 @@ class Client(Closing):
         self.send(ask)
         seen: int | None = None
         home: int | None = None
-        quiet = False
+        asked = False
+        status: Status | None = None
         answers = 0  # the first one was on its way before the request: it says nothing about it
         try:
             for message in self.replies():
                 if message is None:
-                    quiet = True
+                    quiet(status)
+                    asked = True
                     self.send(AskStatus())
                 elif isinstance(message, Status):
+                    status = message
                     seen = next(process.pid for process in message.processes if process.role == "coordinator")
                     answers += 1
-                    if quiet and answers > 1 and seen != home:
+                    if asked and answers > 1 and seen != home:
                         if home is not None and isinstance(ask, Score):
                             raise UserError("the coordinator was restarted and has forgotten this text; start again")
                         home = None
                         self.send(ask)
-                    quiet = False
+                    asked = False
                 if getattr(message, "request", None) != ask.request:
                     continue
                 assert message is not None

@@ -3,89 +3,149 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import re
 import sys
-from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.progress import Elapsed
 from neuronpipe.launch.sampling import add_sampling_arguments, sampling_options
 from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.typed import ONLY_UTF8, parse_text
+from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
 from neuronpipe.protocol.messages.request import Generate
+
+MAX_TOKENS = 1 << 24
+MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Prompt and sampling."""
-    parser.add_argument("-p", "--prompt", help="the text to continue (default: standard input)")
+    parser.add_argument("-p", "--prompt", type=parse_text, help="the text to continue (default: standard input)")
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
     )
     add_sampling_arguments(parser)
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be given again"
+        "--stop",
+        action="append",
+        type=parse_text,
+        default=[],
+        metavar="TEXT",
+        help="end the text before TEXT; may be given again",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
-    if arguments.max_tokens < 1:
-        raise UserError(f"--max-tokens {arguments.max_tokens}: out of range; see --help")
+    if not 1 <= arguments.max_tokens <= MAX_TOKENS:
+        raise UserError(f"--max-tokens {arguments.max_tokens}: between 1 and {MAX_TOKENS:,}")
     if arguments.logprobs is not None and not arguments.json:
         raise UserError("--logprobs: only with --json, which has a place for them")
     options = sampling_options(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
     if not prompt:
         raise UserError("the prompt is empty: give -p TEXT, or pipe a text into standard input")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise UserError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters: give a shorter one")
     return Generate(request="1", prompt=prompt, max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), **options)
 
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
         raise UserError("no prompt: give -p TEXT, or pipe a text into standard input")
-    return sys.stdin.read()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read(MAX_PROMPT_CHARACTERS + 1)
+    except UnicodeDecodeError:
+        raise UserError(f"standard input: {ONLY_UTF8}") from None
 
 
 def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> None:
-    """Stream the text to a person, or print the JSON object."""
-    if not arguments.json:
-        sys.stdout.write(ask.prompt or "")
+    """Stream the text to a person, or print the JSON object. stderr says what the first token waits for."""
+    prompt_tokens = 0
+
+    def quiet(status: Status | None) -> None:
+        elapsed.say(_awaited(status, prompt_tokens))
+
+    with _Answer(ask.prompt or "", arguments.json) as answer, Elapsed(plain=arguments.json) as elapsed:
+        for message in client.request(ask, quiet):
+            if isinstance(message, Accepted):
+                prompt_tokens = message.prompt_tokens
+            elif isinstance(message, Token):
+                elapsed.end()
+                answer.take(message)
+            elif isinstance(message, Finished):
+                elapsed.end()
+                answer.finish(message)
+
+
+def _awaited(status: Status | None, prompt_tokens: int) -> str:
+    """What the first token waits for."""
+    if status is None or not status.ready or not prompt_tokens:
+        return "starting"
+    prompt = f"the prompt, {prompt_tokens:,} token{'s' if prompt_tokens > 1 else ''}"
+    if status.sequences_waiting:
+        return f"waiting for a place, or reading {prompt}; {status.sequences_waiting} texts wait"
+    return f"reading {prompt}"
+
+
+class _Answer:
+    """What comes of a request: the prompt and the text, streamed to a person; or a JSON object at the end. The prompt
+    is shown with the first token: a request that is refused is not repeated. What goes wrong is said on a line of its
+    own, not behind the text."""
+
+    def __init__(self, prompt: str, as_json: bool) -> None:
+        self._prompt, self._as_json = prompt, as_json
+        self._filter = for_terminal if sys.stdout.isatty() else str
+        self._tokens: list[Token] = []
+        self._open = False  # a line is begun and not ended
+
+    def take(self, token: Token) -> None:
+        """One more token, or one that comes again after the coordinator was restarted."""
+        if token.index < len(self._tokens):
+            return
+        self._tokens.append(token)
+        if not self._as_json:
+            self._show(self._filter(token.text))
+
+    def finish(self, finished: Finished) -> None:
+        """The last word."""
+        if self._as_json:
+            print(json.dumps(to_json(finished, self._tokens)))
+            return
+        self._show("")
+        self._end_line()
+        print(_summary(finished), file=sys.stderr)
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(text if self._open else self._prompt + text)
         sys.stdout.flush()
-    with _line_ended(arguments.json):
-        _stream(client, arguments, ask)
+        self._open = True
 
-
-@contextlib.contextmanager
-def _line_ended(as_json: bool) -> Iterator[None]:
-    """What goes wrong is said on a line of its own, not behind the text."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt):
-        if not as_json:
+    def _end_line(self) -> None:
+        if self._open:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        raise
+            self._open = False
 
+    def __enter__(self) -> Self:
+        return self
 
-def _stream(client: Client, arguments: argparse.Namespace, ask: Generate) -> None:
-    tokens: list[Token] = []
-    terminal = sys.stdout.isatty()
-    for message in client.request(ask):
-        if isinstance(message, Token):
-            if message.index < len(tokens):
-                continue  # asked for again after the coordinator was restarted
-            tokens.append(message)
-            if not arguments.json:
-                sys.stdout.write(for_terminal(message.text) if terminal else message.text)
-                sys.stdout.flush()
-        elif isinstance(message, Finished):
-            _finish(arguments.json, message, tokens)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError | KeyboardInterrupt):
+            self._end_line()
 
 
 def for_terminal(text: str) -> str:
@@ -93,18 +153,13 @@ def for_terminal(text: str) -> str:
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _finish(as_json: bool, finished: Finished, tokens: list[Token]) -> None:
-    if as_json:
-        print(json.dumps(to_json(finished, tokens)))
-        return
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+def _summary(finished: Finished) -> str:
     memory, flash = finished.memory, finished.flash
-    print(
-        f"[{finished.tokens} tokens, {finished.tokens_per_s:.0f} tokens/s, first after {finished.ttft_ms:.0f} ms; "
+    return (
+        f"[{finished.tokens} tokens, {show_number(finished.tokens_per_s, 0)} tokens/s, "
+        f"first after {finished.ttft_ms:.0f} ms; "
         f"memory {show_bytes(memory['peak_bytes'])} of {show_bytes(memory['limit_bytes'])}; "
-        f"flash {show_bytes(flash['bytes'])}, miss rate {flash['miss_rate']:.1%}]",
-        file=sys.stderr,
+        f"flash {show_bytes(flash['bytes'])}, miss rate {flash['miss_rate']:.1%}]"
     )
 
 

@@ -1,13 +1,19 @@
-"""Progress of long work, on stderr: a bar on a terminal, elsewhere a line per tenth; silent at first."""
+"""Progress of long work, on stderr: live on a terminal, elsewhere a few plain lines; silent at first.
+
+Progress  of work whose amount is known: a bar, or a line per tenth
+Elapsed   of a wait for nobody knows how long: seconds
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 SILENT_S = 2.0
+WIPE = "\r\x1b[K"
 
 
 class Progress:
@@ -67,3 +73,49 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class Elapsed:
+    """Call `say` a few times a second while waiting; as a context manager, so that the line goes when the wait ends.
+
+    Without a terminal, or when `plain` asks for it, a line is written after SILENT_S, and whenever twice as much time
+    has passed.
+    """
+
+    def __init__(self, *, plain: bool = False, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._plain = plain or not self._stream.isatty()
+        self._began = time.monotonic()
+        self._due_s = SILENT_S
+        self._drawn = False
+        self._over = False
+
+    def say(self, what: str) -> None:
+        """What is waited for."""
+        took_s = time.monotonic() - self._began
+        if self._over or took_s < self._due_s:
+            return
+        if self._plain:
+            print(f"neuronpipe: {what}, {took_s:.0f} s", file=self._stream, flush=True)
+            self._due_s = 2 * took_s
+        else:
+            columns = shutil.get_terminal_size().columns
+            self._stream.write(f"{WIPE}{f'{what}, {took_s:.0f} s'[: columns - 1]}")
+            self._stream.flush()
+            self._drawn = True
+
+    def end(self) -> None:
+        """The wait is over: nothing is said any more."""
+        self._over = True
+        if self._drawn:
+            self._stream.write(WIPE)
+            self._stream.flush()
+            self._drawn = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()

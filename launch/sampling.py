@@ -6,11 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.launch.typed import parse_text
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Bias
 
 DEFAULT_TEMPERATURE = 0.8
 DEFAULT_TOP_P = 0.95
+MAX_TOP_K = (1 << 31) - 1
+MAX_SEED = (1 << 63) - 1
+MAX_BIAS = 100
+MAX_SCHEMA_CHARACTERS = 1 << 20
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +72,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--json-schema",
+        type=parse_text,
         metavar="FILE|TEXT",
         help="the answer is JSON of this schema; 'json' for any object",
     )
@@ -80,19 +86,21 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     temperature = arguments.temperature
     if temperature is None:
         temperature = 0.0 if arguments.json else DEFAULT_TEMPERATURE
-    for name, value, good in (
-        ("--temperature", temperature, 0 <= temperature <= 100),
-        ("--top-k", arguments.top_k, arguments.top_k >= 0),
-        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1),
-        ("--min-p", arguments.min_p, 0 <= arguments.min_p <= 1),
-        ("--repeat-penalty", arguments.repeat_penalty, 0.01 <= arguments.repeat_penalty <= 100),
-        ("--frequency-penalty", arguments.frequency_penalty, abs(arguments.frequency_penalty) <= 100),
-        ("--presence-penalty", arguments.presence_penalty, abs(arguments.presence_penalty) <= 100),
-        ("--logprobs", arguments.logprobs, arguments.logprobs is None or 0 <= arguments.logprobs <= 20),
-        ("--seed", arguments.seed, 0 <= arguments.seed < 1 << 63),
+    for name, value, least, most in (
+        ("--temperature", temperature, 0, 100),
+        ("--top-k", arguments.top_k, 0, MAX_TOP_K),
+        ("--top-p", arguments.top_p, 0, 1),
+        ("--min-p", arguments.min_p, 0, 1),
+        ("--repeat-penalty", arguments.repeat_penalty, 0.01, 100),
+        ("--frequency-penalty", arguments.frequency_penalty, -100, 100),
+        ("--presence-penalty", arguments.presence_penalty, -100, 100),
+        ("--logprobs", arguments.logprobs or 0, 0, 20),
+        ("--seed", arguments.seed, 0, MAX_SEED),
     ):
-        if not good:
-            raise UserError(f"{name} {value}: out of range; see --help")
+        if not least <= value <= most:
+            raise UserError(f"{name} {value}: between {least} and {most}")
+    if arguments.top_p == 0:
+        raise UserError("--top-p 0: above 0, up to 1")
     return {
         "temperature": temperature,
         "top_k": arguments.top_k,
@@ -112,9 +120,12 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _bias(text: str) -> Bias:
     token, _, bias = text.partition("=")
     try:
-        return Bias(token=int(token), bias=float(bias))
+        made = Bias(token=int(token), bias=float(bias))
     except ValueError:
         raise UserError(f"--logit-bias {text}: expected TOKEN=BIAS, a token id and a number") from None
+    if not (0 <= made.token < 1 << 31 and -MAX_BIAS <= made.bias <= MAX_BIAS):
+        raise UserError(f"--logit-bias {text}: a token id from 0, and a bias between -{MAX_BIAS} and {MAX_BIAS}")
+    return made
 
 
 def _schema(argument: str) -> str:
@@ -122,7 +133,11 @@ def _schema(argument: str) -> str:
     if argument == "json" or argument.lstrip().startswith("{"):
         return argument
     try:
-        return Path(argument).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with Path(argument).open(encoding="utf-8") as stream:
+            schema = stream.read(MAX_SCHEMA_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no UTF-8"
         raise UserError(f"--json-schema {argument}: {reason}; give a file, or a schema as text") from None
+    if len(schema) > MAX_SCHEMA_CHARACTERS:
+        raise UserError(f"--json-schema {argument}: more than {MAX_SCHEMA_CHARACTERS:,} characters")
+    return schema

@@ -17,7 +17,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, TINY, config, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
-from tests.pipeline import Shell
+from tests.pipeline import COMMAND, PATIENCE_S, Shell
 
 Converted = Callable[..., Package]
 ASK = ("-p", "the rain", "-n", "4")
@@ -186,11 +186,11 @@ def test_no_words_at_all_are_answered_with_help(shell: Shell) -> None:
     assert "serve" in said.errors
 
 
-def test_lines_to_paste_begin_with_the_command_as_it_was_typed(shell: Shell, package: Path) -> None:
-    run = shell.folder / "run"
+def test_lines_to_paste_begin_with_the_command_as_it_was_typed_and_quote_paths(shell: Shell, package: Path) -> None:
+    run = shell.folder / "a run"
     done = shell.call("up", package, "--run", run, environment={"NEURONPIPE_COMMAND": "./a place/neuronpipe"})
     try:
-        assert f"'./a place/neuronpipe' down --run {run}" in done.out
+        assert f"'./a place/neuronpipe' down --run '{run}'\n" in done.out
     finally:
         assert shell.call("down", "--run", run).code == 0
 
@@ -205,10 +205,38 @@ def test_an_error_tells_what_to_do_with_the_command_as_it_was_typed(shell: Shell
         assert advice in shell.call(*words, environment=typed).errors
 
 
-def test_an_error_does_not_stand_behind_the_text_on_one_line(shell: Shell, package: Path) -> None:
-    said = shell.call("run", package, *ASK, "--use", "decode=no.such.module:Class")
+def test_a_prompt_that_is_refused_is_not_repeated(shell: Shell, package: Path) -> None:
+    for words in (("-p", "the rain " * 200), (*ASK, "--use", "decode=no.such.module:Class")):
+        said = shell.call("run", package, *words)
+        assert said.code == 2
+        assert said.out == ""
+
+
+def test_bytes_that_are_no_text_are_refused_in_one_line(shell: Shell, package: Path) -> None:
+    latin1 = "\u00e9t\u00e9".encode("latin1")
+    for locale in ("C", "C.UTF-8"):
+        piped = shell.start("run", package, stdin=subprocess.PIPE, environment={"LC_ALL": locale})
+        assert piped.stdin is not None
+        piped.stdin.buffer.write(latin1)
+        _, errors = piped.communicate(timeout=PATIENCE_S)
+        assert piped.returncode == 2
+        (line,) = errors.splitlines()
+        assert "standard input: not UTF-8" in line
+    assert "argument -p/--prompt: not UTF-8" in shell.refused("run", package, "-p", os.fsdecode(latin1))
+
+
+def test_a_closed_standard_output_is_one_line(shell: Shell, package: Path) -> None:
+    closed = ("sh", "-c", '"$@" >&-', "sh", *COMMAND)
+    said = shell.call("run", package, *ASK, program=closed)
     assert said.code == 2
-    assert said.out.endswith("\n")
+    assert said.errors == "neuronpipe: standard output is closed: let it go to a file, or to /dev/null\n"
+
+
+def test_closed_standard_input_and_error_change_nothing(shell: Shell, package: Path) -> None:
+    closed = ("sh", "-c", '"$@" <&- 2>&-', "sh", *COMMAND)
+    said = shell.call("run", package, *ASK, "--temperature", "0", program=closed)
+    assert (said.code, said.errors) == (0, "")
+    assert said.out == shell.call("run", package, *ASK, "--temperature", "0").out
 
 
 def test_a_plan_for_another_package_is_refused(shell: Shell, package: Path, converted: Converted) -> None:

@@ -1,0 +1,126 @@
+"""What the command line says to words that mean nothing: one line, exit code 2, and what was probably meant."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from neuronpipe.launch.cli import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which these words are refused."""
+    assert main(list(words)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("neuronpipe: ")
+    return line.removeprefix("neuronpipe: ")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("stauts", "status"), ("RUN", "run"), ("doc", "doctor"), ("con", "convert"), ("perplexty", "perplexity")],
+)
+def test_a_mistyped_verb_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+    assert f"{word!r} is no verb; did you mean `{meant}`?" in refused(capsys, word)
+
+
+def test_a_verb_like_no_other_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the verbs are run, serve, up, ask" in refused(capsys, "xyzzy")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("run", "--memroy", "1GiB", "-p", "x"), "--memory"),
+        (("convert", "--quantisation=q8", "a", "b"), "--quantization"),
+        (("ask", "--temprature", "0"), "--temperature"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest_and_its_verbs_help(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], meant: str
+) -> None:
+    option = words[1].partition("=")[0]
+    said = refused(capsys, *words)
+    assert said == f"there is no option {option!r}; did you mean `{meant}`? See `neuronpipe {words[0]} --help`"
+
+
+def test_an_option_like_no_other_and_a_word_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "down", "--frobnicate") == (
+        "there is no option '--frobnicate'; see `neuronpipe down --help`"
+    )
+    assert refused(capsys, "down", "now") == "'now' is one word more than this takes; see `neuronpipe down --help`"
+
+
+def test_an_option_before_its_verb_is_shown_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "options come after the verb, as in `neuronpipe status -h`" in refused(capsys, "--json", "status")
+
+
+def test_a_long_word_is_cut_where_it_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "y" * 5000
+    for words in (
+        ("convert", "a", "b", "--quantization", long),
+        ("run", "-n", long),
+        ("run", f"--{long}"),
+        ("run", "--memory", long),
+        (long,),
+        ("down", long),
+    ):
+        assert len(refused(capsys, *words)) < 400
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "between"),
+    [
+        ("--temperature", "101", "between 0 and 100"),
+        ("--temperature", "nan", "between 0 and 100"),
+        ("--top-k", "-1", "between 0 and 2147483647"),
+        ("--top-p", "0", "above 0, up to 1"),
+        ("--min-p", "2", "between 0 and 1"),
+        ("--repeat-penalty", "0", "between 0.01 and 100"),
+        ("--frequency-penalty", "-101", "between -100 and 100"),
+        ("--seed", "-1", "between 0 and 9223372036854775807"),
+        ("--max-tokens", "0", "between 1 and 16,777,216"),
+        ("--logit-bias", "5=nan", "between -100 and 100"),
+    ],
+)
+def test_a_value_out_of_range_is_told_the_range(
+    capsys: pytest.CaptureFixture[str], option: str, value: str, between: str
+) -> None:
+    said = refused(capsys, "run", "-p", "x", f"{option}={value}")
+    assert said.startswith(option)
+    assert between in said
+
+
+@pytest.mark.parametrize("option", ["-p", "--stop", "--json-schema"])
+def test_a_text_that_is_no_utf8_is_refused(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    for verb in ("run", "ask"):
+        assert "not UTF-8" in refused(capsys, verb, option, b"\xe9t\xe9".decode(errors="surrogateescape"))
+
+
+def test_a_pipe_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * (5 << 20)))
+    assert "more than 4,194,304 characters" in refused(capsys, "run")
+
+
+@pytest.mark.parametrize("verb", ["run", "up", "serve", "plan", "bench", "perplexity"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--memory", "1GiB"),
+        ("--ffn-resident", "50%"),
+        ("--context", "64"),
+        ("--sequences", "2"),
+        ("--workers", "1"),
+        ("--mode", "exact"),
+        ("--without", "prefetch"),
+        ("--baseline", "llm-in-a-flash"),
+    ],
+)
+def test_a_plan_and_what_contradicts_it_are_refused_together(
+    capsys: pytest.CaptureFixture[str], verb: str, asked: tuple[str, str]
+) -> None:
+    needed = {"run": ("-p", "x"), "perplexity": ("--text", "corpus.txt")}.get(verb, ())
+    said = refused(capsys, verb, *needed, "--plan", "plan.json", *asked)
+    assert said == f"{asked[0]} and --plan plan.json: the plan decides that; leave one of the two out"
