@@ -1,6 +1,6 @@
 """Progress of long work, on stderr: live on a terminal, elsewhere a few plain lines; silent at first.
 
-Progress  of work whose amount is known: a bar, or a line per tenth
+Progress  of work whose amount is known: a bar, or a line per tenth and when nothing was said for long
 Elapsed   of a wait for nobody knows how long: seconds
 """
 
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 SILENT_S = 2.0
+QUIET_S = 15.0
+TICK_S = 0.5
 WIPE = "\r\x1b[K"
 
 
@@ -22,55 +25,88 @@ class Progress:
     with Progress("converting", "bytes") as progress:
         convert(source, target, progress=progress)
 
-    `plain` asks for lines even on a terminal, as `--json` does.
+    `plain` asks for lines even on a terminal, as `--json` does. `steady` has a thread show that time passes while the
+    work does not call: not for work that forks.
     """
 
     def __init__(
         self,
         what: str,
-        unit: Literal["bytes", "tokens", "requests", "ms"],
+        unit: Literal["bytes", "tokens", "requests", "checks", "ms"],
         *,
         plain: bool = False,
+        steady: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         self._what, self._unit = what, unit
         self._stream = sys.stderr if stream is None else stream
         self._plain = plain or not self._stream.isatty()
         self._began = time.monotonic()
-        self._tenths = 0
+        self._said_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
+        self._done, self._total, self._tenths = 0, 0, 0
         self._bar: Any = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
 
     def __call__(self, done: int, total: int) -> None:
         """So much of so much is done."""
+        with self._lock:
+            self._done, self._total = done, total
+            self._show()
+
+    def print(self, line: str) -> None:
+        """A line for stdout, which may be the same terminal."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, flush=True)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S):
+            with self._lock:
+                self._show()
+
+    def _show(self) -> None:
+        if time.monotonic() - self._began <= SILENT_S:
+            return
         if self._plain:
-            self._line(done, total)
+            self._line()
         else:
-            self._draw(done, total)
+            self._draw()
 
-    def _line(self, done: int, total: int) -> None:
-        tenths = 10 * done // total if total else 10
-        took_s = time.monotonic() - self._began
-        if tenths > self._tenths and took_s > SILENT_S:
-            self._tenths = tenths
-            text = f"{self._what}: {10 * tenths} %, {done:,} of {total:,} {self._unit}, {took_s:.0f} s"
-            print(f"neuronpipe: {text}", file=self._stream, flush=True)
+    def _line(self) -> None:
+        now, tenths = time.monotonic(), 10 * self._done // self._total if self._total else 0
+        if tenths > self._tenths or now - self._said_at > QUIET_S:
+            self._tenths, self._said_at = tenths, now
+            share = f"{100 * self._done // self._total} %, " if self._total else ""
+            amount = f"{self._done:,} of {self._total:,} {self._unit}, " if self._total else ""
+            print(f"neuronpipe: {self._what}: {share}{amount}{now - self._began:.0f} s", file=self._stream, flush=True)
 
-    def _draw(self, done: int, total: int) -> None:
+    def _draw(self) -> None:
         if self._bar is None:
             from tqdm import tqdm  # only long work on a terminal pays for the import
 
-            kind: dict[str, Any] = {"unit": self._unit}
+            kind: dict[str, Any] = {"unit": self._unit, "ncols": shutil.get_terminal_size().columns}
             if self._unit == "bytes":
                 kind = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-            self._bar = tqdm(desc=self._what, total=total, delay=SILENT_S, leave=False, file=self._stream, **kind)
-        self._bar.update(done - self._bar.n)
+            self._bar = tqdm(desc=self._what, total=self._total or None, leave=False, file=self._stream, **kind)
+            self._bar.start_t -= time.monotonic() - self._began
+        self._bar.total = self._total or None
+        if not self._bar.update(self._done - self._bar.n) and time.monotonic() - self._said_at > TICK_S:
+            self._bar.refresh()
+            self._said_at = time.monotonic()
 
     def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._bar is not None:
             self._bar.close()
 

@@ -59,21 +59,30 @@ class Suite:
         self._expected: dict[str, str] = {}
         self._results: list[Result] = []
         self._tell: Callable[[Result], None] = lambda result: None
+        self._progress: Callable[[int, int], None] = lambda done, total: None
 
-    def run(self, tell: Callable[[Result], None]) -> list[Result]:
-        """Try everything; `tell` hears of each check as it ends. Raises UserError when our own run cannot be."""
-        self._tell = tell
+    def run(self, tell: Callable[[Result], None], progress: Callable[[int, int], None]) -> list[Result]:
+        """Try everything; `tell` hears of each check as it ends, `progress` of how many have ended, of how many there
+        are, and as often while nothing ends. Raises UserError when our own run cannot be."""
+        self._tell, self._progress = tell, progress
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
             with self._stage(self._plan, [], Path(folder)) as (stage, _):
                 self._expected = self._answers(stage)
                 with stage.client(self._patience_s) as client:  # nobody has them here: all is computed
-                    self._expected[BORROWED] = stage.text(client, TEXT_TOKENS, BORROWER, like=LENDER)
+                    self._expected[BORROWED] = stage.text(client, TEXT_TOKENS, BORROWER, self._goes_on, like=LENDER)
             self._with("ordinary peers", Path(folder), [], self._ordinary)
             self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
             self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits)
             if self._role == "loader":
                 self._with("damaged flash", Path(folder), [], self._refuses_damage, self._damaged(Path(folder)))
         return self._results
+
+    @property
+    def checks(self) -> int:
+        """How many there are when none fails: of an ordinary run, of two among bad peers, of damaged flash."""
+        own = sum(seat.role == self._role for seat in self._plan.compute.seats)
+        ordinary = 6 + (self._role == "prefill") + 2 * len(self._others) + own
+        return ordinary + 2 + 2 * (self._role == "loader")
 
     # ---- runs ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -114,6 +123,10 @@ class Suite:
         self._began = time.monotonic()
         self._results.append(result)
         self._tell(result)
+        self._goes_on()
+
+    def _goes_on(self, *_: int) -> None:
+        self._progress(len(self._results), self.checks)
 
     def _bad(self, kind: str) -> list[Use]:
         """Whom of the others the candidate speaks with, misbehaving."""
@@ -177,10 +190,10 @@ class Suite:
         yield "the run lives on"
 
     def _answers(self, stage: Stage) -> dict[str, str]:
-        answers = stage.answers(self._patience_s)
+        answers = stage.answers(self._patience_s, self._goes_on)
         with stage.client(self._patience_s) as client:
             for number in range(TEXTS):
-                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number)
+                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
         return answers
 
     def _compare(self, answers: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from neuronpipe.launch.conformance.suite import Result, Suite
 from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
@@ -50,7 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
     package = Package.open(arguments.package)
     suite = Suite(package, _plan(package), arguments.role, use, arguments.patience)
-    results = suite.run((lambda result: None) if arguments.json else _print)
+    with Progress(f"trying {arguments.role}", "checks", plain=arguments.json) as progress:
+        results = suite.run(lambda result: None if arguments.json else progress.print(_line(result)), progress)
     passed = all(not result.why for result in results)
     if arguments.json:
         report = {"role": arguments.role, "use": arguments.use, "passed": passed}
@@ -69,6 +71,6 @@ def _plan(package: Package) -> Plan:
     return plan(package.manifest, replace(device, seats=seats), wanted)
 
 
-def _print(result: Result) -> None:
-    print(f"{'FAILED' if result.why else 'ok':<7}{result.name}{': ' + result.why if result.why else ''}", end="")
-    print(f"  ({result.seconds:.1f} s)", flush=True)
+def _line(result: Result) -> str:
+    found = f"{'FAILED' if result.why else 'ok':<7}{result.name}{': ' + result.why if result.why else ''}"
+    return f"{found}  ({result.seconds:.1f} s)"

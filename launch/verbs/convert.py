@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Convert, with progress."""
-    with Progress("converting", "bytes", plain=arguments.json) as progress:
+    with Progress("converting", "bytes", plain=arguments.json, steady=True) as progress:
         package = convert(
             arguments.source,
             arguments.target,

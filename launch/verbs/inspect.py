@@ -39,7 +39,7 @@ def _activations(arguments: argparse.Namespace, package: Package) -> int:
     from neuronpipe.launch.progress import Progress
     from neuronpipe.plans.synth import measure  # numpy and the kernels: only for this
 
-    with Progress("computing", "tokens", plain=arguments.json) as progress:
+    with Progress("computing", "tokens", plain=arguments.json, steady=True) as progress:
         statistics = measure.measure(package, arguments.preset, arguments.tokens, progress)
     print(json.dumps(statistics) if arguments.json else measure.render(statistics))
     return 0

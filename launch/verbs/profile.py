@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--tokens {arguments.tokens}: expected {GROUP_WEIGHTS} or more")
     width = package.manifest.shape.width
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
-    with Progress("profiling", "tokens", plain=arguments.json) as progress:
+    with Progress("profiling", "tokens", plain=arguments.json, steady=True) as progress:
         profiled = profile(
             package,
             _texts(arguments, package),

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Make the package, with progress."""
     from neuronpipe.plans.synth.make import synthesize
 
-    with Progress("making", "bytes", plain=arguments.json) as progress:
+    with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:
         package = synthesize(
             arguments.name,
             SHAPES[arguments.name],
@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.gguf is not None:
         from neuronpipe.plans.synth.twin import write_twin
 
-        write_twin(arguments.gguf, package.manifest.shape, arguments.seed)
+        with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
+            write_twin(arguments.gguf, package.manifest.shape, arguments.seed, progress)
     manifest = package.manifest
     size_bytes = sum(entry.bytes for entry in manifest.files.values())
     assert manifest.activity_by_layer is not None

@@ -84,6 +84,15 @@ def profile(
     package.verify_fixed()
     weights = PackageWeights(package)
     cut = texts.calibration_tokens
+    held_out = sum(map(len, texts.held_out))
+    both = cut + held_out
+
+    def tell(tokens: int) -> None:
+        """So many tokens of all layers: of both texts to fit and judge, then of the one held out to rate the result."""
+        if progress is not None:
+            progress(tokens, shape.layers * (both + held_out))
+
+    tell(0)
     mean: list[float] = []
     gate_fired: list[float] = []
 
@@ -104,8 +113,7 @@ def profile(
             predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[cut:])
             candidate.factors.append(factors)
             candidate.quality.append(judge(predicted, active[cut:]))
-        if progress is not None:
-            progress((run.layer + 1) * cut, shape.layers * cut)
+        tell((run.layer + 1) * both)
 
     exact = ReferenceEngine(package, observe=observe)
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
@@ -114,6 +122,7 @@ def profile(
     predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality))
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
+        tell(shape.layers * both + run.layer * held_out)
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         return predicted_neurons(quantization, best.factors[run.layer], best.hidden, inputs)
 

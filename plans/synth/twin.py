@@ -7,7 +7,7 @@ is SiLU, which the architecture `llama` means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ NAME = "shape twin"
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # kinds of token, as GGUF numbers them
 SPACE = "▁"
 SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
+Progress = Callable[[int, int], None]
 BYTE_PIECES = tuple(f"<0x{value:02X}>" for value in range(256))
 LETTERS = (SPACE, *"0123456789")
 LEAST_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
@@ -35,8 +36,9 @@ class _Tensor(NamedTuple):
     encoding: str
 
 
-def write_twin(path: Path, shape: Shape, seed: int) -> None:
+def write_twin(path: Path, shape: Shape, seed: int, progress: Progress | None = None) -> None:
     """Write the twin of a shape, tensor by tensor, in three times the RAM of its largest; same seed, same bytes.
+    progress is called with bytes written and all of them.
 
     The file appears whole or not at all. Raises UserError for a shape that the encodings or the architecture do not
     cover, and for what the disk refuses.
@@ -53,8 +55,12 @@ def write_twin(path: Path, shape: Shape, seed: int) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        written, total = 0, sum(map(_bytes, tensors))
         for number, tensor in enumerate(tensors):
             writer.write_tensor_data(_random(tensor, np.random.Generator(np.random.SFC64((seed, number)))))
+            written += _bytes(tensor)
+            if progress is not None:
+                progress(written, total)
         writer.close()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import time
+from types import SimpleNamespace
 
 import pytest
 from neuronpipe.launch import progress as module
@@ -22,15 +25,16 @@ def test_short_work_says_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_log_gets_one_line_per_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_at_first_and_one_per_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", -1.0)
     stream = io.StringIO()
     with Progress("converting", "tokens", stream=stream) as progress:
         for done in range(0, 1001):
             progress(done, 1000)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 10
-    assert lines[2] == "neuronpipe: converting: 30 %, 300 of 1,000 tokens, 0 s"
+    assert len(lines) == 11
+    assert lines[0] == "neuronpipe: converting: 0 %, 0 of 1,000 tokens, 0 s"
+    assert lines[3] == "neuronpipe: converting: 30 %, 300 of 1,000 tokens, 0 s"
 
 
 def test_a_terminal_gets_a_bar_that_is_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +56,54 @@ def test_json_output_gets_lines_on_a_terminal_too() -> None:
 def test_work_of_no_size_is_done() -> None:
     with Progress("converting", "bytes", stream=io.StringIO()) as progress:
         progress(0, 0)
+
+
+def test_a_log_hears_of_slow_work_before_its_first_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    stream = io.StringIO()
+    with Progress("profiling", "tokens", plain=True, stream=stream) as progress:
+        for second in range(60):
+            now = float(second)
+            progress(second, 1000)
+    assert stream.getvalue().splitlines() == [
+        f"neuronpipe: profiling: {second // 10} %, {second} of 1,000 tokens, {second} s" for second in (3, 19, 35, 51)
+    ]
+
+
+def test_a_steady_progress_says_that_time_passes_while_the_work_does_not_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    monkeypatch.setattr(module, "TICK_S", 0.001)
+    for stream in (io.StringIO(), Terminal()):
+        with Progress("making", "bytes", steady=True, stream=stream):
+            deadline = time.monotonic() + 10
+            while "making: " not in stream.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        assert "making: " in stream.getvalue()
+
+
+def test_a_terminal_that_does_not_tell_its_width_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    ours, theirs = os.openpty()  # of no size
+    with (
+        os.fdopen(ours, "rb", buffering=0) as screen,
+        os.fdopen(theirs, "w") as stream,
+        Progress("making", "bytes", stream=stream) as progress,
+    ):
+        progress(1 << 20, 4 << 20)
+        stream.flush()
+        assert b"making: " in screen.read(4096)
+
+
+def test_a_line_for_stdout_takes_the_place_of_the_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    stream = Terminal()
+    with Progress("trying", "checks", stream=stream) as progress:
+        progress(1, 4)
+        progress.print("ok")
+        assert stream.getvalue().split("\r")[-2].strip() == ""
+    assert capsys.readouterr().out == "ok\n"
