@@ -156,6 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
         _silence()  # nobody reads: not an error worth a word
         return 141
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"neuronpipe: {_cut(str(error.filename))!r}: {error.strerror}", file=sys.stderr)
+            return UserError.exit_code
         if error.errno not in NO_ROOM:
             raise
         _silence()

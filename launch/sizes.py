@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+MAX_BYTES = 1 << 60
 UNITS = {
     "": 1,
     "B": 1,
@@ -25,10 +26,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match.group(2).upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with MiB or GiB")
-    size = int(float(match.group(1)) * UNITS[match.group(2).upper()])
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero")
-    return size
+    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if not 1 <= size <= MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and below {show_bytes(MAX_BYTES)}")
+    return int(size)
 
 
 def parse_share(text: str) -> float:

@@ -59,12 +59,12 @@ class DoorKeys:
 
 def read_address(address: str) -> tuple[str, bytes, bytes]:
     """`tcp://host:port?key=...` as an endpoint, the door's public key and the guest's secret one. Raises UserError."""
-    parts = urlsplit(address)
     try:
+        parts = urlsplit(address)
         port, keys = parts.port, parse_qs(parts.query, strict_parsing=True).get("key", [""])
         raw = base64.b64decode(keys[0].rstrip("=") + "==", altchars=b"-_", validate=True)
     except (ValueError, binascii.Error):
-        port, raw = None, b""
+        parts, port, raw = urlsplit(""), None, b""
     if parts.scheme != "tcp" or not parts.hostname or not port or len(raw) != 2 * KEY_BYTES:
         raise UserError(
             "not a whole invitation: expected tcp://HOST:PORT?key=KEY as `neuronpipe watch --invite` prints it; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from neuronpipe.launch import progress
 from neuronpipe.launch.cli import main
 
 
@@ -124,3 +125,18 @@ def test_a_plan_and_what_contradicts_it_are_refused_together(
     needed = {"run": ("-p", "x"), "perplexity": ("--text", "corpus.txt")}.get(verb, ())
     said = refused(capsys, verb, *needed, "--plan", "plan.json", *asked)
     assert said == f"{asked[0]} and --plan plan.json: the plan decides that; leave one of the two out"
+
+
+def test_a_size_beyond_all_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a size must be above zero, and below" in refused(capsys, "run", "-p", "x", "--memory", "9" * 400 + "G")
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", float("inf"))
+    assert "File name too long" in refused(capsys, "profile", "--import", "x" * 5000)
+
+
+def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not a whole invitation" in refused(capsys, "watch", "tcp://[:1", "--once")
