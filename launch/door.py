@@ -3,6 +3,7 @@
 The supervisor forks, so it has no ZeroMQ. One packet of JSON each way, at most PACKET_BYTES:
 
     {"ask": "implementations"}                                      {"decode.0": ["package.module:Class", FOLDER], ...}
+    {"ask": "end"}                                                  {"ending": true}
     {"ask": "swap", "seats": ["decode.1"], "use": "argv:./decoder",
      "folder": "/home/me", "patience_s": 20}                        {"pids": {"decode.1": 4711}}
 
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.protocol.errors import NotRunning, UserError
+from neuronpipe.protocol.run_directory import DOOR
 
-NAME = "door"
 PACKET_BYTES = 1 << 16
 MOST_WAITING = 8
 
@@ -29,7 +30,7 @@ class Door:
 
     def __init__(self, directory: Path) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listening.bind(str(directory / NAME))
+        self._listening.bind(str(directory / DOOR))
         self._listening.listen(MOST_WAITING)
         self._guests: list[socket.socket] = []
 
@@ -71,7 +72,7 @@ def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str,
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.settimeout(timeout_s)
         try:
-            door.connect(str(directory / NAME))
+            door.connect(str(directory / DOOR))
             door.send(json.dumps(request).encode())
             content = json.loads(door.recv(PACKET_BYTES) or b"null")
         except TimeoutError:

@@ -8,12 +8,13 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from neuronpipe.launch.supervisor import STOPPING, preload, supervise
+from neuronpipe.launch.supervisor import HASTEN, STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
@@ -35,12 +36,15 @@ class LiveRun:
         return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
 
     def stop(self) -> None:
-        """End the run and wait until nothing of it is left."""
-        try:
-            os.kill(self.pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
-        os.waitpid(self.pid, 0)
+        """End the run and wait until nothing of it is left. Whoever tells this command to end once more is in a hurry:
+        the run's processes are killed then, and this waits for that."""
+        with _answered(STOPPING, lambda: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
+            self._send(signal.SIGTERM)
+            os.waitpid(self.pid, 0)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 @contextlib.contextmanager
@@ -64,7 +68,7 @@ def started_run(
     preload()
     sys.stdout.flush()
     sys.stderr.flush()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
     try:
         live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
         try:
@@ -90,8 +94,12 @@ def _fork(
 ) -> LiveRun:
     directory = RunDirectory.create(path)
     client = os.getpid()
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
+    try:
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+    except OSError as error:
+        directory.remove()
+        raise UserError(f"the run's supervisor cannot be started: {error.strerror}; see `ulimit -a`") from None
     if pid == 0:
         os.close(read_end)
         os.setsid()
@@ -99,7 +107,24 @@ def _fork(
             _detach()
         supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
     os.close(write_end)
+    directory.release()
     return LiveRun(directory, pid, read_end)
+
+
+@contextlib.contextmanager
+def _answered(numbers: tuple[signal.Signals, ...], answer: Callable[[], None]) -> Iterator[None]:
+    """Call `answer` at each of these signals, whatever else they do; one that is ignored stays so."""
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    before = {number: signal.signal(number, lambda *_: answer()) for number in heard}
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _detach() -> None:

@@ -14,7 +14,6 @@ from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.client import Scored
 from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.memory import run_layouts
 
 Keep = Callable[[int, Scored], None]
@@ -64,7 +63,7 @@ def kept_logits(file: Path, directory: RunDirectory, package: Package, plan: Pla
             if logits is None:  # the run is live: its segments are there
                 run_file = directory.read()
                 layout = run_layouts(package.manifest, plan)["exchange"]
-                segment = Segment.open(layout, run_file.supervisor_pid, run_file.segments["exchange"].fd)
+                segment = run_file.open_segment(layout)
                 logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)
             out.seek(begin + 4 * vocabulary * (first + scored.position))
             out.write(logits[scored.row : scored.row + scored.rows].data)

@@ -23,7 +23,6 @@ from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.implementations import Implementations
 from neuronpipe.services.memory import run_layouts
 
@@ -94,7 +93,7 @@ def rehearse(
     present = Implementations.from_facts(door.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
     layout = run_layouts(package.manifest, plan)["fixed"]
     with (
-        Segment.open(layout, run_file.supervisor_pid, run_file.segments["fixed"].fd) as fixed,
+        run_file.open_segment(layout) as fixed,
         started_run(package, small, live.path / FOLDER, stays=False, uses=present, fixed=fixed) as run,
     ):
         stage = Stage(run, package, small)

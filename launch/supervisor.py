@@ -10,8 +10,10 @@ not survive a fork.
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request at the door     seats change hands (takeover.py); an implementation that took a seat on the live run and
                               cannot live makes way for the one before it
-    SIGTERM, SIGINT           the coordinator ends the others and then itself; who is left is ended, then killed. The
-                              gateway goes last: it tells whoever asks meanwhile
+    SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; who is left is ended, then killed. The
+    "end" at the door         gateway goes last: it tells whoever asks meanwhile
+    SIGQUIT                   the same, and nobody is waited for: a service manager sends SIGTERM to everybody at once,
+                              so that a second one does not mean that somebody is in a hurry
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, started
+from neuronpipe.protocol.layouts.run import BOARD_WORDS
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.facts import run_facts
@@ -47,10 +50,11 @@ from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.pinning import pin
 
 RESTARTS, WITHIN_S = 5, 30.0
-DRAIN_S, TERMINATE_S = 1.5, 1.0
+DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
 IDLE_S, TAKEOVER_POLL_S = 0.25, 0.002
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HASTEN = signal.SIGQUIT
 
 
 def preload() -> None:
@@ -96,7 +100,7 @@ class Supervisor:
         self._board_memory[2] = plan.memory.limit_bytes
         self._footprint = Footprint(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
-        self._stopping = False
+        self._stopping = self._hasty = False
         self.failure: str | None = None
 
     def run(self) -> None:
@@ -104,9 +108,9 @@ class Supervisor:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in STOPPING:
-            signal.signal(number, lambda *_: setattr(self, "_stopping", True))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # they waited since the fork
+        for number in (*STOPPING, HASTEN):
+            signal.signal(number, self._told_to_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # they waited since the fork
         self._publish()
         preload()
         gc.collect()
@@ -133,6 +137,10 @@ class Supervisor:
         finally:
             self._shut_down()
 
+    def _told_to_stop(self, number: int, _: object) -> None:
+        self._stopping = True
+        self._hasty |= number == HASTEN
+
     def _publish(self) -> None:
         """run.json: clients get descriptors they can only read."""
         handles = {
@@ -141,7 +149,7 @@ class Supervisor:
             )
             for name, segment in self._segments.items()
         }
-        pid = os.getpid()
+        pid = own_pid()
         self._directory.publish(
             RunFile(
                 protocol=VERSION,
@@ -163,8 +171,11 @@ class Supervisor:
             try:
                 if request.get("ask") == "implementations":
                     answer(guest, implementation_facts(self._implementations))
+                elif request.get("ask") == "end":
+                    answer(guest, {"ending": True})
+                    self._stopping = True
                 elif request.get("ask") != "swap":
-                    raise ValueError("ask: neither implementations nor swap")
+                    raise ValueError("ask: none of implementations, swap, end")
                 elif self._takeover is not None:
                     raise ValueError("other seats are just changing hands; try again")
                 else:
@@ -226,7 +237,7 @@ class Supervisor:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
             lib.np_process_die_with(parent)
@@ -267,13 +278,15 @@ class Supervisor:
         """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
         key = (seat.role, seat.index)
         line = self._lines[key] * LINE_WORDS
+        takeover = self._takeover
         self._incarnations[key] += 1
+        if takeover is None or key not in takeover.phases:
+            self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = 0, self._incarnations[key]  # who was lost, before that somebody was
         if seat.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
         if self._stopping:
             return
-        takeover = self._takeover
         if takeover is not None and takeover.phases.get(key) == "draining":
             self._leaving[self._lines[key]] = 0
             self._implementations[key] = takeover.old_one_went(key, time.monotonic())
@@ -322,16 +335,21 @@ class Supervisor:
             answer(self._takeover.guest, {"error": "the run is ending"})
         first = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
         self._leaving[self._lines["coordinator", 0]] = 1  # it has no successor: the run ends with it
-        for pids, number, patience_s in (
-            (first, signal.SIGTERM, DRAIN_S if self.failure is None else 0.0),  # a failed run has nothing to finish
-            (list(self._processes), signal.SIGTERM, TERMINATE_S),
-            (list(self._processes), signal.SIGKILL, 10.0),
+        for pids, number, patience_s, hurries in (
+            (
+                first,
+                signal.SIGTERM,
+                DRAIN_S if self.failure is None else 0.0,
+                True,
+            ),  # a failed run has nothing to finish
+            (list(self._processes), signal.SIGTERM, TERMINATE_S, True),
+            (list(self._processes), signal.SIGKILL, KILL_S, False),
         ):
             for pid in pids:
                 if pid in self._processes:
                     os.kill(pid, number)
             deadline = time.monotonic() + (patience_s if pids else 0.0)
-            while self._awaited(pids) and time.monotonic() < deadline:
+            while self._awaited(pids) and time.monotonic() < deadline and not (hurries and self._hasty):
                 self._reap()
                 time.sleep(0.002)
         self._directory.remove()

@@ -2,26 +2,38 @@
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
     plan.json   the plan that the run obeys
+    neuronpipe.lock
+                locked with flock for as long as the run lives
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
-    door        a socket of the supervisor's: a person asks for changes to the run
+    door        a socket of the supervisor's: a person asks for changes to the run, or for its end
 
-Only its user can enter it. Whoever wants to attach reads run.json, checks that the supervisor it names is alive, and
-connects to the endpoints; segments are opened through the supervisor's descriptors.
+Only its user can enter it. Whoever wants to attach reads run.json, checks that the lock is held, and connects to the
+endpoints; segments are opened through the supervisor's descriptors.
+
+The lock tells who lives, and not the process id: containers that share a folder do not see each other's processes. The
+supervisor alone holds it, exclusively. Without the supervisor there is no run, the kernel lets go of a lock however its
+holder ends, and a service that hangs keeps nothing alive. The command that forks the supervisor takes it for it, so
+that a directory is never without it once it can be found. Whoever looks takes it shared, for a moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from neuronpipe.protocol.codec import Message, from_map, message, to_map
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError
+from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import LINKS, Link
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import MAJOR, VERSION
 
 SOCKET_PATH_MOST_BYTES = 107  # sun_path holds 108, with its end
@@ -29,7 +41,12 @@ RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 RUN_FILE_MOST_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
+LOCK_FILE = "neuronpipe.lock"
 DOORBELL = "doorbell"
+DOOR = "door"
+BOUND_SOCKETS = Path("/proc/net/unix")
+MAX_CLAIM_S = 0.5  # whoever looks lets go of the lock at once
+LOOK_AGAIN_S = 0.01
 
 
 @message
@@ -97,8 +114,9 @@ class RunFile(Message):
 
     protocol: version of the wire, "major.minor"
     run: id of the run
-    supervisor_pid: process id of the supervisor; when it is gone, so is the run
-    supervisor_started: its start time in clock ticks since boot, field 22 of /proc/<pid>/stat: process ids come again
+    supervisor_pid: process id of the supervisor, as its /proc shows it; its descriptors are the segments
+    supervisor_started: its start time in clock ticks since boot, field 22 of /proc/<pid>/stat: another process may have
+        this id, later or in another PID namespace
     endpoints: address of each link that exists, by the link's name
     segments: the segments, by name
     plan: id of the plan, which lies beside this file as plan.json
@@ -116,38 +134,47 @@ class RunFile(Message):
     package: str = ""
     facts: RunFacts | None = None
 
+    def open_segment(self, layout: Layout) -> Segment:
+        """The segment of this layout, to be read. Raises UserError when the supervisor cannot be seen from here."""
+        if not is_alive(self.supervisor_pid, self.supervisor_started):
+            raise UserError(
+                f"segment {layout.name}: the run's supervisor, process {self.supervisor_pid}, is not to be seen from "
+                "here; do this in the container where the run was started, if it is still live"
+            )
+        return Segment.open(layout, self.supervisor_pid, self.segments[layout.name].fd)
+
 
 class RunDirectory:
     """One run directory; `create` makes one, `find` attaches to the one of a live run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None  # while this process, or a copy of it, is to be the run's supervisor
 
     @classmethod
     def create(cls, path: Path | None = None) -> RunDirectory:
-        """A new directory at `path`, or at a place of its own. What runs that died without cleaning up left there is
-        removed. Raises UserError when the place cannot serve."""
+        """A new directory at `path`, or at a place of its own, locked: the run lives as long as this process and its
+        copies do not `release` it. What runs that died without cleaning up left there is removed. Raises UserError when
+        the place cannot serve; nothing is left there then."""
         if path is None:
             _sweep(base())
         place = (base() / f"{PREFIX}{os.urandom(4).hex()}") if path is None else Path(os.path.abspath(path))
         _check_length(place)
         directory = cls(place)
         try:
-            if os.path.lexists(place):
-                directory._take_over()
-            place.mkdir(mode=0o700, parents=False, exist_ok=True)
+            directory._claim()
+            directory._clear()
             place.chmod(0o700)
             os.mkfifo(place / DOORBELL, 0o600)
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise PermissionError(13, "Permission denied")
         except OSError as error:
+            directory._unmake()
             raise UserError(f"{place}: cannot make the run directory: {error.strerror}; name another place") from error
         return directory
 
     @classmethod
     def find(cls, path: Path | None = None) -> tuple[RunDirectory, RunFile]:
-        """The run at `path`, or the only live run of this user. Raises NotRunning, or UserError when there are
-        several."""
+        """The run at `path`, or the only live run of this user: see `live`. Raises NotRunning, or UserError when there
+        are several."""
         if path is not None:
             directory = cls(Path(os.path.abspath(path)))
             return directory, directory.read()
@@ -159,15 +186,21 @@ class RunDirectory:
 
     @classmethod
     def live(cls) -> list[tuple[RunDirectory, RunFile]]:
-        """Every live run of this user that has a directory of its own. Raises NotRunning when there is none."""
-        live = []
-        for place in sorted(base().glob(f"{PREFIX}*")):
-            try:
-                live.append((cls(place), cls(place).read()))
-            except UserError:
-                continue
+        """Every live run of this user below the folder for run directories; when there is none, every other one, which
+        was started with another folder or at a place of its own. Raises NotRunning when there is none at all."""
+        here, bound = base(), _bound_places()
+        below = {place for place in bound if place.is_relative_to(here)}
+        live = cls._live({*here.glob(f"{PREFIX}*"), *below}) or cls._live(bound - below)
         if not live:
-            raise NotRunning(f"no run of yours in {base()}; start one with `neuronpipe up`")
+            raise NotRunning("no run of yours is live; start one with `neuronpipe up`")
+        return live
+
+    @classmethod
+    def _live(cls, places: Iterable[Path]) -> list[tuple[RunDirectory, RunFile]]:
+        live = []
+        for place in sorted(places):
+            with contextlib.suppress(UserError):
+                live.append((cls(place), cls(place).read()))
         return live
 
     @property
@@ -192,26 +225,105 @@ class RunDirectory:
     def read(self) -> RunFile:
         """run.json of a live run. Raises NotRunning when there is none, UserError when it is not ours to use."""
         run_file = self._read()
-        if not is_alive(run_file.supervisor_pid, run_file.supervisor_started):
-            raise NotRunning(
-                f"{self.path}: not running: its supervisor, process {run_file.supervisor_pid}, has ended; "
-                "start a run with `neuronpipe up`"
-            )
+        try:
+            ended = self._lock_of_the_dead()
+        except OSError as error:
+            self._read()  # both have gone: it has just ended
+            raise UserError(
+                f"{self.path}: {LOCK_FILE}: {error.strerror}; an older neuronpipe started this run: use that one"
+            ) from None
+        if ended is not None:
+            os.close(ended)
+            raise NotRunning(f"{self.path}: not running: its supervisor has ended; start a run with `neuronpipe up`")
         return run_file
 
+    @contextlib.contextmanager
+    def ending(self, timeout_s: float) -> Iterator[None]:
+        """What this surrounds ends the run; it is left when nothing holds the lock any more. Raises UserError when that
+        takes too long."""
+        with (self.path / LOCK_FILE).open("rb") as lock:  # the file goes first, the run with its lock
+            yield
+            deadline = time.monotonic() + timeout_s
+            while not _locked(lock.fileno(), fcntl.LOCK_SH):
+                if time.monotonic() > deadline:
+                    raise UserError(f"{self.path}: the run does not end; its logs are there")
+                time.sleep(LOOK_AGAIN_S)
+
+    def release(self) -> None:
+        """Leave the lock to the copies of this process."""
+        assert self._lock is not None
+        os.close(self._lock)
+        self._lock = None
+
     def remove(self) -> None:
-        """Remove the directory and everything in it; what has gone already is no error. What is no directory of ours
-        (a link, another user's) is left alone."""
+        """Remove the directory and everything in it, the lock last; what has gone already is no error. What is no
+        directory of ours (a link, another user's) is left alone."""
         if not self._is_ours():
             return
+        self._clear()
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / LOCK_FILE).unlink()
+            self.path.rmdir()
+
+    def _claim(self) -> None:
+        """Make the directory, unless it is there, and lock it. A sweep may take a directory that is not locked yet:
+        then the lock is on a file that has gone, and all is done again."""
+        deadline = time.monotonic() + MAX_CLAIM_S
+        while self._lock is None:
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            self._require_usable()
+            with contextlib.suppress(FileNotFoundError):
+                lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                if _locked(lock, fcntl.LOCK_EX) and self._has(lock):
+                    self._lock = lock
+                    return
+                os.close(lock)
+            if time.monotonic() > deadline:
+                raise UserError(f"{self.path}: a run is live here; stop it or name another place")
+            time.sleep(LOOK_AGAIN_S)
+
+    def _require_usable(self) -> None:
+        if not self._is_ours():
+            raise UserError(f"{self.path}: not a directory of yours; name another place")
+        names = os.listdir(self.path)
+        if names and LOCK_FILE not in names:
+            raise UserError(f"{self.path}: not empty and no run directory; name another place")
+
+    def _unmake(self) -> None:
+        """The directory could not be made: leave nothing of it."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir() if self._lock is None else self.remove()
+        if self._lock is not None:
+            self.release()
+
+    def _clear(self) -> None:
+        """Remove everything but the lock. run.json goes first: the run is not to be found any more."""
+        (self.path / RUN_FILE).unlink(missing_ok=True)
         for folder, folders, files in os.walk(self.path, topdown=False):
             for name in files:
-                Path(folder, name).unlink(missing_ok=True)
+                if name != LOCK_FILE or Path(folder) != self.path:
+                    Path(folder, name).unlink(missing_ok=True)
             for name in folders:
                 inner = Path(folder, name)
                 inner.unlink() if inner.is_symlink() else inner.rmdir()
-        with contextlib.suppress(FileNotFoundError):
-            self.path.rmdir()
+
+    def _lock_of_the_dead(self) -> int | None:
+        """When nobody lives here, a descriptor with the shared lock: nobody moves in until it is closed. None when
+        somebody does. Raises OSError when there is no lock."""
+        lock = os.open(self.path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if _locked(lock, fcntl.LOCK_SH):
+            return lock
+        os.close(lock)
+        return None
+
+    def _has(self, lock: int) -> bool:
+        """Whether this is the lock that lies here now."""
+        try:
+            there = (self.path / LOCK_FILE).lstat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(lock))
 
     def _write(self, name: str, text: str) -> None:
         """Write a file at once or not at all."""
@@ -227,29 +339,6 @@ class RunDirectory:
         except OSError:
             return False
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-
-    def _is_of_a_dead_run(self) -> bool:
-        """Whether run.json is there and names a supervisor that has ended. One that vanished says nothing."""
-        try:
-            run_file = self._read()
-        except UserError:  # gone meanwhile, another user's, or damaged: not ours to judge
-            return False
-        return not is_alive(run_file.supervisor_pid, run_file.supervisor_started)
-
-    def _take_over(self) -> None:
-        """Make sure that the place, which exists, is ours and serves no live run; clear it of a dead one."""
-        if not self._is_ours():
-            raise UserError(f"{self.path}: not a directory of yours; name another place")
-        names = os.listdir(self.path)
-        if RUN_FILE in names:
-            try:
-                run_file = self.read()
-            except NotRunning:
-                self.remove()
-            else:
-                raise UserError(f"{self.path}: run {run_file.run} is live here; stop it or name another place")
-        elif names:
-            raise UserError(f"{self.path}: not empty and no run directory; name another place")
 
     def _read(self) -> RunFile:
         path = self.path / RUN_FILE
@@ -296,6 +385,11 @@ def started(pid: int) -> int:
     return int(rest[18])
 
 
+def own_pid() -> int:
+    """This process as /proc shows it, which may be that of an outer PID namespace."""
+    return int(os.readlink("/proc/self"))
+
+
 def is_alive(pid: int, started_ticks: int) -> bool:
     """Whether the very process that had this id and start time still runs."""
     try:
@@ -305,11 +399,40 @@ def is_alive(pid: int, started_ticks: int) -> bool:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what dead runs left. A directory without run.json may be that of a run about to start: it stays."""
-    for file in folder.glob(f"{PREFIX}*/{RUN_FILE}"):
-        directory = RunDirectory(file.parent)
-        if directory._is_ours() and directory._is_of_a_dead_run():
-            directory.remove()
+    """Remove what dead runs left. A directory without a lock is that of a run about to start, or none of ours."""
+    for place in folder.glob(f"{PREFIX}*"):
+        directory = RunDirectory(place)
+        if not directory._is_ours():
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, or without a lock
+            lock = directory._lock_of_the_dead()
+            if lock is not None:
+                try:
+                    if directory._has(lock):
+                        directory.remove()
+                finally:
+                    os.close(lock)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    """Take the lock, if nobody has one that forbids it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _bound_places() -> set[Path]:
+    """Folders in which a process, of whatever PID namespace, has bound a socket that is named like a supervisor's
+    door, but for those of runs that serve another run. None where the kernel does not tell."""
+    try:
+        lines = BOUND_SOCKETS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
+    except OSError:
+        return set()
+    paths = [Path(words[7]) for line in lines if len(words := line.split(None, 7)) == 8]
+    places = {path.parent for path in paths if path.name == DOOR and path.is_absolute()}
+    return {place for place in places if place.parent not in places}
 
 
 def _check_length(place: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
-from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.run_directory import RunDirectory, is_alive
+from neuronpipe.launch.door import ask
+from neuronpipe.protocol.errors import NotRunning
+from neuronpipe.protocol.run_directory import RunDirectory
 
 PATIENCE_S = 20.0
 
@@ -22,13 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Tell the supervisor, and wait for it."""
-    directory, run_file = RunDirectory.find(arguments.run)
-    os.kill(run_file.supervisor_pid, signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE_S
-    while is_alive(run_file.supervisor_pid, run_file.supervisor_started):
-        if time.monotonic() > deadline:
-            raise UserError(f"process {run_file.supervisor_pid} does not end; its logs are in {directory.path}")
-        time.sleep(0.01)
+    """Tell the supervisor, and wait for it. It is asked at its door: a signal would need it in our PID namespace."""
+    directory, _ = RunDirectory.find(arguments.run)
+    with directory.ending(PATIENCE_S), contextlib.suppress(NotRunning):  # it was ending already
+        ask(directory.path, {"ask": "end"}, PATIENCE_S)
     print(json.dumps({"run": str(directory.path), "stopped": True}) if arguments.json else f"down: {directory.path}")
     return 0

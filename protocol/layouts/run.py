@@ -5,8 +5,9 @@ from __future__ import annotations
 from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
 from neuronpipe.protocol.spans import SPAN_BYTES
 
-BOARD_WORDS = ("pid", "incarnation")
-"""The words of a process's line on the board, in this order; pid is 0 while there is no such process."""
+BOARD_WORDS = ("pid", "incarnation", "restarts")
+"""The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
+many processes had this seat before; restarts: how many of them were lost, and did not make way for another."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""

@@ -166,7 +166,7 @@ class ProcessStatus(Message):
     core: the processor it is pinned to
     step: as in `Beat`
     outstanding: how many requests it has not answered
-    restarts: how often it was started again
+    restarts: how often it was lost and started again; a seat that changes hands does not count
     """
 
     role: str

@@ -17,7 +17,7 @@ class ProcessView(Message):
     state: the coordinator's verdict
     core: the processor it is pinned to
     step: as in `Beat`
-    restarts: how often it was started again
+    restarts: how often it was lost and started again; a seat that changes hands does not count
     cpu: processor time it used over the time that passed, of late; 1 is one core
     memory_bytes: its own, shared memory left out and pages shared by several processes by their share
     doing: shares of the time of late by what it did, by the labels of groups of spans

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from neuronpipe.plans.plan.plan import GATEWAY, Seat
 from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.services.coordinator.core import Core
@@ -15,9 +16,11 @@ from neuronpipe.services.coordinator.meter import Meter
 from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.job import Job
 
+RESTARTS = BOARD_WORDS.index("restarts")
+
 
 class Report:
-    """Looks at what others keep. board: pid and incarnation of each seat's process; lines: which of its lines a seat
+    """Looks at what others keep. board: the lines of the seats' processes; lines: which of its lines a seat
     has."""
 
     def __init__(
@@ -69,7 +72,7 @@ class Report:
             state="draining" if ending else "ready",
             core=self._job.seat.core,
             step=self._core.schedule.steps,
-            restarts=self._job.incarnation,
+            restarts=self._on_board(self._job.seat)[1],
         )
 
     def _process(self, seat: SeatState, now: float) -> ProcessStatus:
@@ -92,5 +95,6 @@ class Report:
         return ProcessStatus(role=seat.role, index=seat.index, pid=pid, state=state, core=seat.core, restarts=restarts)
 
     def _on_board(self, seat: Seat | SeatState) -> tuple[int, int]:
+        """Its process, and how often one was lost."""
         line = self._lines[seat.role, seat.index] * LINE_WORDS
-        return self._board[line], self._board[line + 1]
+        return self._board[line], self._board[line + RESTARTS]

@@ -18,13 +18,13 @@ from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, TRACE_SPANS
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_WORDS, TRACE_SPANS
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory, RunFacts, RunFile
-from neuronpipe.protocol.segments import Mapping, Segment
+from neuronpipe.protocol.segments import Mapping
 from neuronpipe.services.monitor.activity import Activity
 from neuronpipe.services.monitor.core import Monitor
 from neuronpipe.services.monitor.processes import Processes
@@ -32,6 +32,7 @@ from neuronpipe.services.monitor.regions import Regions
 from neuronpipe.services.monitor.rings import RunTrace
 
 RESIDENCY_EVERY_S = 1.0
+RESTARTS = BOARD_WORDS.index("restarts")
 ASK_AGAIN_S = 2.0  # a coordinator that is being restarted has lost the question
 
 
@@ -69,8 +70,7 @@ class Observer(Closing):
         self._activity = Activity(facts.seats.split(), TRACE_SPANS)
         self._regions = Regions(run_file, facts)
         self._open.callback(self._regions.close)
-        handle = run_file.segments["board"]
-        with Segment.open(layouts.board(processes=len(self._seats)), run_file.supervisor_pid, handle.fd) as segment:
+        with run_file.open_segment(layouts.board(processes=len(self._seats))) as segment:
             self._board: Mapping = segment.map()
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
@@ -129,7 +129,7 @@ class Observer(Closing):
                     state=one.state if pid == one.pid else "starting",
                     core=one.core,
                     step=one.step,
-                    restarts=self._pids[len(views) * LINE_WORDS + 1],
+                    restarts=self._pids[len(views) * LINE_WORDS + RESTARTS],
                     cpu=_rounded(self._processes.cpu(pid)),
                     memory_bytes=self._processes.memory_bytes(pid),
                     doing=doing,

@@ -12,7 +12,6 @@ from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
 from neuronpipe.protocol.run_directory import RunFacts, RunFile
-from neuronpipe.protocol.segments import Segment
 
 PARTS = ("gate", "rest")
 
@@ -34,7 +33,7 @@ class Regions(Closing):
 
     def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
         layout = layouts.residency(words=facts.layers * facts.clusters, members=facts.members)
-        with Segment.open(layout, run_file.supervisor_pid, run_file.segments["residency"].fd) as segment:
+        with run_file.open_segment(layout) as segment:
             self._mapping = segment.map()
         self._layers = facts.layers
         self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_words"), np.uint32) for part in PARTS]

@@ -84,7 +84,7 @@ class RunTrace(Closing):
         if handle is None:
             raise UserError("this run keeps no trace; is it of this version?")
         layout = layouts.trace(rings=trace_rings(handle.total_bytes))
-        with Segment.open(layout, run_file.supervisor_pid, handle.fd) as segment:
+        with run_file.open_segment(layout) as segment:
             return cls(segment, processes)
 
     def take(self) -> list[Row]:

@@ -4,13 +4,27 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from neuronpipe.protocol import layouts, run_directory
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.run_directory import PREFIX, RUN_FILE, RunDirectory, RunFile, SegmentHandle, is_alive, started
+from neuronpipe.protocol.run_directory import (
+    LOCK_FILE,
+    PREFIX,
+    RUN_FILE,
+    RunDirectory,
+    RunFile,
+    SegmentHandle,
+    is_alive,
+    own_pid,
+    started,
+)
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import VERSION
 
 
@@ -18,26 +32,34 @@ from neuronpipe.protocol.version import VERSION
 def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = tmp_path_factory.mktemp("b")  # short: paths of sockets in it are limited
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setattr(run_directory, "BOUND_SOCKETS", tmp_path / "sockets")  # not those of this machine
     return base
 
 
-def run_file(directory: RunDirectory, pid: int | None = None, ticks: int | None = None) -> RunFile:
-    pid = os.getpid() if pid is None else pid
+def run_file(directory: RunDirectory, ticks: int | None = None) -> RunFile:
     return RunFile(
         protocol=VERSION,
         run="0a1b",
-        supervisor_pid=pid,
-        supervisor_started=started(pid) if ticks is None else ticks,
+        supervisor_pid=os.getpid(),
+        supervisor_started=started(os.getpid()) if ticks is None else ticks,
         endpoints=directory.endpoints(),
         segments={"kv": SegmentHandle(fd=5, total_bytes=8192)},
         plan="p",
     )
 
 
-def ended_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def live_run(path: Path | None = None) -> RunDirectory:
+    """A directory whose run lives: this process holds its lock."""
+    directory = RunDirectory.create(path)
+    directory.publish(run_file(directory), "{}")
+    return directory
+
+
+def dead_run(path: Path | None = None) -> RunDirectory:
+    """What a run that was killed leaves."""
+    directory = live_run(path)
+    directory.release()
+    return directory
 
 
 def test_only_its_user_can_enter_it_and_read_the_file() -> None:
@@ -90,19 +112,67 @@ def test_without_a_run_there_is_nothing_to_find(base: Path) -> None:
 
 
 def test_a_run_whose_supervisor_has_ended_is_not_running() -> None:
-    directory = RunDirectory.create()
-    directory.publish(run_file(directory, pid=ended_process(), ticks=1), "{}")
+    directory = dead_run()
     with pytest.raises(NotRunning, match="has ended"):
         RunDirectory.find(directory.path)
     with pytest.raises(NotRunning):
         RunDirectory.find()
 
 
-def test_another_process_under_the_same_id_is_not_the_supervisor() -> None:
+def test_a_run_lives_though_another_pid_namespace_shows_its_supervisor_under_no_id_or_anothers() -> None:
     directory = RunDirectory.create()
     directory.publish(run_file(directory, ticks=started(os.getpid()) - 1), "{}")
+    found = directory.read()
+    with pytest.raises(UserError, match="is not to be seen from here; do this in the container"):
+        found.open_segment(layouts.board(processes=1))
+
+
+def test_a_segment_is_opened_of_the_supervisor_that_run_json_names() -> None:
+    layout = layouts.board(processes=1)
+    with Segment.create(layout) as segment:
+        handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes)}
+        file = replace(run_file(RunDirectory.create()), segments=handles)
+        with file.open_segment(layout) as opened, opened.map() as mapping:
+            assert mapping.view("leaving").tolist() == [0]
+
+
+def test_the_lock_is_held_by_the_last_copy_of_the_process_that_took_it() -> None:
+    directory = RunDirectory.create()
+    directory.publish(run_file(directory), "{}")
+    read_end, write_end = os.pipe()
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    os.close(read_end)
+    directory.release()
+    assert directory.read()
+    with directory.ending(10):
+        os.close(write_end)
     with pytest.raises(NotRunning):
         directory.read()
+    os.waitpid(supervisor, 0)
+
+
+def test_a_run_that_does_not_end_is_not_waited_for_without_end() -> None:
+    directory = live_run()
+    with pytest.raises(UserError, match="does not end; its logs are there"), directory.ending(0.02):
+        pass
+
+
+def test_a_run_of_an_older_version_is_neither_taken_for_dead_nor_for_live(base: Path) -> None:
+    older = dead_run()
+    (older.path / LOCK_FILE).unlink()
+    RunDirectory.create()
+    assert (older.path / RUN_FILE).exists()
+    with pytest.raises(UserError, match="an older neuronpipe started this run: use that one"):
+        older.read()
+
+
+def test_this_process_is_known_by_the_id_that_proc_shows() -> None:
+    assert own_pid() == os.getpid()
+    assert is_alive(own_pid(), started(own_pid()))
 
 
 def test_a_process_that_was_not_waited_for_is_dead() -> None:
@@ -116,9 +186,7 @@ def test_a_process_that_was_not_waited_for_is_dead() -> None:
 
 
 def test_several_live_runs_must_be_told_apart() -> None:
-    for _ in range(2):
-        directory = RunDirectory.create()
-        directory.publish(run_file(directory), "{}")
+    assert {live_run().path, live_run().path} == {found.path for found, _ in RunDirectory.live()}
     with pytest.raises(UserError, match="several runs are live, name one with --run"):
         RunDirectory.find()
 
@@ -161,27 +229,64 @@ def test_a_folder_with_other_things_in_it_is_left_alone(base: Path) -> None:
 
 def test_the_place_of_a_dead_run_is_taken_over_and_that_of_a_live_one_is_not(base: Path) -> None:
     place = base / "run"
-    directory = RunDirectory.create(place)
+    dead_run(place)
     (place / "control").write_text("a stale socket")
-    directory.publish(run_file(directory, pid=ended_process(), ticks=1), "{}")
+    (place / "rehearsal").mkdir()
+    (place / "rehearsal" / LOCK_FILE).touch()
     again = RunDirectory.create(place)
-    assert list(place.iterdir()) == [again.doorbell]
-    again.publish(run_file(again), "{}")
-    with pytest.raises(UserError, match="run 0a1b is live here"):
-        RunDirectory.create(place)
+    assert set(place.iterdir()) == {again.doorbell, place / LOCK_FILE}
+    for _ in range(2):  # before and after it can be found
+        with pytest.raises(UserError, match="a run is live here"):
+            RunDirectory.create(place)
+        again.publish(run_file(again), "{}")
+
+
+def test_whoever_only_looks_keeps_nobody_from_the_place_of_a_dead_run(base: Path) -> None:
+    dead = dead_run(base / "run")
+    looking = dead._lock_of_the_dead()
+    assert looking is not None
+    threading.Timer(0.1, os.close, (looking,)).start()
+    assert RunDirectory.create(base / "run").path == dead.path
 
 
 def test_a_new_run_sweeps_away_what_dead_ones_left_and_nothing_else(base: Path) -> None:
-    dead, live, starting = (RunDirectory.create() for _ in range(3))
-    dead.publish(run_file(dead, pid=ended_process(), ticks=1), "{}")
-    live.publish(run_file(live), "{}")
+    dead_run()
+    RunDirectory.create().release()  # one that was killed before it could be found
+    live, starting, elsewhere = live_run(), RunDirectory.create(), base / "elsewhere"
+    dead_run(elsewhere)
     new = RunDirectory.create()
-    assert set(base.iterdir()) == {live.path, starting.path, new.path}
+    assert set(base.iterdir()) == {live.path, starting.path, elsewhere, new.path}
+
+
+def test_a_directory_that_is_not_locked_yet_is_not_swept(base: Path) -> None:
+    (base / f"{PREFIX}fresh").mkdir()
+    RunDirectory.create()
+    assert (base / f"{PREFIX}fresh").exists()
+
+
+def test_a_directory_that_is_swept_while_it_is_being_locked_is_made_again(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep that looks between the making of the lock's file and the lock on it."""
+    real, swept = os.open, []
+
+    def opened(path: Path, flags: int, *rest: int, **options: int) -> int:
+        descriptor = real(path, flags, *rest, **options)
+        if not swept and Path(path).name == LOCK_FILE:
+            swept.append(path)
+            run_directory._sweep(base)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    directory = RunDirectory.create()
+    assert swept
+    directory.publish(run_file(directory), "{}")
+    assert directory.read()
+    assert list(base.iterdir()) == [directory.path]
 
 
 def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base: Path, tmp_path: Path) -> None:
-    elsewhere = RunDirectory.create(tmp_path / "elsewhere")
-    elsewhere.publish(run_file(elsewhere, pid=ended_process(), ticks=1), "{}")
+    elsewhere = dead_run(tmp_path / "elsewhere")
     link = base / f"{PREFIX}link"
     link.symlink_to(elsewhere.path, target_is_directory=True)
     RunDirectory.create()
@@ -191,20 +296,42 @@ def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base:
 
 
 def test_a_directory_of_another_user_is_neither_swept_nor_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = RunDirectory.create()
-    dead.publish(run_file(dead, pid=ended_process(), ticks=1), "{}")
-    real = os.getuid()
+    dead, real = dead_run(), os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    run_directory._sweep(dead.path.parent)
     dead.remove()
     assert (dead.path / RUN_FILE).exists()
 
 
-def test_a_file_that_vanishes_during_a_sweep_condemns_nobody(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    starting = RunDirectory.create()
-    (starting.path / "control").write_text("a socket")
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([starting.path / RUN_FILE]))
-    RunDirectory.create()
-    assert (starting.path / "control").exists()
+def test_what_vanishes_during_a_sweep_harms_nobody(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([base / f"{PREFIX}gone"]))
+    assert RunDirectory.create().path.exists()
+
+
+def sockets(*lines: str) -> None:
+    """What the kernel is to say of bound sockets."""
+    head = "Num       RefCount Protocol Flags    Type St Inode Path"
+    numbered = [f"0000000000000000: 00000002 00000000 00010000 0005 01 {n} {line}" for n, line in enumerate(lines)]
+    run_directory.BOUND_SOCKETS.write_text("\n".join([head, *numbered]) + "\n")
+
+
+def test_a_run_at_a_place_of_its_own_is_found_by_the_door_it_has_bound(base: Path, tmp_path: Path) -> None:
+    below, other = live_run(base / "a run"), live_run(tmp_path / "other")
+    sockets("", "@abstract", f"{below.path}/control", f"{tmp_path}/no-run/door", "door", f"{other.path}/door")
+    assert RunDirectory.find()[0].path == other.path  # another folder, and there is none in ours
+    sockets(f"{other.path}/door", f"{below.path}/door", f"{below.path}/rehearsal/door")
+    assert RunDirectory.find()[0].path == below.path
+    usual = live_run()
+    assert {found.path for found, _ in RunDirectory.live()} == {below.path, usual.path}
+
+
+def test_a_directory_that_cannot_be_filled_leaves_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for refused in ("open", "mkfifo"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, refused, lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(UserError, match="cannot make the run directory: No space left on device"):
+                RunDirectory.create()
+        assert list(base.iterdir()) == []
 
 
 @pytest.mark.parametrize(
