@@ -1,18 +1,21 @@
 """The command line: `neuronpipe VERB ...`. One file per verb in verbs/; only the verb that runs is imported.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no such run, 130 interrupted, 143 and 129 told to end by SIGTERM
+and SIGHUP. The verbs of `ENDED_AS_TOLD` live with a run: told to end they end it in order, which is what was wanted: 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import io
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 from neuronpipe.launch.typed import as_typed
@@ -40,9 +43,18 @@ VERBS = {
     "doctor": "check this machine and say what to do about it",
 }
 
+ENDED_AS_TOLD = ("run", "serve", "up", "watch", "bench")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_QUOTED_CHARACTERS = 80
 _LONG_QUOTE = re.compile(rf"""(?s)(['"])((?:(?!\1).){{{MAX_QUOTED_CHARACTERS}}})(?:(?!\1).)+\1""")
+
+
+class _Told(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: whatever Ctrl-C lets a command put in order, they do as well."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
 
 
 class _Version(argparse.Action):
@@ -93,6 +105,10 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
+def _verb_in(words: Iterable[str]) -> str | None:
+    return next((word for word in words if word in VERBS), None)
+
+
 def _check_first(words: list[str], parser: _Parser) -> None:
     """Raises UserError when the first word is no verb, or an option of a verb that comes later."""
     first = words[0]
@@ -102,7 +118,7 @@ def _check_first(words: list[str], parser: _Parser) -> None:
         near = _nearest(_cut(first), VERBS)
         meant = f"did you mean `{near}`?" if near else f"the verbs are {', '.join(VERBS)}."
         raise UserError(f"{_cut(first)!r} is no verb; {meant} See `neuronpipe --help`")
-    if (verb := next((word for word in words if word in VERBS), None)) is not None:
+    if (verb := _verb_in(words)) is not None:
         raise UserError(f"{_cut(first)!r}: options come after the verb, as in `neuronpipe {verb} -h`")
     parser.refuse(first)
 
@@ -126,7 +142,7 @@ def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     """The verb and its arguments. Raises UserError for words that mean nothing."""
-    parser, by_name = _parser(next((word for word in words if word in VERBS), None))
+    parser, by_name = _parser(_verb_in(words))
     _check_first(words, parser)
     asked, unknown = parser.parse_known_args(words)
     if unknown:
@@ -138,14 +154,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's mistake is one line on stderr, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        _prepare_streams()
-        if not words:
-            _parser(None)[0].print_help(sys.stderr)
-            return UserError.exit_code
-        asked = _parsed(words)
-        code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
-        sys.stdout.flush()
-        return int(code)
+        with _signals_told():
+            return _run(words)
+    except _Told as told:
+        print(f"neuronpipe: ended by {told.number.name}", file=sys.stderr)
+        return 0 if _verb_in(words) in ENDED_AS_TOLD else 128 + told.number
     except UserError as error:
         print(f"neuronpipe: {as_typed(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -166,6 +179,17 @@ def main(arguments: list[str] | None = None) -> int:
         return UserError.exit_code
 
 
+def _run(words: list[str]) -> int:
+    _prepare_streams()
+    if not words:
+        _parser(None)[0].print_help(sys.stderr)
+        return UserError.exit_code
+    asked = _parsed(words)
+    code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
+    sys.stdout.flush()
+    return int(code)
+
+
 def _prepare_streams() -> None:
     """Descriptors 0 to 2 are open, or a socket would take their place; what stdout cannot encode is shown as an escape.
     Raises UserError where stdout is closed (`>&-`): there is no way to answer."""
@@ -182,6 +206,24 @@ def _prepare_streams() -> None:
         raise UserError("standard output is closed: let it go to a file, or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def _signals_told() -> Iterator[None]:
+    """SIGTERM and SIGHUP are raised as `_Told`, as the first process of a container as well, where they would do
+    nothing. One that is ignored stays so: that is what `nohup` is for."""
+
+    def tell(number: int, _: object) -> NoReturn:
+        raise _Told(number)
+
+    told = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in told:
+        signal.signal(number, tell)
+    try:
+        yield
+    finally:
+        for number in told:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _silence() -> None:

@@ -1,4 +1,5 @@
-"""However a run ends, nothing of it stays: Ctrl-C at any moment, kills of the command and of the supervisor."""
+"""However a run ends, nothing of it stays: Ctrl-C at any moment, signals to the command, kills of it and of the
+supervisor."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.package.reader import Package
 
+from tests.http_client import served
 from tests.pipeline import PATIENCE_S, SLOWER, Shell, eventually
 
 Converted = Callable[..., Package]
@@ -19,7 +22,11 @@ Converted = Callable[..., Package]
 
 def started(shell: Shell, package: Path, verb: str = "run") -> subprocess.Popen[str]:
     """A command that would generate for minutes, as the leader of a group like in a terminal."""
-    words = ("-p", "x", "-n", "100", "--ffn-resident", "10%") if verb == "run" else ()
+    words = {
+        "run": ("-p", "x", "-n", "100", "--ffn-resident", "10%"),
+        "bench": ("--json", "--tests", "tg16", "--repetitions", "1000"),
+        "serve": ("--port", "0"),
+    }.get(verb, ())
     return shell.start(verb, package, *words, start_new_session=True)
 
 
@@ -58,13 +65,93 @@ def test_ctrl_c_while_it_starts_leaves_nothing(shell: Shell, package: Path, verb
         assert eventually(lambda: not shell.leftovers(), 5), (delay_s, shell.leftovers(), errors)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_killed_takes_its_run_along(shell: Shell, package: Path, number: signal.Signals) -> None:
+def test_a_command_that_is_killed_takes_its_run_along(shell: Shell, package: Path) -> None:
     process = started(shell, package)
     first_character(process)
-    os.kill(process.pid, number)
+    process.kill()
     process.communicate(timeout=PATIENCE_S)
     assert eventually(lambda: not shell.leftovers())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("verb", ["run", "bench", "serve", "up"])
+def test_a_command_that_is_told_to_end_ends_its_run_first(
+    shell: Shell, package: Path, verb: str, number: signal.Signals
+) -> None:
+    process = started(shell, package, verb)
+    if verb in ("run", "serve"):
+        first_character(process)
+    else:  # `up` ends by itself soon after
+        assert eventually(lambda: list(shell.folder.glob("neuronpipe-*/run.json")))
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert not shell.leftovers()  # at once: whoever starts the next one need not wait
+    said = "" if verb == "serve" else f"neuronpipe: ended by {number.name}\n"
+    assert (process.returncode, errors.rpartition("\r")[2]) == (0, said)
+
+
+def test_a_server_that_is_told_to_end_has_closed_its_port_when_its_command_ends(shell: Shell) -> None:
+    with served(shell) as server:
+        server.process.terminate()
+        server.process.wait(PATIENCE_S)
+        with pytest.raises(ConnectionRefusedError):
+            server.connect()
+        assert not shell.leftovers()
+
+
+def test_a_server_of_somebody_elses_run_that_is_told_to_end_leaves_the_run(shell: Shell) -> None:
+    with shell.up(DEMO) as run, served(shell, "--run", run.path) as server:
+        server.process.terminate()
+        assert server.process.wait(PATIENCE_S) == 0
+        assert run.status().ready
+
+
+def test_a_watcher_that_is_told_to_end_leaves_and_that_is_no_error(shell: Shell) -> None:
+    with shell.up(DEMO) as run:
+        process = shell.start("watch", "--json", run.path)
+        first_character(process)
+        process.terminate()
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, errors) == (0, "")
+        assert run.status().ready
+
+
+def test_other_commands_say_which_signal_ended_them(shell: Shell) -> None:
+    with shell.up(DEMO, "--workers", "1") as run:
+        process = shell.start("ask", "--run", run.path, "-p", "def f(", "-n", "480", "--ignore-end")
+        first_character(process)
+        process.terminate()
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, errors) == (128 + signal.SIGTERM, "neuronpipe: ended by SIGTERM\n")
+        assert eventually(lambda: run.status().sequences_active == 0)
+
+
+def test_a_signal_that_is_ignored_from_the_start_ends_nothing(shell: Shell, package: Path) -> None:
+    process = shell.start(
+        "run", package, "-p", "x", "-n", "8", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    first_character(process)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert "[8 tokens, " in errors
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_hastens_the_end_and_the_command_still_waits_for_it(
+    shell: Shell, first: signal.Signals
+) -> None:
+    """A stopped coordinator does not drain: that takes 1.5 s, and 1 s until it is killed."""
+    with served(shell) as server:
+        os.kill(server.run.pid("coordinator"), signal.SIGSTOP)
+        server.process.send_signal(first)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        began = time.monotonic()
+        server.process.terminate()
+        assert server.process.wait(PATIENCE_S) == 0
+        assert time.monotonic() - began < 1 * SLOWER
+        assert not shell.leftovers()
 
 
 def test_a_reader_that_goes_away_ends_the_run(shell: Shell, package: Path) -> None:
