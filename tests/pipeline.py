@@ -60,8 +60,8 @@ class Shell:
         **options: Any,
     ) -> subprocess.Popen[str]:
         """Start a command; its standard input is empty. environment: what differs from ours."""
-        variables = {**os.environ, "TMPDIR": str(self.folder), MARK: self._mark, **(environment or {})}
-        variables.pop("XDG_RUNTIME_DIR", None)
+        inherited = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+        variables = {**inherited, "TMPDIR": str(self.folder), MARK: self._mark, **(environment or {})}
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(
             [*map(str, program), *map(str, words)], env=variables, text=True, **{**defaults, **options}

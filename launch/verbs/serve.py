@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from neuronpipe.launch.attached import run_ended
+from neuronpipe.launch.attached import described, run_ended
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, asked_of_plan, package_and_plan
@@ -69,7 +69,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     with started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live:
         os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
         _wait_until_ready(live, listener)
-        _say(arguments, listener, package, live.directory, joined=False)
+        _say(arguments, listener, live.directory, live.directory.read(), joined=False)
         while (reason := live.failed(WATCH_S)) is None:
             pass
     raise UserError(reason)
@@ -91,7 +91,7 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
     _require_no_plan(arguments, directory)
     listener = bind(arguments.host, arguments.port, key)
-    _say(arguments, listener, package, directory, joined=True)
+    _say(arguments, listener, directory, run_file, joined=True)
     ended = run_ended(directory)
     serve(package, directory, listener, ended)
     if (reason := ended()) is not None:
@@ -119,15 +119,15 @@ def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
 
 
 def _say(
-    arguments: argparse.Namespace, listener: Listener, package: Package, directory: RunDirectory, *, joined: bool
+    arguments: argparse.Namespace, listener: Listener, directory: RunDirectory, run_file: RunFile, *, joined: bool
 ) -> None:
-    name, place = package.manifest.name, str(directory.path)
+    facts, place = described(directory, run_file), str(directory.path)
     if arguments.json:
-        said = {"address": listener.address, "addresses": listener.addresses, "model": name, "run": place}
-        print(json.dumps({**said, "joined": joined}), flush=True)
+        said = {"address": listener.address, "addresses": listener.addresses, **facts, "joined": joined}
+        print(json.dumps(said), flush=True)
         return
     address, *others = listener.addresses
-    print(f"serving {name} at {address}")
+    print(f"serving {facts['model']} at {address}")
     if others:
         print(f"  also at:         {', '.join(others)}")
     print(f"  run:             {'one that was live already' if joined else 'a new one'}, {place}")

@@ -1,4 +1,4 @@
-"""`neuronpipe status [--run DIR] [--json]`: a live run's processes, memory and counters."""
+"""`neuronpipe status [--run DIR] [--json]`: which model a live run has, its processes, memory and counters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
-from neuronpipe.launch.attached import attach
+from neuronpipe.launch.attached import attach, described
 from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.protocol.messages.client import Status
+from neuronpipe.protocol.run_directory import RunDirectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,17 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Ask the coordinator."""
-    with attach(arguments.run) as client:
+    directory, run_file = RunDirectory.find(arguments.run)
+    facts = described(directory, run_file)
+    with attach(directory.path) as client:
         status = client.status()
-    print(json.dumps(dataclasses.asdict(status)) if arguments.json else render(status))
+    print(json.dumps({**dataclasses.asdict(status), **facts}) if arguments.json else render(facts, status))
     return 0
 
 
-def render(status: Status) -> str:
+def render(facts: dict[str, Any], status: Status) -> str:
     """A table for a person."""
     lines = [
-        f"run {status.run}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s, "
-        f"plan {status.plan}, mode {status.mode}",
+        f"{facts['run']}: {'ready' if status.ready else 'starting'}, up {status.uptime_s:.0f} s",
+        f"model {facts['model']}, {facts['package']}, {status.mode} mode, plan {status.plan}",
         f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, "
         f"limit {show_bytes(status.memory_limit_bytes)}",
         f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "

@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+from neuronpipe.launch.attached import described
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
@@ -41,8 +42,9 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.warm:
             follow_warm_up(client, plain=arguments.json)
         warm_up = client.status().warm_up
+        facts = described(live.directory, live.directory.read())
     if arguments.json:
-        print(json.dumps({"run": str(live.directory.path), "supervisor_pid": live.pid, "plan": plan.id}))
+        print(json.dumps(facts))
     else:
         place = live.directory.path
         print(f"up: {place}")

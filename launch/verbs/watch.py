@@ -15,6 +15,7 @@ from neuronpipe.launch.watch.sources import Source, open_source
 from neuronpipe.launch.watch.waits import Waits
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory
 
 POLL_S = 0.05
@@ -82,7 +83,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
             source.poll(True)
             if source.ended and source.latest is None:
                 raise UserError(f"{source.name}: {source.ended}")
-            if source.ended or (ripe and source.latest is not None and source.latest.uptime_s):
+            if source.ended or (ripe and source.heard):
                 waiting.remove(source)
         waits.say(waiting)
         time.sleep(POLL_S)
@@ -98,17 +99,18 @@ def _once(sources: list[Source], as_json: bool) -> None:
 
 
 def _stream(sources: list[Source], every_s: float) -> None:
-    """Events as they come, snapshots in between."""
+    """Of each a first snapshot, as soon as it says something; then events as they come, snapshots in between."""
     due_at = 0.0
     live, waits = list(sources), Waits()
     while live:
-        fresh = time.monotonic() >= due_at
-        due_at = time.monotonic() + every_s if fresh else due_at
+        due = time.monotonic() >= due_at
+        due_at = time.monotonic() + every_s if due else due_at
         for source in list(live):
-            before = source.latest
-            for event in source.poll(fresh):
-                _print(source, event)
-            if source.latest is not before:
+            begun, before = source.heard, source.latest
+            for event in source.poll(due or not begun):
+                if begun:
+                    _print(source, event)
+            if source.heard and source.latest is not before:
                 _print(source, source.latest)
             if source.ended:
                 print(json.dumps({"type": "Ended", "source": source.name, "reason": source.ended}), flush=True)
@@ -121,6 +123,8 @@ def _stream(sources: list[Source], every_s: float) -> None:
 def _print(source: Source, message: Message | None) -> None:
     if message is not None:
         fields = dataclasses.asdict(message)  # type: ignore[call-overload]
+        if isinstance(message, Snapshot):
+            fields = {"id": fields.pop("run"), **fields}  # as the other verbs call it
         print(json.dumps({"type": type(message).__name__, "source": source.name, **fields}))
 
 

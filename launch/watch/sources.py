@@ -32,6 +32,11 @@ class Source(Protocol):
     ended: str | None
 
     @property
+    def heard(self) -> bool:
+        """Whether the newest snapshot has the coordinator's word: without it a run looks as if it had just begun."""
+        return self.latest is not None and self.latest.uptime_s > 0
+
+    @property
     def awaits(self) -> str:
         """Why there is nothing to see, when there was nothing for PATIENT_S."""
 
@@ -42,7 +47,7 @@ class Source(Protocol):
         """Let go."""
 
 
-class Near:
+class Near(Source):
     """A run on this machine."""
 
     def __init__(self, path: Path | None) -> None:
@@ -55,7 +60,7 @@ class Near:
     @property
     def awaits(self) -> str:
         """See `Source`."""
-        if (self.latest and self.latest.uptime_s) or time.monotonic() - self._opened_at < PATIENT_S:
+        if self.heard or time.monotonic() - self._opened_at < PATIENT_S:
             return ""
         return "the coordinator has not answered yet"
 
@@ -75,7 +80,7 @@ class Near:
         self._observer.close()
 
 
-class Far:
+class Far(Source):
     """A run behind a door. address: the invitation."""
 
     def __init__(self, address: str) -> None:

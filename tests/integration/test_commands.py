@@ -101,6 +101,31 @@ def _segments_of(pids: object) -> set[int]:
     return found
 
 
+def test_a_run_has_the_same_names_whoever_tells_of_it(shell: Shell, converted: Converted) -> None:
+    package = converted("qwen2", "q8")
+    up = shell.json("up", package.path)
+    status, watched = shell.json("status"), shell.json("watch", "--once")
+    assert set(up) == {"run", "id", "model", "package", "plan", "supervisor_pid"}
+    assert {name: status[name] for name in up} == up
+    assert (up["model"], up["package"]) == (package.manifest.name, str(package.path))
+    assert {name: watched[name] for name in ("id", "model", "plan")} == {n: up[n] for n in ("id", "model", "plan")}
+    said = shell.call("status").out
+    assert all(str(up[name]) in said for name in ("run", "model", "package", "plan"))
+    assert shell.json("down") == {"run": up["run"], "stopped": True}
+
+
+def test_a_run_is_found_wherever_its_directory_is(shell: Shell, converted: Converted) -> None:
+    """Below the folder for run directories, and started with another such folder."""
+    package, folder = converted("qwen2", "q8").path, shell.folder / "deeper"
+    folder.mkdir()
+    for words, elsewhere in ((("--run", folder / "r"), {}), ((), {"XDG_RUNTIME_DIR": str(folder)})):
+        place = shell.json("up", package, *words, environment=elsewhere)["run"]
+        assert Path(place).parent == folder
+        assert shell.json("status")["run"] == place
+        assert shell.json("watch", "--once")["source"] == place
+        assert shell.json("down") == {"run": place, "stopped": True}
+
+
 def test_the_only_run_need_not_be_named(shell: Shell, converted: Converted) -> None:
     with shell.up(converted("qwen2", "q8").path) as run:
         assert shell.json("status")["run"]

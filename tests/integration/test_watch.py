@@ -75,6 +75,19 @@ def test_one_snapshot_as_json_says_how_the_run_is(run: Run) -> None:
     assert {one["pid"] for one in said["processes"]} == {one.pid for one in status.processes}
 
 
+def test_the_first_line_of_a_stream_says_how_the_run_is(run: Run) -> None:
+    """A run that is ready was said to be starting, up 0 s: the coordinator had not been heard yet."""
+    uptime_s = run.status().uptime_s
+    process = run.shell.start("watch", "--json", "--every", "3600", "--run", run.path)
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    process.stdout.close()  # as `head -1` does
+    process.terminate()
+    _end(process)
+    assert (first["type"], first["source"], first["ready"]) == ("Snapshot", str(run.path), True)
+    assert first["uptime_s"] >= uptime_s > 0
+
+
 class Lines:
     """What a command prints, a JSON object a line, as it comes."""
 
