@@ -45,6 +45,7 @@ VERBS = {
 
 ENDED_AS_TOLD = ("run", "serve", "up", "watch", "bench")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 MAX_QUOTED_CHARACTERS = 80
 _LONG_QUOTE = re.compile(rf"""(?s)(['"])((?:(?!\1).){{{MAX_QUOTED_CHARACTERS}}})(?:(?!\1).)+\1""")
 
@@ -171,6 +172,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             print(f"neuronpipe: {_cut(str(error.filename))!r}: {error.strerror}", file=sys.stderr)
+            return UserError.exit_code
+        if error.errno in TOO_MANY_FILES:
+            print(f"neuronpipe: {error.strerror}; raise the limit with `ulimit -n 1024`", file=sys.stderr)
             return UserError.exit_code
         if error.errno not in NO_ROOM:
             raise

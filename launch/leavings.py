@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -9,14 +10,17 @@ from pathlib import Path
 from neuronpipe.plans.plan.plan import Seat
 
 FAILURE = "failure"
+FAILURE_BYTES = 1 << 12
 SILENT = "it left no message; was it killed by the system for lack of memory?"
 
 
 class Leavings:
-    """Files in the run directory: a log for each seat, one after the other of its processes, and `failure`."""
+    """Files in the run directory: a log for each seat, one after the other of its processes, and `failure`, which has
+    its room from the start: a full disk is a reason as well. Raises OSError when there is none."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        (directory / FAILURE).write_bytes(b" " * FAILURE_BYTES)
         self._starts: dict[Seat, int] = {}  # where the present process's part of its log begins
 
     def begin(self, seat: Seat) -> None:
@@ -27,10 +31,13 @@ class Leavings:
             self._starts[seat] = 0
 
     def take_streams(self, seat: Seat, kept: set[int]) -> None:
-        """In the child: nothing to read, and a log to write. Closes what came from the parent, but for memory and
-        `kept`: the client's pipes and terminals stay with the client."""
-        descriptor = os.open(self._log(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
+        """In the child: nothing to read, and a log to write, if there is room for one. Closes what came from the
+        parent, but for memory and `kept`: the client's pipes and terminals stay with the client."""
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            descriptor = os.open(self._log(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            descriptor = null
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
             os.dup2(source, target)
         for name in os.listdir("/proc/self/fd"):
@@ -44,17 +51,17 @@ class Leavings:
 
     def fail(self, why: str) -> None:
         """In the child: what the person who started the run is to read. It exits with status 2 then."""
-        (self._directory / FAILURE).write_text(why, encoding="utf-8")
+        with (self._directory / FAILURE).open("r+b") as file:  # what is truncated could not be had again
+            file.write(why.encode()[:FAILURE_BYTES].ljust(FAILURE_BYTES))
 
     def failure(self) -> str | None:
         """What a process that exited with status 2 left; taken away."""
         path = self._directory / FAILURE
-        try:
-            said = path.read_text(encoding="utf-8", errors="replace")
-            path.unlink()
-        except OSError:
-            return None
-        return said
+        said = ""
+        with contextlib.suppress(OSError):
+            said = path.read_text(encoding="utf-8", errors="replace").strip()
+            path.write_bytes(b" " * FAILURE_BYTES)
+        return said or None
 
     def last_words(self, seat: Seat) -> str:
         """The last line that the seat's present process wrote."""

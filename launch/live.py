@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import select
 import signal
 import sys
@@ -19,6 +20,8 @@ from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import Implementations
+
+MIN_OPEN_FILES, OPEN_FILES_PER_SEAT = 64, 4
 
 
 @dataclasses.dataclass
@@ -65,6 +68,7 @@ def started_run(
 
     Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
     """
+    _require_open_files(len(plan.compute.seats))
     preload()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,6 +85,17 @@ def started_run(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if not stays:
         live.stop()
+
+
+def _require_open_files(seats: int) -> None:
+    """Raise the limit to what a run needs. Raises UserError when it cannot be: some process would fail later, less
+    clearly, and without a descriptor a folder cannot even be removed."""
+    needed = MIN_OPEN_FILES + OPEN_FILES_PER_SEAT * seats
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UserError(f"a run needs {needed} open files, and the limit is {hard}; raise it with `ulimit -n 1024`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _fork(

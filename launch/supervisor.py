@@ -19,6 +19,7 @@ not survive a fork.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -263,7 +264,8 @@ class Supervisor:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # a child that got past here would be a second supervisor
+                sys.stderr.flush()
             os._exit(code)
 
     def _reap(self) -> None:
@@ -335,13 +337,9 @@ class Supervisor:
             answer(self._takeover.guest, {"error": "the run is ending"})
         first = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
         self._leaving[self._lines["coordinator", 0]] = 1  # it has no successor: the run ends with it
+        drain_s = DRAIN_S if self.failure is None else 0.0  # a failed run has nothing to finish
         for pids, number, patience_s, hurries in (
-            (
-                first,
-                signal.SIGTERM,
-                DRAIN_S if self.failure is None else 0.0,
-                True,
-            ),  # a failed run has nothing to finish
+            (first, signal.SIGTERM, drain_s, True),
             (list(self._processes), signal.SIGTERM, TERMINATE_S, True),
             (list(self._processes), signal.SIGKILL, KILL_S, False),
         ):
@@ -379,6 +377,11 @@ def supervise(
         message = supervisor.failure or ""
     except UserError as error:
         message = str(error)
+        directory.remove()
+    except OSError as error:
+        message = f"{error.filename or directory.path}: {error.strerror}; the run was ended"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message += ": make room, or set TMPDIR to another folder"
         directory.remove()
     except BaseException:
         message = f"the supervisor failed: {traceback.format_exc()}"

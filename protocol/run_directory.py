@@ -227,10 +227,10 @@ class RunDirectory:
         run_file = self._read()
         try:
             ended = self._lock_of_the_dead()
-        except OSError as error:
-            self._read()  # both have gone: it has just ended
+        except FileNotFoundError:
+            self._read()  # raises when both have gone: it has just ended
             raise UserError(
-                f"{self.path}: {LOCK_FILE}: {error.strerror}; an older neuronpipe started this run: use that one"
+                f"{self.path}: no {LOCK_FILE}: an older neuronpipe started this run; use that one"
             ) from None
         if ended is not None:
             os.close(ended)

@@ -6,6 +6,7 @@ place. A run's shared memory would fall under such a limit as well, so runs get 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -42,18 +43,25 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@contextlib.contextmanager
+def disk_of(folder: Path, size: str) -> Iterator[None]:
+    """A small disk at this folder, or the test is skipped."""
+    mount = ("mount", "-t", "tmpfs", "-o", size, "none", folder)
+    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small disk, and not everywhere")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 64 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ("mount", "-t", "tmpfs", "-o", "size=64k", "none", disk)
-    if os.getuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        pytest.skip("only root may mount a small disk, and not everywhere")
-    try:
+    with disk_of(disk, "size=64k"):
         yield disk
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("twin", [(), ("--gguf", "twin.gguf")], ids=["alone", "with a twin"])
@@ -109,6 +117,41 @@ def test_logits_that_find_no_room_are_not_kept(shell: Shell, converted: Converte
     (small_disk / "others").write_bytes(b"\1" * 60_000)
     assert "logits.npy" in refused(shell.call(*words), "cannot be written: No space left on device")
     assert [path.name for path in small_disk.iterdir()] == ["others"]
+
+
+@pytest.mark.parametrize("files", [1, 2, 3, 4, 5, 6, 8, 10, 13])
+def test_a_run_directory_that_finds_no_room_is_said_in_one_line_and_leaves_nothing(
+    shell: Shell, converted: Converted, files: int
+) -> None:
+    """From the directory itself to the sockets and logs of the last services."""
+    with disk_of(shell.folder, f"size=1m,nr_inodes={files}"):
+        done = shell.call("run", converted("awkward", "q8").path, "-p", "x", "-n", "1")
+        assert (done.code, len(done.errors.splitlines())) == (2, 1), done
+        assert "No space left on device" in done.errors
+        assert "Traceback" not in done.errors
+        assert not shell.leftovers()
+
+
+@pytest.mark.parametrize("verb", ["run", "up"])
+def test_a_full_temporary_folder_is_said_in_one_line_and_nothing_is_left(
+    shell: Shell, converted: Converted, verb: str
+) -> None:
+    with disk_of(shell.folder, "size=64k"):
+        (shell.folder / "others").write_bytes(b"\1" * (64 << 10))
+        words = ("-p", "x", "-n", "1") if verb == "run" else ()
+        line = refused(shell.call(verb, converted("awkward", "q8").path, *words), "No space left on device")
+        assert "make room, or set TMPDIR to another folder" in line
+        assert not shell.leftovers()
+
+
+def test_too_few_open_files_are_said_before_anything_is_begun(shell: Shell, converted: Converted) -> None:
+    def allowed(soft: int, hard: int) -> Done:
+        limit = {"preexec_fn": lambda: psutil.Process().rlimit(psutil.RLIMIT_NOFILE, (soft, hard))}
+        return shell.call("run", converted("awkward", "q8").path, "-p", "x", "-n", "1", **limit)
+
+    assert "raise it with `ulimit -n 1024`" in refused(allowed(20, 20), "open files, and the limit is 20")
+    assert not shell.leftovers()
+    assert allowed(20, 1000).code == 0  # it raises the limit by itself as far as it may
 
 
 @pytest.mark.parametrize(
