@@ -239,9 +239,13 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def ending(self, timeout_s: float) -> Iterator[None]:
-        """What this surrounds ends the run; it is left when nothing holds the lock any more. Raises UserError when that
-        takes too long."""
-        with (self.path / LOCK_FILE).open("rb") as lock:  # the file goes first, the run with its lock
+        """What this surrounds ends the run; it is left when nothing holds the lock any more. Raises NotRunning when it
+        has ended already, UserError when that takes too long."""
+        try:
+            opened = (self.path / LOCK_FILE).open("rb")
+        except FileNotFoundError:
+            raise NotRunning(f"{self.path}: the run has ended") from None
+        with opened as lock:  # the file goes first, the run with its lock
             yield
             deadline = time.monotonic() + timeout_s
             while not _locked(lock.fileno(), fcntl.LOCK_SH):
@@ -261,8 +265,8 @@ class RunDirectory:
         if not self._is_ours():
             return
         self._clear()
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            (self.path / LOCK_FILE).unlink()
             self.path.rmdir()
 
     def _claim(self) -> None:

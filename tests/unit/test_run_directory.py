@@ -161,6 +161,13 @@ def test_a_run_that_does_not_end_is_not_waited_for_without_end() -> None:
         pass
 
 
+def test_a_run_that_ends_between_being_found_and_being_ended_is_no_run() -> None:
+    directory = live_run()
+    directory.remove()
+    with pytest.raises(NotRunning, match="the run has ended"), directory.ending(10):
+        pass
+
+
 def test_a_run_of_an_older_version_is_neither_taken_for_dead_nor_for_live(base: Path) -> None:
     older = dead_run()
     (older.path / LOCK_FILE).unlink()
