@@ -61,7 +61,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(shell: Shell, package: Path, verb
         os.killpg(process.pid, signal.SIGINT)
         out, errors = process.communicate(timeout=PATIENCE_S)
         if verb == "up" and out:  # it was faster, and has said where the run is
-            assert shell.call("down").code == 0
+            assert shell.call("down", "--run", out.splitlines()[0].removeprefix("up: ")).code == 0
         assert eventually(lambda: not shell.leftovers(), 5), (delay_s, shell.leftovers(), errors)
 
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_swapped_is_refused(small: Run, words: tuple[str, ...], s
 
 
 def test_without_a_run_there_is_nothing_to_swap(shell: Shell) -> None:
-    assert shell.call("swap", "decode.0").code == 3
+    assert shell.call("swap", "decode.0", "--run", shell.folder / "none").code == 3
 
 
 def test_the_door_hangs_up_on_what_is_no_request_and_refuses_what_makes_no_sense(small: Run) -> None:
@@ -201,7 +201,7 @@ def test_the_door_hangs_up_on_what_is_no_request_and_refuses_what_makes_no_sense
             guest.send(packet)
             assert guest.recv(100) == b""
     for request, why in (
-        ({"ask": "money"}, "neither implementations nor swap"),
+        ({"ask": "money"}, "none of implementations, swap, end"),
         ({"ask": "swap", "seats": ["coordinator.0"], "patience_s": 1}, "seats: "),
         ({"ask": "swap", "seats": ["cache.0"], "patience_s": -1}, "patience_s: "),
         ({"ask": "swap", "seats": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: no text"),
