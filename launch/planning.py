@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, LimitTooSmall, Technique, Wanted, plan
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
+from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -53,7 +53,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="most texts generated at once (default: 1; up and serve: 4, where memory allows)",
+        help=f"most texts generated at once (default: 1; up and serve: up to {MAX_SEQUENCES}, as long as one text "
+        f"keeps {1 - MAX_LOSS:.0%}% of its expected speed)",
     )
     group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
     group.add_argument(
@@ -89,10 +90,11 @@ def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
 
 
 def package_and_plan(
-    arguments: argparse.Namespace, *, sequences: int = 1, gateway: bool = False
+    arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False
 ) -> tuple[Package, Plan]:
     """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
 
+    several: unless the arguments say how many texts there is room for, as many as cost one text hardly any speed.
     Says so on stderr when the plan takes more memory than is available now.
     """
     if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
@@ -100,7 +102,7 @@ def package_and_plan(
     package = Package.open(arguments.package)
     device = probe(package.path)
     if arguments.plan is None:
-        made = _made_plan(arguments, package, device, sequences, gateway)
+        made = _made_plan(arguments, package, device, several, gateway)
     else:
         made = _given_plan(arguments.plan, package, device, gateway)
     if (warning := room_warning(made, device)) is not None:
@@ -121,14 +123,14 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
     return given
 
 
-def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, sequences: int, gateway: bool) -> Plan:
+def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, several: bool, gateway: bool) -> Plan:
     if arguments.workers is not None and not 1 <= arguments.workers <= 64:
         raise UserError(f"--workers {arguments.workers}: between 1 and 64")
     wanted = Wanted(
         memory_bytes=arguments.memory,
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
-        sequences=sequences if arguments.sequences is None else arguments.sequences,
+        sequences=1 if arguments.sequences is None else arguments.sequences,
         mode=arguments.mode,
         without=arguments.without,
         baseline=arguments.baseline,
@@ -136,9 +138,6 @@ def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, 
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
     facts = device_facts(device, arguments.workers, gateway=gateway)
-    while arguments.sequences is None and wanted.sequences > 1:  # nobody asked for so many: as many as memory allows
-        try:
-            return plan(package.manifest, facts, wanted)
-        except LimitTooSmall:
-            wanted = dataclasses.replace(wanted, sequences=wanted.sequences - 1)
+    if several and arguments.sequences is None:
+        return plan_for_several(package.manifest, facts, wanted)
     return plan(package.manifest, facts, wanted)

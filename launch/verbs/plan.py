@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Make the plan and show it."""
-    _, made = package_and_plan(arguments, gateway=arguments.gateway)
+    _, made = package_and_plan(arguments, several=arguments.gateway, gateway=arguments.gateway)
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
             place.write_text(made.to_json(), encoding="utf-8")

@@ -23,7 +23,6 @@ from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, c
 from neuronpipe.services.gateway.service import serve
 
 HOST, PORT = "127.0.0.1", 8080
-SEQUENCES = 4
 POLL_S = 0.02
 WATCH_S = 1.0
 
@@ -63,7 +62,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     if (found := _live(arguments.run)) is not None:
         _attach(arguments, *found, key)
         return
-    package, plan = package_and_plan(arguments, sequences=SEQUENCES, gateway=True)
+    package, plan = package_and_plan(arguments, several=True, gateway=True)
     uses = implementations(arguments.use, plan)
     listener = bind(arguments.host, arguments.port, key)
     with started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live:

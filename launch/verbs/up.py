@@ -17,7 +17,6 @@ from neuronpipe.launch.warm_up import follow_warm_up, show_warm_up
 from neuronpipe.protocol.links import CONTROL
 
 POLL_S = 0.02
-SEQUENCES = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Start the run."""
-    package, plan = package_and_plan(arguments, sequences=SEQUENCES)
+    package, plan = package_and_plan(arguments, several=True)
     uses = implementations(arguments.use, plan)
     with (
         started_run(package, plan, arguments.run, stays=True, uses=uses) as live,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.package.reader import Package
 
+from tests.http_client import served
 from tests.pipeline import Shell
 
 Converted = Callable[..., Package]
@@ -147,3 +150,30 @@ def test_status_for_a_person_is_a_table(shell: Shell, converted: Converted) -> N
         done = shell.call("status", "--run", run.path)
         assert done.code == 0
         assert all(role in done.out for role in ("coordinator.0", "loader.0", "cache.0", "prefill.0", "decode.0"))
+
+
+def test_plan_gateway_shows_what_serve_obeys(shell: Shell, converted: Converted) -> None:
+    """It showed a plan for one text, where serve had room for four."""
+    options = (converted("awkward", "q8").path, "--memory", "256MiB", "--workers", "1")
+    shown = shell.json("plan", "--gateway", *options)
+    with served(shell, *options) as server:
+        assert json.loads((server.run.path / "plan.json").read_text()) == shown
+    assert shown["compute"]["sequences"] > 1
+    assert shell.json("plan", "--gateway", "--sequences", "3", *options)["compute"]["sequences"] == 3
+
+
+def test_up_and_serve_have_no_room_for_texts_that_make_one_text_slow(shell: Shell) -> None:
+    """Both had as many KV caches as the limit holds with the fewest neurons."""
+    for gateway in ((), ("--gateway",)):
+        limit = shell.json("plan", "--sequences", "2", *gateway)["memory"]["least_bytes"]
+        one, two = (
+            shell.json("plan", "--sequences", count, "--memory", str(limit), *gateway)["expected"]["tokens_per_s"]
+            for count in ("1", "2")
+        )
+        assert two < 0.9 * one
+        with contextlib.ExitStack() as stack:
+            if gateway:
+                run = stack.enter_context(served(shell, "--memory", str(limit))).run
+            else:
+                run = stack.enter_context(shell.up(DEMO, "--memory", str(limit)))
+            assert run.status().sequences_most == 1
