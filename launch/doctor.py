@@ -20,7 +20,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.device.device import Device
+    from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 
 LEAST_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 512 << 20
@@ -184,7 +184,7 @@ def _flash(device: Device, directory: Path) -> Check:
     speeds = ", ".join(f"{size} KiB {curve.bytes_per_s(size << 10, 32) / 1e6:.0f}" for size in (4, 8, 64, 256, 1024))
     found = f"random reads at depth 32, MB/s: {speeds}; one 4 KiB read {4096e6 / curve.bytes_per_s(4096, 1):.0f} us"
     if curve.direct:
-        return Check(name="flash", state="ok", found=found)
+        return _unless_doubtful("flash", found, curve)
     advice = "no direct I/O on this file system: copies also fill the page cache; put the package on internal storage"
     return Check(name="flash", state="warn", found=found, advice=advice)
 
@@ -199,7 +199,16 @@ def _memory_speed(device: Device) -> Check:
         f"reading, GB/s: one core {speed.one_thread_bytes_per_s / 1e9:.1f}, "
         f"{speed.threads} decode core(s) {speed.sequential_bytes_per_s / 1e9:.1f}; in pieces of {pieces}"
     )
-    return Check(name="memory speed", state="ok", found=found)
+    return _unless_doubtful("memory speed", found, speed)
+
+
+def _unless_doubtful(name: str, found: str, measured: FlashCurve | MemorySpeed) -> Check:
+    from neuronpipe.plans.device.kept import doubt
+
+    if (why := doubt(measured)) is None:
+        return Check(name=name, state="ok", found=found)
+    advice = f"these figures may be too low: {why}; run the doctor again when the machine is quiet"
+    return Check(name=name, state="warn", found=found, advice=advice)
 
 
 def _shared_memory() -> Check:

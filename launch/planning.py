@@ -95,18 +95,21 @@ def package_and_plan(
     """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
 
     several: unless the arguments say how many texts there is room for, as many as cost one text hardly any speed.
-    Says so on stderr when the plan takes more memory than is available now.
+    Says on stderr what of the device was measured again, and when the plan takes more memory than is available now.
     """
     if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
         raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
     package = Package.open(arguments.package)
-    device = probe(package.path)
+    said: list[str] = []
+    device = probe(package.path, say=said.append)
     if arguments.plan is None:
         made = _made_plan(arguments, package, device, several, gateway)
     else:
         made = _given_plan(arguments.plan, package, device, gateway)
     if (warning := room_warning(made, device)) is not None:
-        print(f"neuronpipe: {warning}", file=sys.stderr)
+        said.append(warning)
+    for line in said:  # not before now: a refusal is one line
+        print(f"neuronpipe: {line}", file=sys.stderr)
     return package, made
 
 

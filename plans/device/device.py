@@ -45,6 +45,8 @@ class FlashCurve:
     engine: str
     direct: bool
     points: tuple[FlashPoint, ...]
+    spread: float = 0.0  # of the least steady point: how far its repetitions lie from their median, as a share of it
+    busy: float = 0.0  # share of the machine that other programs had meanwhile
 
     def bytes_per_s(self, request_bytes: int, depth: int) -> float:
         """Speed to expect: at the nearest depth measured; between sizes a line on logarithmic scales, flat beyond."""
@@ -68,6 +70,8 @@ class MemorySpeed:
     one_thread_bytes_per_s: float
     sequential_bytes_per_s: float
     pieces: tuple[PiecePoint, ...]
+    spread: float = 0.0  # of the least steady figure: how far its second best repetition is below the best
+    busy: float = 0.0  # share of the machine that other programs had meanwhile
 
     def piece_bytes_per_s(self, piece_bytes: int) -> float:
         """Speed to expect of pieces of this size; between sizes a line on logarithmic scales, flat beyond."""
@@ -124,7 +128,13 @@ def curve_from_json(data: dict[str, Any]) -> FlashCurve:
     points = tuple(FlashPoint(**point) for point in data["points"])
     if not points or any(p.request_bytes < 1 or p.depth < 1 or not p.bytes_per_s > 0 for p in points):
         raise ValueError("a flash curve has points, and all of its figures are positive")
-    return FlashCurve(engine=str(data["engine"]), direct=bool(data["direct"]), points=points)
+    return FlashCurve(
+        engine=str(data["engine"]),
+        direct=bool(data["direct"]),
+        points=points,
+        spread=float(data.get("spread", 0.0)),
+        busy=float(data.get("busy", 0.0)),
+    )
 
 
 def memory_speed_from_json(data: dict[str, Any]) -> MemorySpeed:

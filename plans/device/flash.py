@@ -5,10 +5,13 @@ The package's file is the right one to ask: same storage, same file system, same
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
+import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
 )
 FULL_BUDGET_S = 1.0
+WINDOWS, MAX_MORE_WINDOWS = 3, 3  # of each point; more of those that are not steady
+NOISE = 0.15
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
 LEAST_FILE_BYTES = 1 << 20
 LEAST_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
@@ -41,7 +46,8 @@ def io_uring_allowed(path: Path) -> bool:
 
 
 def measure(path: Path, *, brief: bool) -> FlashCurve | None:
-    """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S; None for a file too small to tell.
+    """The curve of the file's storage, in BRIEF_BUDGET_S or FULL_BUDGET_S, up to twice that where it is not steady;
+    None for a file too small to tell.
 
     Raises UserError when the file cannot be read.
     """
@@ -57,21 +63,48 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
         raise UserError(f"{path}: cannot be opened ({os.strerror(error[0])}); check the path and its permissions")
     try:
         memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
-        measured = [
-            FlashPoint(
-                request_bytes=size,
-                depth=depth,
-                bytes_per_s=_measure_point(reader, path, memory, size, depth, budget_s / len(points)),
-            )
-            for size, depth in points
-        ]
+        window_s = budget_s / len(points) / WINDOWS
+        windows = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, window_s))
         return FlashCurve(
             engine=ffi.string(lib.np_reader_engine(reader)).decode(),
             direct=bool(lib.np_reader_direct(reader)),
-            points=tuple(measured),
+            points=tuple(
+                FlashPoint(request_bytes=size, depth=depth, bytes_per_s=statistics.median(windows[size, depth]))
+                for size, depth in points
+            ),
+            spread=round(max(_spread(speeds) for speeds in windows.values()), 3),
         )
     finally:
         lib.np_reader_close(reader)
+
+
+def repeated(
+    points: Sequence[tuple[int, int]], measure_point: Callable[[int, int], float]
+) -> dict[tuple[int, int], list[float]]:
+    """Bytes per second of every (request_bytes, depth), several times: all points by turns, so that what disturbs one
+    repetition disturbs few of another; then again those that lie apart, or that more bytes at once seem to slow down.
+    """
+    windows: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for turn in range(WINDOWS + MAX_MORE_WINDOWS):
+        for point in points if turn < WINDOWS else _unsteady(windows):
+            windows[point].append(measure_point(*point))
+    return windows
+
+
+def _unsteady(windows: Mapping[tuple[int, int], Sequence[float]]) -> list[tuple[int, int]]:
+    speeds = {point: statistics.median(measured) for point, measured in windows.items()}
+    found = {point for point, measured in windows.items() if _spread(measured) > NOISE}
+    for small, large in itertools.permutations(speeds, 2):
+        larger = small[0] <= large[0] and small[1] <= large[1]
+        if larger and (small[0] == large[0] or small[1] == large[1]) and speeds[large] < (1 - NOISE) * speeds[small]:
+            found |= {small, large}
+    return [point for point in windows if point in found]
+
+
+def _spread(measured: Sequence[float]) -> float:
+    """How far repetitions typically lie from their median, as a share of it; a single bad one does not count."""
+    middle = statistics.median(measured)
+    return statistics.median([abs(one - middle) for one in measured]) / middle
 
 
 def _measure_point(reader: Any, path: Path, memory: Any, read_bytes: int, depth: int, budget_s: float) -> float:

@@ -19,15 +19,17 @@ from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
 EVERY = 8  # a piece of so many is read: about the share of a layer's neurons that fire
 SEQUENTIAL_PIECE_BYTES = 1 << 20
-WINDOWS = 3
+WINDOWS, MAX_WINDOWS = 3, 6
+NOISE = 0.1  # between the best two windows
 LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
 BRIEF_BUDGET_S, FULL_BUDGET_S = 0.25, 1.0
 HUGE_PAGE_BYTES = 2 << 20
 
 
 def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: bool) -> MemorySpeed | None:
-    """The speeds, with a thread on each of `cores` (None: anywhere), in BRIEF_BUDGET_S or FULL_BUDGET_S, besides
-    touching the memory once; None when a sixteenth of what is available is too little to measure on.
+    """The speeds, with a thread on each of `cores` (None: anywhere), in BRIEF_BUDGET_S or FULL_BUDGET_S (up to twice
+    that while they are not steady), besides touching the memory once; None when a sixteenth of what is available is too
+    little to measure on.
 
     Each figure is the best of a few windows: what else runs here can only make it smaller.
     """
@@ -40,8 +42,12 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
     memory[::4096] = b"\1" * (size // 4096)  # pages that nobody has written are all the same page of zeros
     budget_s = (BRIEF_BUDGET_S if brief else FULL_BUDGET_S) / (2 + len(PIECE_BYTES)) / WINDOWS
 
+    spreads: list[float] = []
+
     def speed(places: Sequence[int | None], piece_bytes: int, every: int) -> float:
-        return max(_speed(pointer, size, places, piece_bytes, every, budget_s) for _ in range(WINDOWS))
+        best, spread = best_of(lambda: _speed(pointer, size, places, piece_bytes, every, budget_s))
+        spreads.append(spread)
+        return best
 
     return MemorySpeed(
         threads=len(cores),
@@ -51,7 +57,16 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
             PiecePoint(piece_bytes=piece_bytes, bytes_per_s=speed(cores, piece_bytes, EVERY))
             for piece_bytes in PIECE_BYTES
         ),
+        spread=round(max(spreads), 3),
     )
+
+
+def best_of(window: Callable[[], float]) -> tuple[float, float]:
+    """The best of some windows, and how far the second best is below it; of more windows while that is far."""
+    speeds = sorted(window() for _ in range(WINDOWS))
+    while len(speeds) < MAX_WINDOWS and speeds[-2] < (1 - NOISE) * speeds[-1]:
+        speeds = sorted([*speeds, window()])
+    return speeds[-1], 1 - speeds[-2] / speeds[-1]
 
 
 def _speed(

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import mmap
 import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed, curve_from_json, memory_speed_from_json
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
+from neuronpipe.plans.device.kept import keep, kept_or_measured
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
 from neuronpipe.plans.device.memory import measure_memory
-from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 
-Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
-
 BUNDLES = "bundles.bin"
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
-def probe(directory: Path, *, brief: bool = True) -> Device:
+def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
     """The device as seen by this process, with the flash that the package in `directory` lies on.
 
     brief: the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
-    flash, 0.3 s for memory). Otherwise they are measured anew and in more points (1 s each). Either is kept for later
-    starts. Without a package neither is measured.
+    flash, 0.3 s for memory, up to twice that on a busy machine). Otherwise they are measured anew and in more points (1
+    s each). Either is kept for later starts, as long as nothing speaks against it (kept.py): `say` gets a line when
+    something was measured again. Without a package neither is measured.
     Raises UserError when flash cannot be read.
     """
     root = Path("/")
@@ -54,16 +51,29 @@ def probe(directory: Path, *, brief: bool = True) -> Device:
     )
     if not bundles.is_file():
         return device
-    kept = _kept_path("flash", device, _file_system(directory))
-    curve = _kept(kept, curve_from_json) if brief else None
-    if curve is None:
+    flash_path, memory_path = _kept_path("flash", device, _file_system(directory)), _kept_path("memory", device)
+
+    def flash() -> FlashCurve | None:
+        busy = Busyness()
         curve = measure(bundles, brief=brief)
-        _keep(kept, curve)
-    kept = _kept_path("memory", device)
-    speed = _kept(kept, memory_speed_from_json) if brief else None
-    if speed is None:
+        busy_share = max(busy.processors(), busy.storage())
+        return None if curve is None else dataclasses.replace(curve, busy=round(busy_share, 3))
+
+    def memory_speed() -> MemorySpeed | None:
+        busy = Busyness()
         speed = measure_memory(_decode_cores(device), device.memory_available_bytes, brief=brief)
-        _keep(kept, speed)
+        return None if speed is None else dataclasses.replace(speed, busy=round(busy.processors(), 3))
+
+    if brief:
+        return dataclasses.replace(
+            device,
+            flash=kept_or_measured(flash_path, "flash", curve_from_json, flash, say),
+            memory_speed=kept_or_measured(memory_path, "memory", memory_speed_from_json, memory_speed, say),
+        )
+    if (curve := flash()) is not None:
+        keep(flash_path, curve_from_json, curve)
+    if (speed := memory_speed()) is not None:
+        keep(memory_path, memory_speed_from_json, speed)
     return dataclasses.replace(device, flash=curve, memory_speed=speed)
 
 
@@ -93,21 +103,3 @@ def _kept_path(what: str, device: Device, place: str = "") -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = f"{CACHE_VERSION} {device.id} {place}"
     return Path(cache) / "neuronpipe" / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def _kept(path: Path, parse: Callable[[dict[str, Any]], Measured]) -> Measured | None:
-    """What an earlier probe kept; None when there is none, or none that can be understood."""
-    try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _keep(path: Path, measured: FlashCurve | MemorySpeed | None) -> None:
-    """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
-    if measured is None:
-        return
-    with contextlib.suppress(OSError, UserError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as place:
-            place.write_text(json.dumps(dataclasses.asdict(measured)), encoding="utf-8")

@@ -57,7 +57,7 @@ def test_a_damaged_cache_is_measured_over(package: Path) -> None:
     kept = next((package.parent / "cache" / "neuronpipe").glob("flash-*"))
     kept.write_text('{"engine": "io_uring", "direct": true, "points": []}')
     assert probe(package).flash is not None
-    assert json.loads(kept.read_text())["points"]
+    assert json.loads(kept.read_text())["measured"]["points"]
 
 
 def test_a_home_that_cannot_be_written_does_not_stop_a_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,166 @@
+"""What earlier starts measured: kept in the user's cache folder, doubted when there is reason to, and then taken again.
+
+A first start is often a busy one: a conversion writes, a compiler runs. Its figures must not stay for good. A
+measurement is doubted when other programs had much of the machine, when its repetitions lie apart, when no later one
+has confirmed it for a day, or when it is a month old. It is then taken again at the next start, briefly, a few times at
+most until it has been a day.
+
+    new against kept      new is beyond doubt        new is doubtful
+    much better           replaces                   replaces, and stays doubtful: others can only take
+    about the same        replaces a doubtful one,   as beside, but a doubtful one stays doubtful
+                          confirms another
+    much worse            replaces                   is dropped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.protocol.errors import UserError
+
+Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
+
+MAX_BUSY = 0.15
+MAX_SPREAD = 0.15
+SAME = 0.2  # figures this far apart still say the same
+MAX_TRIES = 3  # in a row that came to nothing; then a day's rest
+RETRY_S = 60.0  # what kept the machine busy a moment ago still does
+DAY_S = 24 * 3600.0
+MAX_AGE_DAYS = 30
+
+
+def doubt(measured: FlashCurve | MemorySpeed) -> str | None:
+    """Why these figures may be wrong, in a few words; None: nothing speaks against them."""
+    if measured.busy > MAX_BUSY:
+        return f"other programs kept the machine {measured.busy:.0%} busy"
+    if measured.spread > MAX_SPREAD:
+        return f"its repetitions were {measured.spread:.0%} apart"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Generic[Measured]):
+    """A measurement and what became of it. Times are seconds since 1970."""
+
+    measured: Measured
+    taken_at: float  # or last confirmed
+    agreed: int = 1  # measurements in a row that came to about the same
+    tries: int = 0  # later ones that came to nothing
+    tried_at: float = 0.0
+
+    def due(self, now: float) -> str | None:
+        """Why it is to be taken again now, in a few words; None: it holds."""
+        last = max(self.taken_at, self.tried_at)
+        if last <= now < last + (RETRY_S if self.tries < MAX_TRIES else DAY_S):
+            return None
+        age_s = now - self.taken_at
+        if age_s < 0:
+            return "its date lies ahead"
+        if (why := doubt(self.measured)) is not None:
+            return why
+        if age_s > MAX_AGE_DAYS * DAY_S:
+            return f"it was {age_s / DAY_S:.0f} days old"
+        if self.agreed == 1 and age_s > DAY_S:
+            return "nothing had confirmed it"
+        return None
+
+    def followed_by(self, new: Measured, now: float) -> Record[Measured]:
+        """What to keep after another measurement."""
+        ratio, doubtful = _ratio(new, self.measured), doubt(new) is not None
+        if 1 - SAME < ratio < 1 + SAME:
+            if doubt(self.measured) is None:
+                return dataclasses.replace(self, taken_at=now, agreed=self.agreed + 1, tries=0)
+            if not doubtful:
+                return Record(measured=new, taken_at=now, agreed=self.agreed + 1)
+        elif ratio > 1 or not doubtful:
+            return Record(measured=new, taken_at=now, tries=self.tries + 1 if doubtful else 0)
+        return dataclasses.replace(self, tries=self.tries + 1, tried_at=now)
+
+
+def _figures(measured: FlashCurve | MemorySpeed) -> dict[tuple[object, ...], float]:
+    if isinstance(measured, FlashCurve):
+        return {(point.request_bytes, point.depth): point.bytes_per_s for point in measured.points}
+    ends = {("one",): measured.one_thread_bytes_per_s, ("all",): measured.sequential_bytes_per_s}
+    return ends | {(point.piece_bytes,): point.bytes_per_s for point in measured.pieces}
+
+
+def _ratio(new: Measured, kept: Measured) -> float:
+    """How many times as fast, by the median of the figures that both have."""
+    mine, theirs = _figures(new), _figures(kept)
+    return statistics.median([mine[key] / theirs[key] for key in mine.keys() & theirs.keys()] or [float("inf")])
+
+
+def kept_or_measured(
+    path: Path,
+    what: str,
+    parse: Callable[[dict[str, Any]], Measured],
+    measure: Callable[[], Measured | None],
+    say: Callable[[str], None],
+) -> Measured | None:
+    """What is kept in the file `path`, measured when there is nothing and measured again when that is due. `say` gets a
+    line when it was; `what` names it there."""
+    record, now = _read(path, parse), time.time()
+    if record is None:
+        measured = measure()
+        if measured is not None:
+            _write(path, Record(measured=measured, taken_at=now))
+        return measured
+    if (why := record.due(now)) is None or (measured := measure()) is None:
+        return record.measured
+    follower = record.followed_by(measured, now)
+    _write(path, follower)
+    say(f"measured {what} again, since {why} the last time: {_outcome(record.measured, measured, follower.measured)}")
+    return follower.measured
+
+
+def keep(path: Path, parse: Callable[[dict[str, Any]], Measured], measured: Measured) -> None:
+    """Keep a thorough measurement, unless it is doubtful and what is kept is not."""
+    record, now = _read(path, parse), time.time()
+    if record is None or doubt(measured) is None or doubt(record.measured) is not None:
+        _write(path, Record(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
+    else:
+        _write(path, record.followed_by(measured, now))
+
+
+def _outcome(before: FlashCurve | MemorySpeed, new: FlashCurve | MemorySpeed, after: FlashCurve | MemorySpeed) -> str:
+    if after is before:
+        return f"{shown(after)} stays" + (f" ({shown(new)} now, but {why})" if (why := doubt(new)) else "")
+    return f"{shown(after)} instead of {shown(before)}"
+
+
+def shown(measured: FlashCurve | MemorySpeed) -> str:
+    """The best figure, with its unit."""
+    best = max(_figures(measured).values())
+    return f"{best / 1e9:.1f} GB/s" if best >= 1e9 else f"{best / 1e6:.0f} MB/s"
+
+
+def _read(path: Path, parse: Callable[[dict[str, Any]], Measured]) -> Record[Measured] | None:
+    """What an earlier probe kept; None when there is none, or none that can be understood."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return Record(
+            measured=parse(data["measured"]),
+            taken_at=float(data["taken_at"]),
+            agreed=int(data["agreed"]),
+            tries=int(data["tries"]),
+            tried_at=float(data["tried_at"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _write(path: Path, record: Record[Measured]) -> None:
+    """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
+    with contextlib.suppress(OSError, UserError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as place:
+            place.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
