@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from neuronpipe.plans.package.passing import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MOST_JSON_BYTES = 64 << 20
@@ -81,7 +82,9 @@ def read_file(path: Path, most_bytes: int) -> bytes:
             if file.seek(0, 2) > most_bytes:
                 raise UserError(f"{path}: larger than the {most_bytes} bytes such a file may have")
             file.seek(0)
-            return file.read()
+            data = file.read()
+            forget(file.fileno())
+            return data
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +21,10 @@ from neuronpipe.plans.package.manifest import (
     Manifest,
 )
 from neuronpipe.plans.package.parse import read_manifest, require_package
+from neuronpipe.plans.package.passing import forget, passing
 from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError, named, quoted
-
-HASH_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,29 @@ class Package:
             return None
         return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.shape, self.manifest.predictor))
 
-    def verify_fixed(self) -> None:
+    def verify_fixed(self, *, loaded: Collection[str] = ()) -> None:
         """Compare the tokenizer, the fixed tensors, the table of checksums and the predictor, when there is one, with
-        the manifest's hashes."""
+        the manifest's hashes; without the files that are `loaded`, and so compared, by `load`."""
         for name, entry in self.manifest.files.items():
-            if entry.sha256 is not None and sha256_of(self.path / name) != entry.sha256:
-                raise UserError(
-                    f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again"
-                )
+            if entry.sha256 is not None and name not in loaded and sha256_of(self.path / name) != entry.sha256:
+                raise self._damaged(name)
+
+    def load(self, name: str, into: memoryview) -> None:
+        """Read a whole file into memory of its size, and compare it with the manifest's hash. Raises UserError."""
+        file, digest, at = self.path / name, hashlib.sha256(), 0
+        try:
+            for piece in passing(file, into):
+                digest.update(piece)
+                at += len(piece)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
+        if at < len(into):
+            raise UserError(f"{file}: ended after {at} of {len(into)} bytes; is it being replaced?")
+        if digest.hexdigest() != self.manifest.files[name].sha256:
+            raise self._damaged(name)
+
+    def _damaged(self, name: str) -> UserError:
+        return UserError(f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again")
 
     def checksums(self) -> bytes:
         """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part."""
@@ -119,12 +134,13 @@ class Package:
         try:
             with file.open("rb") as opened:
                 found, data = os.fstat(opened.fileno()).st_size, opened.read(entry.bytes)
+                forget(opened.fileno())
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; convert the model again") from None
         if not found == len(data) == entry.bytes:
             raise UserError(f"{file}: {found} bytes, but the manifest says {entry.bytes}: truncated or replaced")
         if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise UserError(f"{file}: does not match the manifest's sha256: damaged; convert the model again")
+            raise self._damaged(name)
         return data
 
 
@@ -164,9 +180,8 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file in hexadecimal digits."""
     digest = hashlib.sha256()
     try:
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(HASH_BLOCK_BYTES):
-                digest.update(block)
+        for piece in passing(path):
+            digest.update(piece)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()

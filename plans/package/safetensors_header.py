@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neuronpipe.plans.package.fields import Record, open_file, parse_json
+from neuronpipe.plans.package.passing import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MOST_HEADER_BYTES = 100 << 20
@@ -46,6 +47,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                     f"{path}: header length {length} does not fit a file of {size_bytes} bytes: damaged or truncated"
                 )
             header = parse_json(file.read(length), f"{path}: header")
+            forget(file.fileno())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     entries = {name: _entry(header.record(name), 8 + length) for name in header.names() if name != "__metadata__"}
