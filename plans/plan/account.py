@@ -10,9 +10,11 @@ from neuronpipe.plans.plan.plan import Mode
 
 MIB = 1 << 20
 # Measured on the demo, with some room: see plans/README.md, "Interpreters".
-INTERPRETER_BASE_BYTES = 34 * MIB
+LIBRARIES_BYTES = 14 * MIB  # of the interpreter and of libraries, what is used, as if nobody else had them open
+INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
-GATEWAY_BYTES = 32 * MIB  # the HTTP server and what checks requests
+GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
+GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,15 @@ DEVIATION = 4.32
 FILE_BLOCK_ROWS = 1376
 
 
-def write_large_package(target: Path) -> Package:
-    """Write it: about 330 MB of neurons and 70 MB of everything else."""
+def write_large_package(target: Path, *, neurons: int = SHAPE.neurons) -> Package:
+    """Write it: about 330 MB of neurons, unless a layer has fewer, and 86 MB of everything else."""
+    shape = dataclasses.replace(SHAPE, neurons=neurons)
+    block_rows = min(neurons, FILE_BLOCK_ROWS)
     draw = np.random.default_rng(5)
     manifest = Manifest(
         name="large", source=Source("huggingface", "random", "LlamaForCausalLM"), activation="relu",
-        quantization=QUANTIZATION, shape=SHAPE, attention_bias=False, tied_embeddings=False, end_tokens=(),
-        layout=compute_layout(QUANTIZATION, SHAPE.width, SHAPE.neurons, "source"), files={}, quantization_error={},
+        quantization=QUANTIZATION, shape=shape, attention_bias=False, tied_embeddings=False, end_tokens=(),
+        layout=compute_layout(QUANTIZATION, shape.width, shape.neurons, "source"), files={}, quantization_error={},
         activity_by_layer=None,
     )  # fmt: skip
 
@@ -41,15 +44,15 @@ def write_large_package(target: Path) -> Package:
         return Rows(quants, scales)
 
     with PackageWriter(target, manifest, overwrite=False) as writer:
-        for name, length in fixed_vectors(SHAPE, False):
+        for name, length in fixed_vectors(shape, False):
             turns = 10_000.0 ** -np.linspace(0, 1, length, endpoint=False)
             writer.vector(name, (turns if name.startswith("rope") else np.ones(length)).astype(np.float32))
-        for name, count, columns in fixed_matrices(SHAPE, False):
+        for name, count, columns in fixed_matrices(shape, False):
             gain = {"embedding": columns**0.5, "output": 5.0}.get(name, 1.0)
             writer.matrix(name, rows(count, columns, gain))
-        for _ in range(SHAPE.layers):
-            for _ in range(SHAPE.neurons // FILE_BLOCK_ROWS):
-                gate, up, down = (rows(FILE_BLOCK_ROWS, SHAPE.width) for _ in range(3))
+        for _ in range(shape.layers):
+            for _ in range(shape.neurons // block_rows):
+                gate, up, down = (rows(block_rows, shape.width) for _ in range(3))
                 writer.neurons(gate, up, down)
-        writer.complete(tokenizer(SHAPE.vocabulary).to_str().encode(), {})
+        writer.complete(tokenizer(shape.vocabulary).to_str().encode(), {})
         return writer.publish()
