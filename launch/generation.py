@@ -15,6 +15,7 @@ from neuronpipe.launch.progress import Elapsed
 from neuronpipe.launch.sampling import add_sampling_arguments, sampling_options
 from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.launch.typed import ONLY_UTF8, parse_text
+from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
@@ -96,6 +97,8 @@ def _awaited(status: Status | None, prompt_tokens: int) -> str:
     prompt = f"the prompt, {prompt_tokens:,} token{'s' if prompt_tokens > 1 else ''}"
     if status.sequences_waiting:
         return f"waiting for a place, or reading {prompt}; {status.sequences_waiting} texts wait"
+    if status.warm_up is not None and not status.warm_up.done:
+        return f"reading {prompt}, while memory warms up: {show_warm_up(status.warm_up)}"
     return f"reading {prompt}"
 
 

@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.attached import described, run_ended
+from neuronpipe.launch.client import Client
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.launch.live import LiveRun, started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, asked_of_plan, package_and_plan
 from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.launch.warm_up import follow_warm_up
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
+from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, chosen_key
 from neuronpipe.services.gateway.service import serve
@@ -69,6 +72,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
         _wait_until_ready(live, listener)
         _say(arguments, listener, live.directory, live.directory.read(), joined=False)
+        with Client(live.directory.endpoint(CONTROL), live.failed) as client:
+            follow_warm_up(client, plain=arguments.json)
         while (reason := live.failed(WATCH_S)) is None:
             pass
     raise UserError(reason)

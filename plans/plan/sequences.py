@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, LimitTooSmall, Wanted, plan
-from neuronpipe.plans.plan.speed import show_speed
 
 MAX_SEQUENCES = 4  # more are to be had by asking for them
 MAX_LOSS = 0.1  # of the speed that one text has where there is room for no other
@@ -65,5 +65,5 @@ def _texts(count: int) -> str:
 
 def _cost(expected: Expected) -> str:
     if expected.tokens_per_s is not None:
-        return show_speed(expected.tokens_per_s)
+        return f"{show_number(expected.tokens_per_s)} tokens/s"
     return f"{expected.flash_bytes_per_token / 1e6:.0f} MB from flash a token"

@@ -81,11 +81,6 @@ def expected(
     )
 
 
-def show_speed(tokens_per_s: float) -> str:
-    """For a person; slow models have digits too."""
-    return f"{tokens_per_s:.{1 if tokens_per_s >= 1 else 2}f} tokens/s"
-
-
 def _missed(rates: Rates, slots: int, words: int, mode: str) -> float:
     """Of the parts that a token wants, the share without a slot. Exact mode wants every gate, hot or not."""
     resident = slots / words

@@ -302,35 +302,35 @@ def test_an_answer_that_starting_anew_stopped_comes_back_as_far_as_it_had_come(p
 
 # ---- warm-up -------------------------------------------------------------------------------------------------
 def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
-    def loaded(some: float, total: float, done: bool = False) -> dict[str, Any]:
-        return run_snapshot(warmup={"loaded_bytes": some, "total_bytes": total, "done": done})
+    def loaded(some: float, total: float) -> dict[str, Any]:
+        return run_snapshot(warm_up={"loaded_bytes": some, "total_bytes": total})
 
     assert page.eventually(lambda: "ready" in page["state"].text)
-    assert not page["warmup"].is_displayed()
+    assert not page["warm-up"].is_displayed()
     page.server.snapshot = loaded(1.8e9, 4.2e9)
-    assert page.eventually(lambda: page["warmup"].text == "Warming up: 42 %, 1.8 of 4.2 GB")
-    assert page["warmup-bar"].get_attribute("value") == "42"
+    assert page.eventually(lambda: page["warm-up"].text == "Warming up: 42 %, 1.8 of 4.2 GB")
+    assert page["warm-up-bar"].get_attribute("value") == "42"
     page.server.snapshot = loaded(40.1e6, 80e6)
-    assert page.eventually(lambda: page["warmup"].text == "Warming up: 50 %, 40 of 80 MB")
+    assert page.eventually(lambda: page["warm-up"].text == "Warming up: 50 %, 40 of 80 MB")
     for snapshot in (
-        run_snapshot(warmup=None),
+        run_snapshot(warm_up=None),
         loaded(0, 0),
-        loaded(4.2e9, 4.2e9, done=True),
+        loaded(4.2e9, 4.2e9),
         run_snapshot(),
     ):
         page.server.snapshot = loaded(1.8e9, 4.2e9)
-        assert page.eventually(lambda: page["warmup"].is_displayed())
+        assert page.eventually(lambda: page["warm-up"].is_displayed())
         page.server.snapshot = snapshot
-        assert page.eventually(lambda: not page["warmup"].is_displayed())
+        assert page.eventually(lambda: not page["warm-up"].is_displayed())
 
 
 # ---- for everybody -------------------------------------------------------------------------------------------
 def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
     page.browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
-    page.server.snapshot = run_snapshot(warmup={"loaded_bytes": 1.8e9, "total_bytes": 4.2e9, "done": False})
+    page.server.snapshot = run_snapshot(warm_up={"loaded_bytes": 1.8e9, "total_bytes": 4.2e9})
     page.open()
-    assert page.eventually(lambda: page["warmup"].is_displayed())
+    assert page.eventually(lambda: page["warm-up"].is_displayed())
     page.server.replies.append(["word " * 60 + "x" * 200])
     talk(page, "y" * 200)
     fits(page)

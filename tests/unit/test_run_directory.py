@@ -32,7 +32,7 @@ from neuronpipe.protocol.version import VERSION
 def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = tmp_path_factory.mktemp("b")  # short: paths of sockets in it are limited
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    monkeypatch.setattr(run_directory, "BOUND_SOCKETS", tmp_path / "sockets")  # not those of this machine
+    monkeypatch.setattr(run_directory, "BOUND_SOCKETS", base / "sockets")  # not those of this machine
     return base
 
 

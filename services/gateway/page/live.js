@@ -44,13 +44,13 @@ async function watch() {
         speeds.splice(0, speeds.length - TREND);
         draw(event);
         report(event);
-        warmup(event);
+        warmUp(event);
       }
       say("the server has ended", "bad");
     } catch (error) {
       if (!signal.aborted) say(error.message, "bad");
     }
-    element("warmup").hidden = true; // nobody knows any more
+    element("warm-up").hidden = true; // nobody knows any more
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
   }
   watching = null;
@@ -87,16 +87,16 @@ function summary(run) {
 }
 
 // How far weights are loaded; nothing when all are, or nobody knows.
-function warmup({ warmup }) {
-  const under = warmup && !warmup.done && warmup.total_bytes > 0;
-  element("warmup").hidden = !under;
+function warmUp({ warm_up: warmed }) {
+  const under = warmed && warmed.loaded_bytes < warmed.total_bytes;
+  element("warm-up").hidden = !under;
   if (!under) return;
-  const { loaded_bytes: loaded, total_bytes: total } = warmup;
+  const { loaded_bytes: loaded, total_bytes: total } = warmed;
   const percent = Math.min(100, Math.floor((100 * loaded) / total));
   const [unit, size, digits] = total < GB ? ["MB", MB, 0] : ["GB", GB, 1];
   const [some, all] = [Math.min(loaded, total), total].map((one) => (one / size).toFixed(digits));
-  element("warmup-bar").value = percent;
-  put("warmup-text", `Warming up: ${percent} %, ${some} of ${all} ${unit}`);
+  element("warm-up-bar").value = percent;
+  put("warm-up-text", `Warming up: ${percent} %, ${some} of ${all} ${unit}`);
 }
 
 function figures(run) {
