@@ -343,7 +343,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);
 /* Load these as well, in the order of the file, while nothing else waits; those with NP_WORD_PINNED first. Reads for demands and
- * prefetches meanwhile grow to most_read_bytes with what is to be loaded anyway. When no slot is left, those without the flag are
+ * prefetches meanwhile bring all of their stretch of most_read_bytes that is to be loaded anyway. When no slot is left, those without the flag are
  * forgotten: memory is full of what was wanted. Returns NP_OK or NP_E_ARGUMENT. */
 int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags);
 /* Take requests from these rings at every turn from now on, and wait for their doorbell and `asleep` word (the first ring's) in

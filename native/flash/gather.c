@@ -3,7 +3,7 @@
  * Demands come before prefetches, prefetches before warm-up; a guess starts a read only while few are in flight, so that a demand never
  * finds the queue of the flash full of guesses. Workers ask in the order of the file, so a cluster is compared with the read
  * before it and with no other: when the gap between the two costs less than a read, they become one. While memory warms up, a read for
- * somebody also brings the neighbours that are to be loaded anyway, up to the size at which flash is as fast as it gets. */
+ * somebody also brings the neighbours that are to be loaded anyway: the file is cut into stretches at which flash is as fast as it gets. */
 #include "flash/loader.h"
 
 enum {
@@ -151,23 +151,25 @@ static uint32_t warmable(np_loader *loader, uint32_t id)
     return parts;
 }
 
-/* Let the read in hand, which ends with this cluster, bring what comes next in the file, as far as it is to be warmed up. */
-static void widen(np_loader *loader, gathering *hand, uint32_t id)
+/* The clusters of one ordinary read that this one shares: the file is cut into such stretches. */
+static uint32_t stretch_of(const np_loader *loader, uint32_t id, uint32_t *end)
 {
-    const uint32_t clusters = loader->parts[0].facts.cluster_count;
-    uint64_t first, end;
-    while (np_warm_up_is_on(loader) && hand->open && ++id < clusters) {
-        range_of(loader, id | PARTS, &first, &end);
-        if (first >= hand->open->offset + loader->pools[hand->open->pool].read_bytes)
-            return;
+    const uint64_t stride = loader->parts[0].facts.stride_bytes, clusters = loader->parts[0].facts.cluster_count;
+    const uint32_t length = stride && loader->reading.most_read_bytes > stride ? (uint32_t)(loader->reading.most_read_bytes / stride) : 1;
+    const uint32_t first = id / length * length;
+    *end = first + (uint64_t)length < clusters ? first + length : (uint32_t)clusters;
+    return first;
+}
+
+/* Read what of these clusters is to be warmed up. Returns 0 when no read may begin. */
+static int put_warmable(np_loader *loader, gathering *hand, uint32_t id, uint32_t end, int purpose)
+{
+    for (; np_warm_up_is_on(loader) && id < end; id++) {
         const uint32_t parts = warmable(loader, id);
-        if (!parts)
-            continue;
-        range_of(loader, id | parts, &first, &end);
-        if (!grows(loader, hand, id, first, end))
-            return;
-        put(loader, hand, id | parts, NP_FOR_WARM_UP);
+        if (parts && !put(loader, hand, id | parts, purpose))
+            return 0;
     }
+    return 1;
 }
 
 /* What a cluster that somebody wants brings along: its other part, if that is to be warmed up and one read holds both. */
@@ -219,14 +221,21 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
         }
         return 0;
     }
-    const int alone = *entry >> NP_QUEUED_FAILURES != 0;
-    if (!put(loader, hand, alone ? *entry : with_other_part(loader, *entry), priority))
+    if (*entry >> NP_QUEUED_FAILURES) {
+        if (!put(loader, hand, *entry, priority))
+            return 0;
+        drop_first(line);
+        return 1;
+    }
+    /* While memory warms up, the whole stretch comes: what is left out would be scattered, and as many reads as clusters later. */
+    uint32_t stretch_end;
+    const uint32_t stretch = stretch_of(loader, id, &stretch_end);
+    if (!put_warmable(loader, hand, stretch, id, priority) || !put(loader, hand, with_other_part(loader, *entry), priority))
         return 0;
     drop_first(line);
-    if (!alone) {
+    if (np_warm_up_is_on(loader))
         loader->warm_up.next = id;
-        widen(loader, hand, id);
-    }
+    put_warmable(loader, hand, id + 1, stretch_end, priority);
     return 1;
 }
 

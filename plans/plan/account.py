@@ -18,9 +18,10 @@ GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what c
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
-# Of one cluster: two residency words (8); the loader's two checksums, and the table they come from (16), three queues
-# for either part (48), free slots and their states (10); the cache's free slots (10) and one list to warm up (4).
-CLUSTER_BOOKKEEPING_BYTES = 96
+# Of one cluster: two residency words (8); the loader's two checksums, and the table they come from (16), six queues
+# (24, in packages of up to 32,768 clusters; no more in larger ones), what to warm up (1), free slots and their states
+# (10); the cache's free slots (10) and one list to warm up (4).
+CLUSTER_BOOKKEEPING_BYTES = 73
 TRACE_RING_BYTES = MIB // 8  # 4096 spans of 32 bytes, in each process
 REQUEST_RING_BYTES = MIB // 16 + 128  # 16384 entries of 4 bytes and two cache lines, of each member
 # The smallest limit is reckoned with these; a larger one buys more.

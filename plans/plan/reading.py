@@ -11,7 +11,7 @@ from neuronpipe.plans.plan.account import LEAST_DEPTH, largest_read_bytes
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MOST_READ_BYTES = 1 << 20
 # Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
-WARM_UP_READS = 8
+WARM_UP_READS = 16
 PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
 UNMEASURED_DEPTH = 32
 

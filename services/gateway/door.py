@@ -74,7 +74,7 @@ class Door:
             )
             raise Problem(403, "host_not_allowed", said)
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _place(origin) != host:
             said = f"origin {quoted(origin)}: pages from elsewhere may not use this server"
             raise Problem(403, "origin_not_allowed", said)
         if self._key is None or scope["path"] in OPEN or scope["path"].startswith(PAGE):
@@ -87,6 +87,14 @@ class Door:
                 "a key is needed: send the header `Authorization: Bearer KEY`",
                 headers=(("www-authenticate", "Bearer"),),
             )
+
+
+def _place(origin: str) -> str | None:
+    """Host and port of an origin; None of what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _name(host: str) -> str:

@@ -72,7 +72,7 @@ static void test_a_demand_brings_the_neighbours_that_are_to_be_loaded(const char
     run_dry(loader);
     require_all(0, 30);
     const np_loader_state state = state_of(loader);
-    REQUIRE_EQUAL(state.reads, 2 + 3); /* 20 to 23 and 26 to 29 with both parts; then 0 to 15, 16 to 19, 24 to 25 */
+    REQUIRE_EQUAL(state.reads, 2 + 3); /* 20 to 23 and 24 to 27 with both parts; then 28 to 29, 0 to 15, 16 to 19 */
     REQUIRE_EQUAL(state.warm_up_left_bytes, 0);
     for (uint32_t id = 0; id < 30; id++)
         REQUIRE(words[0][id] & words[1][id] & NP_WORD_PINNED);

@@ -82,8 +82,13 @@ function draw(run) {
 }
 
 function summary(run) {
-  const work = run.sequences_active ? `${run.tokens_per_s.toFixed(run.tokens_per_s < 100 ? 1 : 0)} tokens/s` : "ready";
+  const work = run.sequences_active ? `${speed(run.tokens_per_s)} tokens/s` : "ready";
   return run.sequences_waiting ? `${work}, ${run.sequences_waiting} waiting` : work;
+}
+
+// Tokens per second: slow models have digits too.
+export function speed(value) {
+  return value < 1 ? value.toPrecision(2) : value.toFixed(value < 100 ? 1 : 0);
 }
 
 // How far weights are loaded; nothing when all are, or nobody knows.
@@ -102,7 +107,7 @@ function warmUp({ warm_up: warmed }) {
 function figures(run) {
   const ms = (value) => (value < 10 ? value.toFixed(1) : Math.round(value));
   const gap = run.tbt_ms;
-  put("speed", run.tokens_per_s ? run.tokens_per_s.toFixed(run.tokens_per_s < 100 ? 1 : 0) : "–");
+  put("speed", run.tokens_per_s ? speed(run.tokens_per_s) : "–");
   put("gap", gap.p50 === undefined ? "–" : `${ms(gap.p50)} ms`);
   put("gaps", gap.p50 === undefined ? "" : `90 % within ${ms(gap.p90)}, 99 % within ${ms(gap.p99)} ms`);
   put("hits", run.hit_rate === null ? "–" : `${(100 * run.hit_rate).toFixed(1)} %`);
@@ -122,8 +127,8 @@ function trend() {
   const top = Math.max(...speeds, 1e-9);
   context.fillStyle = colour("--neurons");
   const step = width / TREND;
-  speeds.forEach((speed, n) => {
-    const tall = (speed / top) * height;
+  speeds.forEach((one, n) => {
+    const tall = (one / top) * height;
     context.fillRect(width - (speeds.length - n) * step, height - tall, Math.max(1, step - 0.5), tall);
   });
 }

@@ -1,7 +1,7 @@
 // The chat: asking, streaming, stopping, starting anew. What the run does meanwhile is drawn by live.js.
 
 import { Conversation } from "/page/conversation.js";
-import { look } from "/page/live.js";
+import { look, speed } from "/page/live.js";
 import { ask, events, failure } from "/page/server.js";
 import { keepSettings, settings } from "/page/settings.js";
 import { MAX_KEPT_CHARACTERS, keep, kept, keptObject } from "/page/storage.js";
@@ -104,9 +104,9 @@ async function stream(asked, chosen, signal, take) {
   }
   if (!reason) throw new Error("the answer broke off");
   const seconds = (performance.now() - first) / 1000;
-  const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(tokens > 100 ? 0 : 1)} tokens/s` : "";
+  const fast = tokens > 1 && seconds > 0 ? `, ${speed((tokens - 1) / seconds)} tokens/s` : "";
   const unsent = asked.leftOut ? `; the oldest ${2 * asked.leftOut} messages were left out` : "";
-  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${speed}, ${reason}${unsent}`;
+  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${fast}, ${reason}${unsent}`;
 }
 
 // Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.

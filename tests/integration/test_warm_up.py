@@ -1,0 +1,70 @@
+"""Warm-up of a real run: it is shown while it lasts, and a text that comes meanwhile does not break its reads up."""
+
+import os
+import signal
+import time
+
+from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.warm_up import show_warm_up
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.messages.client import WarmUp
+
+from tests.pipeline import PATIENCE_S, Run, Shell, eventually
+
+
+def warmed(run: Run) -> bool:
+    warm_up = run.status().warm_up
+    return warm_up is not None and warm_up.done
+
+
+def test_up_waits_for_warm_memory_when_asked_to(shell: Shell) -> None:
+    package = Package.open(DEMO)
+    with shell.up(DEMO, "--warm") as run:
+        status = run.status()
+        bundles_bytes = package.bundles_path.stat().st_size
+        assert status.warm_up == WarmUp(loaded_bytes=bundles_bytes, total_bytes=bundles_bytes)
+        assert status.flash_bytes == bundles_bytes  # the file was read once, from end to end
+        answer = run.ask("def f(x):", 8)
+        assert (answer["flash"]["bytes"], answer["flash"]["miss_rate"]) == (0, 0)
+        said = shell.call("status", "--run", run.path).out
+        assert "warming up" not in said
+
+
+def test_warm_up_reads_long_stretches_and_so_does_a_text_that_comes_meanwhile(shell: Shell) -> None:
+    """Without it the text's clusters were read one by one, and the rest around them."""
+    with shell.up(DEMO) as run:
+        asked = run.ask("import os", 4)
+        assert eventually(lambda: warmed(run))
+        file_bytes = Package.open(DEMO).bundles_path.stat().st_size
+        assert file_bytes <= run.status().flash_bytes < 1.25 * file_bytes  # once, and a few gaps that are there already
+        assert run.ask("import os", 4)["token_ids"] == asked["token_ids"]
+        clusters = 2 * Package.open(DEMO).manifest.words
+        assert asked["flash"]["reads"] < clusters / 8
+
+
+def test_half_of_memory_is_warmed_up_with_what_fits(shell: Shell) -> None:
+    with shell.up(DEMO, "--ffn-resident", "50%", "--warm") as run:
+        warm_up = run.status().warm_up
+        assert warm_up is not None
+        assert warm_up.done
+        assert 0 < warm_up.total_bytes < 0.6 * Package.open(DEMO).bundles_path.stat().st_size
+
+
+def test_a_killed_loader_goes_on_where_it_was(shell: Shell) -> None:
+    with shell.up(DEMO, "--warm") as run:
+        before = run.ask("def f(x):", 8)["token_ids"]
+        os.kill(run.pid("loader"), signal.SIGKILL)
+        assert eventually(lambda: run.status().ready and run.ask("def f(x):", 8)["token_ids"] == before, PATIENCE_S)
+
+
+def test_nothing_to_warm_up_is_not_waited_for(shell: Shell) -> None:
+    began = time.monotonic()
+    with shell.up(DEMO, "--ffn-resident", "30%", "--without", "cache", "--warm") as run:
+        warm_up = run.status().warm_up
+        assert warm_up is None or warm_up.done
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_it_is_shown_in_part() -> None:
+    assert show_warm_up(WarmUp(loaded_bytes=1 << 30, total_bytes=4 << 30)) == "25 %, 1.00 GiB of 4.00 GiB"
+    assert show_warm_up(None) == "not begun"
