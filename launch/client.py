@@ -104,4 +104,6 @@ class Client(Closing):
         for message in self.replies():
             if isinstance(message, Status):
                 return message
+            if message is None:
+                self.send(AskStatus())  # a coordinator that was restarted has lost the question
         raise AssertionError

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -214,7 +215,8 @@ def test_a_prompt_that_is_refused_is_not_repeated(shell: Shell, package: Path) -
 
 def test_bytes_that_are_no_text_are_refused_in_one_line(shell: Shell, package: Path) -> None:
     latin1 = "\u00e9t\u00e9".encode("latin1")
-    for locale in ("C", "C.UTF-8"):
+    # Python 3.11 finds an editable installation below a path with umlauts only where the locale can spell it.
+    for locale in ("C", "C.UTF-8") if sys.prefix.isascii() else ("C.UTF-8",):
         piped = shell.start("run", package, stdin=subprocess.PIPE, environment={"LC_ALL": locale})
         assert piped.stdin is not None
         piped.stdin.buffer.write(latin1)

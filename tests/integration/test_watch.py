@@ -124,28 +124,28 @@ def test_json_streams_events_and_snapshots_until_somebody_leaves(run: Run) -> No
 
 def test_the_screen_is_drawn_and_moved_and_q_leaves(run: Run) -> None:
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 16, 60, 0, 0))
+    # Few lines: how many the figures above the processes take depends on what happened lately.
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 60, 0, 0))
     process = run.shell.start("watch", run.path, stdin=slave, stdout=slave)
     os.close(slave)
-    shown = b""
-    while b"ready" not in shown:  # before the run has answered, figures are short, and more fits
-        shown += os.read(master, 1 << 16)
-    shown = shown[shown.index(b"ready") :]
-    while b"tokens/s" not in shown or "↓".encode() not in shown:
-        shown += os.read(master, 1 << 16)
-    assert b"decode.0" not in shown
-    os.write(master, b"\x1b[B\x1b[Bjj ")  # as many keys as a hand can press at once; an arrow is no Escape
-    while b"decode.0" not in shown:
-        shown += os.read(master, 1 << 16)
-    os.write(master, b"q")
-    while process.poll() is None:  # it ends only once its last frame is read
-        try:
-            os.read(master, 1 << 16)
-        except OSError:
-            break
-    os.close(master)
-    assert process.wait(PATIENCE_S) == 0
-    _end(process)
+    try:
+        shown = b""
+        while b"tokens/s" not in shown or "↓".encode() not in shown:
+            shown += os.read(master, 1 << 16)
+        assert b"decode.0" not in shown
+        os.write(master, b"\x1b[B\x1b[Bjj ")  # as many keys as a hand can press at once; an arrow is no Escape
+        while b"decode.0" not in shown:
+            shown += os.read(master, 1 << 16)
+    finally:
+        os.write(master, b"q")
+        while process.poll() is None:  # it ends only once its last frame is read
+            try:
+                os.read(master, 1 << 16)
+            except OSError:
+                break
+        os.close(master)
+        assert process.wait(PATIENCE_S) == 0
+        _end(process)
 
 
 def test_several_runs_are_watched_at_once_and_the_end_of_one_is_said(run: Run) -> None:
