@@ -68,7 +68,8 @@ def served(shell: Shell, *options: str | Path) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, errors) == (0, "")
+    assert errors == "", errors
+    assert process.returncode == 0, process.returncode
 
 
 def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:

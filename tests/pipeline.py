@@ -30,6 +30,8 @@ MARK = "NEURONPIPE_TEST_MARK"
 # How many times slower than usual the machine is, under an emulator for one: all waiting gets so much more time.
 SLOWER = float(os.environ.get("NEURONPIPE_TEST_SLOWER", "1"))
 PATIENCE_S = 60.0 * SLOWER
+# Where other runs of this user are; and the size that pytest-xdist says every terminal has.
+NOT_INHERITED = ("XDG_RUNTIME_DIR", "LINES", "COLUMNS")
 _PSS = re.compile(r"^(Pss|Pss_Shmem|Pss_File):\s+(\d+) kB", re.MULTILINE)
 _marks = itertools.count()
 
@@ -60,7 +62,7 @@ class Shell:
         **options: Any,
     ) -> subprocess.Popen[str]:
         """Start a command; its standard input is empty. environment: what differs from ours."""
-        inherited = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         variables = {**inherited, "TMPDIR": str(self.folder), MARK: self._mark, **(environment or {})}
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(

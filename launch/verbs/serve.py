@@ -68,12 +68,16 @@ def _serve(arguments: argparse.Namespace) -> None:
     package, plan = package_and_plan(arguments, several=True, gateway=True)
     uses = implementations(arguments.use, plan)
     listener = bind(arguments.host, arguments.port, key)
-    with started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live:
+    with (
+        contextlib.ExitStack() as after,
+        started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live,
+    ):
         os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
         _wait_until_ready(live, listener)
         _say(arguments, listener, live.directory, live.directory.read(), joined=False)
-        with Client(live.directory.endpoint(CONTROL), live.failed) as client:
-            follow_warm_up(client, plain=arguments.json)
+        # Closed when the run has ended: a question that nobody answers must not hold that up.
+        client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
+        follow_warm_up(client, plain=arguments.json)
         while (reason := live.failed(WATCH_S)) is None:
             pass
     raise UserError(reason)

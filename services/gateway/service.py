@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S = 15
 MOST_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class GatewayService:
@@ -44,8 +46,13 @@ class GatewayService:
 def serve(
     package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of the run."""
-    asyncio.run(_serve(package, run, listener, run_ended))
+    """Serve until SIGTERM, SIGINT, or the end of the run. Signals wait until the server takes them: one that came
+    before would break off the event loop."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        asyncio.run(_serve(package, run, listener, run_ended))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 async def _serve(package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]) -> None:
@@ -74,7 +81,7 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
     )
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
-            server = Server(config, gateway.end)
+            server = Server(config, SIGNALS, gateway.end)
             ending = asyncio.create_task(_end_with_run(coordinator, server))
             await server.serve(sockets=[listening])
             ending.cancel()
