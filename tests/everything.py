@@ -2,6 +2,7 @@
 
     python -m tests.everything           style, types, C tests, Python tests
     python -m tests.everything --quick   without C tests, and without the Python tests that start a pipeline
+                                         or a browser
 
 Types, C tests and most Python tests keep the processors busy side by side; the output of the first two is shown when
 they have ended. What measures, or depends on moments, comes after, one by one. Ends with 1 when anything failed.
@@ -86,8 +87,9 @@ def pytest(report: Path, *words: str) -> bool:
 def tests_side_by_side(report: Path, quick: bool) -> bool:
     """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
     they need."""
-    say("Python tests that need no pipeline" if quick else "Python tests, two at a time")
-    return pytest(report, "-m", "not pipeline" if quick else "not alone", "-n", "2", "--dist", "loadfile")
+    say("Python tests without pipelines and browsers" if quick else "Python tests, two at a time")
+    which = "not pipeline and not browser" if quick else "not alone"
+    return pytest(report, "-m", which, "-n", "2", "--dist", "loadfile")
 
 
 def tests_alone(report: Path) -> bool:
@@ -130,8 +132,9 @@ def everything(quick: bool, reports: Path) -> bool:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="./launch/test", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no C tests, nothing that starts a pipeline")
+    parser.add_argument("--quick", action="store_true", help="no C tests, no pipeline, no browser")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of two thousand processes would compile all it imports
     try:
         with tempfile.TemporaryDirectory(prefix="np-") as reports:
             sys.exit(not everything(parser.parse_args().quick, Path(reports)))

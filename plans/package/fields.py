@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from neuronpipe.plans.package.passing import forget
+from neuronpipe.plans.package.passing import forget, read_only_what_is_asked
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MOST_JSON_BYTES = 64 << 20
@@ -54,13 +54,15 @@ def read_json(path: Path) -> Record:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, opened for reading. What is missing, a pipe or a directory is refused, and so are the few lines
-    that Git leaves in place of a large file which it was not asked to fetch."""
+    """A regular file, opened to read its beginning, or all of it where it is small. What is missing, a pipe or a
+    directory is refused, and so are the few lines that Git leaves in place of a large file which it was not asked to
+    fetch."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # a pipe is not waited for
         try:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(f"{path}: cannot be read: not a regular file")
+            read_only_what_is_asked(file.fileno())
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise UserError(
                     f"{path}: a Git-LFS pointer, not the file itself; "

@@ -19,6 +19,12 @@ def forget(descriptor: int, *, length_bytes: int = 0) -> None:
         os.posix_fadvise(descriptor, 0, length_bytes, os.POSIX_FADV_DONTNEED)
 
 
+def read_only_what_is_asked(descriptor: int) -> None:
+    """Read nothing ahead: pages that are still on their way when a file is forgotten would come later, and stay."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+
 def passing(path: Path, into: memoryview | None = None) -> Iterator[memoryview]:
     """The bytes of a file in pieces, each until the next one is asked for: in `into`, one after the other until that is
     full, or else in memory of their own. Raises OSError."""
