@@ -29,7 +29,7 @@ VERBS = {
     "status": "show a live run's processes, memory and counters",
     "watch": "see what live runs do, in this terminal or as JSON, or let others see it",
     "down": "stop a run",
-    "cool": "watch the device's temperature, and let a run rest while it is too hot",
+    "throttle": "watch the device's temperature, and slow a run down while it is too hot",
     "swap": "have another process, or another implementation, take a seat of a live run",
     "conformance": "try whether an implementation does what its role must, with peers that behave badly",
     "convert": "make a package from a Hugging Face directory or a GGUF file",

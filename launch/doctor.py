@@ -22,7 +22,7 @@ from neuronpipe.protocol.run_directory import RunDirectory
 if TYPE_CHECKING:
     from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 
-LEAST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 LOW_MEMORY_BYTES = 512 << 20
 LOW_DISK_BYTES = 1 << 30
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
@@ -85,7 +85,7 @@ _ADVICE_WHEN_BROKEN = {
 
 def _python() -> Check:
     found = f"{platform.python_version()} at {sys.executable}"
-    return Check(name="python", state="ok" if sys.version_info >= LEAST_PYTHON else "fail", found=found)
+    return Check(name="python", state="ok" if sys.version_info >= MIN_PYTHON else "fail", found=found)
 
 
 def _compiler() -> Check:

@@ -22,7 +22,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.run_directory import DOOR
 
 PACKET_BYTES = 1 << 16
-MOST_WAITING = 8
+MAX_WAITING = 8
 
 
 class Door:
@@ -31,7 +31,7 @@ class Door:
     def __init__(self, directory: Path) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listening.bind(str(directory / DOOR))
-        self._listening.listen(MOST_WAITING)
+        self._listening.listen(MAX_WAITING)
         self._guests: list[socket.socket] = []
 
     def descriptors(self) -> list[int]:
@@ -41,7 +41,7 @@ class Door:
     def requests(self) -> list[tuple[socket.socket, dict[str, Any]]]:
         """What was asked since the last call, and whom to answer. What is no request is hung up on."""
         with contextlib.suppress(BlockingIOError):
-            while len(self._guests) < MOST_WAITING:
+            while len(self._guests) < MAX_WAITING:
                 guest, _ = self._listening.accept()
                 guest.setblocking(False)
                 self._guests.append(guest)

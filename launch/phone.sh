@@ -21,9 +21,9 @@ root=$(cd "${script%/*}/.." && pwd -P)
 device=${NEURONPIPE_DEVICE:-}
 . "$root/launch/bootstrap.sh"
 
-LEAST_DISK_MIB=3000 # for what is not installed yet: an estimate for Python, two compilers and what they build
+MIN_DISK_MIB=3000 # for what is not installed yet: an estimate for Python, two compilers and what they build
 COMFORTABLE_DISK_MIB=8000
-LEAST_MEMORY_MIB=400
+MIN_MEMORY_MIB=400
 COMFORTABLE_MEMORY_MIB=1024
 PHANTOM_SINCE=31        # Android 12
 PHANTOM_SWITCH_SINCE=32 # Android 12L has a switch for it
@@ -78,8 +78,8 @@ check_place() {
 check_disk() {
     free_mib=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }')
     free_mib=${free_mib:-0}
-    if [ "$free_mib" -lt "$LEAST_DISK_MIB" ] && ! is_current run; then
-        finding FAIL storage "$free_mib MiB free" "installing takes about $LEAST_DISK_MIB MiB; remove something"
+    if [ "$free_mib" -lt "$MIN_DISK_MIB" ] && ! is_current run; then
+        finding FAIL storage "$free_mib MiB free" "installing takes about $MIN_DISK_MIB MiB; remove something"
     elif [ "$free_mib" -lt "$COMFORTABLE_DISK_MIB" ]; then
         finding warn storage "$free_mib MiB free" "enough for the demo; a 7B model takes 4300 MiB"
     else
@@ -90,8 +90,8 @@ check_disk() {
 check_memory() {
     available_mib=$(memory_mib MemAvailable)
     found="$available_mib of $(memory_mib MemTotal) MiB available"
-    if [ "$available_mib" -lt "$LEAST_MEMORY_MIB" ]; then
-        finding FAIL memory "$found" "close other apps; $LEAST_MEMORY_MIB MiB is the least"
+    if [ "$available_mib" -lt "$MIN_MEMORY_MIB" ]; then
+        finding FAIL memory "$found" "close other apps; $MIN_MEMORY_MIB MiB is the least"
     elif [ "$available_mib" -lt "$COMFORTABLE_MEMORY_MIB" ]; then
         finding warn memory "$found" "close other apps: what is not in memory is read from flash for every token"
     else
@@ -163,7 +163,7 @@ check_temperature() {
     elif command -v termux-battery-status >/dev/null; then
         finding ok temperature "the battery's, through Termux:API"
     else
-        finding warn temperature "no sensor can be read: the run does not rest when it is too hot" \
+        finding warn temperature "no sensor can be read: the run does not slow down when it is too hot" \
             "install the app Termux:API from where Termux came from, then: pkg install termux-api"
     fi
 }
@@ -220,7 +220,7 @@ case ${1:-} in
     if is_current run; then
         printf '\nneuronpipe doctor:\n'
         "$venv/bin/neuronpipe" doctor || failed=yes
-        "$venv/bin/neuronpipe" cool --once
+        "$venv/bin/neuronpipe" throttle --once
     elif is_termux; then
         find_missing
         finding ok installed "not yet${missing:+; missing: $missing}" "launch/phone.sh installs everything"
@@ -270,6 +270,6 @@ else
     "$venv/bin/neuronpipe" up "$@"
 fi
 say "until Ctrl-C; temperatures as they change:"
-"$venv/bin/neuronpipe" cool --run "$run" ${device:+--sensors "$device"} &
+"$venv/bin/neuronpipe" throttle --run "$run" ${device:+--sensors "$device"} &
 watcher=$!
 wait "${server:-$watcher}"

@@ -50,7 +50,7 @@ def kept_logits(file: Path, directory: RunDirectory, package: Package, plan: Pla
     Raises UserError when the file cannot be written; then there is none."""
     import numpy as np
 
-    vocabulary = package.manifest.shape.vocabulary
+    vocabulary = package.manifest.model.vocabulary
     logits: Any = None
     # Written, not mapped: where a disk is full, a write is refused, and a mapped page ends the process.
     with whole_file(file) as place, place.open("wb") as out:

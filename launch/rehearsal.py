@@ -66,7 +66,7 @@ def small_plan(package: Package, plan: Plan) -> Plan:
     slots_bytes = max(2 * least_slots_bytes(manifest, workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
     wanted = Wanted(
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
-        context_tokens=min(CONTEXT_TOKENS, manifest.shape.context_tokens),
+        context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),
         mode=plan.compute.mode,
     )
     made = make_plan(manifest, facts, wanted)

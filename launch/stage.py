@@ -57,7 +57,7 @@ class Stage:
             yield client
 
     def _tokens(self, count: int, first: int = 0) -> tuple[int, ...]:
-        context, vocabulary = self._plan.compute.context_tokens, self._package.manifest.shape.vocabulary
+        context, vocabulary = self._plan.compute.context_tokens, self._package.manifest.model.vocabulary
         return tuple((7919 * (first + n) + 1) % vocabulary for n in range(min(count, context)))
 
     def text(
@@ -101,7 +101,7 @@ class Stage:
             logits = exchange.view("logits")
             for path, count in paths:
                 tokens = self._tokens(count)
-                keep = _digest_rows(logits, self._package.manifest.shape.vocabulary, path, digests, computed)
+                keep = _digest_rows(logits, self._package.manifest.model.vocabulary, path, digests, computed)
                 rate(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
         yield from digests.items()
 

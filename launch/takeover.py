@@ -16,7 +16,7 @@ from typing import Any, Literal
 from neuronpipe.services.implementations import SWAPPABLE, Implementation
 
 Seat = tuple[str, int]
-MOST_PATIENCE_S = 600.0
+MAX_PATIENCE_S = 600.0
 
 
 @dataclasses.dataclass
@@ -41,8 +41,8 @@ class Takeover:
         known = {f"{role}.{index}": (role, index) for role, index in present if role in SWAPPABLE}
         if not isinstance(names, list) or not names or not all(name in known for name in names):
             raise ValueError(f"seats: {names!r} are not some of {', '.join(known)}")
-        if not isinstance(patience_s, int | float) or not 0 < patience_s <= MOST_PATIENCE_S:
-            raise ValueError(f"patience_s: {patience_s!r} is no time between 0 and {MOST_PATIENCE_S:.0f} s")
+        if not isinstance(patience_s, int | float) or not 0 < patience_s <= MAX_PATIENCE_S:
+            raise ValueError(f"patience_s: {patience_s!r} is no time between 0 and {MAX_PATIENCE_S:.0f} s")
         if not (use is None or isinstance(use, str)) or not isinstance(folder, str):
             raise ValueError("use, folder: no text")
         seats = [known[name] for name in names]

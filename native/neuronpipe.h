@@ -138,15 +138,15 @@ void np_log_probabilities(const float *logits, size_t n, const int32_t *ids, siz
 /* All words live in shared memory; every wait gives up with NP_E_EPOCH as soon as *epoch != expected_epoch,
  * spins for at most spin_us, then sleeps on a futex (plain futex, not private: several processes wait on it). */
 typedef struct {
-    uint32_t arrived;    /* number of members that arrived in the current phase */
-    uint32_t phase;      /* grows by one when the last member arrives; the futex word */
-    uint32_t waiters;    /* members asleep on `phase` */
+    uint32_t arrived;    /* number of participants that arrived in the current phase */
+    uint32_t phase;      /* grows by one when the last participant arrives; the futex word */
+    uint32_t waiters;    /* participants asleep on `phase` */
     uint32_t unused[13]; /* one cache line */
 } np_barrier;
 
 void np_barrier_reset(np_barrier *barrier);
-/* Returns 1 to the last member, 0 to the others, or NP_E_EPOCH / NP_E_TIMEOUT. */
-int np_barrier_wait(np_barrier *barrier, uint32_t members, const uint32_t *epoch, uint32_t expected_epoch,
+/* Returns 1 to the last participant, 0 to the others, or NP_E_EPOCH / NP_E_TIMEOUT. */
+int np_barrier_wait(np_barrier *barrier, uint32_t participants, const uint32_t *epoch, uint32_t expected_epoch,
                     uint32_t spin_us, uint32_t timeout_ms);
 
 uint32_t np_word_load(const uint32_t *word);                 /* acquire */
@@ -201,25 +201,25 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
  *   failed   absent   loader  in another epoch: whoever met it has been told, and it may be asked for again
  *   loading  absent   loader  to be read again after one of these; or after a restart (np_loader_create)
  *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
- *   bit 26   set      decode, prefill: by np_word_look alone; cleared by cache. It also keeps a slot from being taken
+ *   bit 26   set      decode, prefill: by np_entry_look alone; cleared by cache. It also keeps a slot from being taken
  *                     between a worker's look and the cache's (residency/clock.c has the argument)
  *   bit 27   set      loader, on request
- * Bits outside the state say nothing about an absent word: compare states with NP_WORD_STATE_MASK.
+ * Bits outside the state say nothing about an absent word: compare states with NP_ENTRY_STATE_MASK.
  */
 enum {
-    NP_WORD_SLOT_MASK = 0xffffff,
-    NP_WORD_STATE_MASK = 0x3000000,
-    NP_WORD_ABSENT = 0x0000000,
-    NP_WORD_LOADING = 0x1000000,
-    NP_WORD_PRESENT = 0x2000000,
-    NP_WORD_FAILED = 0x3000000,
-    NP_WORD_REFERENCED = 0x4000000,
-    NP_WORD_PINNED = 0x8000000
+    NP_ENTRY_SLOT_MASK = 0xffffff,
+    NP_ENTRY_STATE_MASK = 0x3000000,
+    NP_ENTRY_ABSENT = 0x0000000,
+    NP_ENTRY_LOADING = 0x1000000,
+    NP_ENTRY_PRESENT = 0x2000000,
+    NP_ENTRY_FAILED = 0x3000000,
+    NP_ENTRY_REFERENCED = 0x4000000,
+    NP_ENTRY_PINNED = 0x8000000
 };
 
 /* Look a cluster up: marks a present word as referenced and returns what the word then was. When it says present, the slot stays
  * as it is while this worker's window covers the cluster; a word that was read in any other way promises nothing. */
-uint32_t np_word_look(uint32_t *word);
+uint32_t np_entry_look(uint32_t *word);
 
 /* A worker's window: the clusters it may be reading, published by np_long_store before it looks at their words.
  * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word array of a part. */
@@ -236,9 +236,9 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
  *   head      loader       release, after it has read the entries below it
  *   asleep    loader: 1 before it sleeps, then looks at every tail again; worker: 0 when it rings. Sequentially consistent */
 enum {
-    NP_REQUEST_WORD_MASK = 0xffffff,
-    NP_REQUEST_GATE = 0x1000000,
-    NP_REQUEST_REST = 0x2000000,    /* with the gate: one read of both */
+    NP_REQUEST_CLUSTER_MASK = 0xffffff,
+    NP_REQUEST_TRIGGER = 0x1000000,
+    NP_REQUEST_VALUE = 0x2000000,    /* with the trigger: one read of both */
     NP_REQUEST_PREFETCH = 0x4000000 /* a guess; without it the step waits for the cluster */
 };
 typedef struct {
@@ -276,11 +276,11 @@ enum {
     NP_SPAN_NEURONS = 6, /* computing neurons of blocks; value: neurons fired */
     NP_SPAN_COMBINE = 7,
     NP_SPAN_LOGITS = 8,
-    NP_SPAN_MEET = 9,    /* waiting for other members */
+    NP_SPAN_BARRIER = 9,    /* waiting for other participants */
     NP_SPAN_FLASH = 10,  /* waiting for clusters to arrive; value: blocks still to come */
     NP_SPAN_READ = 11,   /* loader: reads in flight; value: bytes landed */
     NP_SPAN_EVICT = 12,  /* cache: value: slots freed */
-    NP_SPAN_SEND = 13,   /* coordinator: handing out a step; value: members */
+    NP_SPAN_SEND = 13,   /* coordinator: handing out a step; value: participants */
     NP_SPAN_AWAIT = 14,  /* coordinator: until the last answer; value: tokens */
     NP_SPAN_SAMPLE = 15, /* coordinator: value: tokens drawn */
     NP_SPAN_TELL = 16    /* coordinator: between a step's logits and the next step; value: messages to clients */
@@ -329,7 +329,7 @@ typedef struct {
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
 
-/* Two parts: 0 gate, 1 rest, of as many clusters. arrivals: futex word advanced after words become present or failed. Allocates, staging
+/* Two parts: 0 trigger, 1 value, of as many clusters. arrivals: futex word advanced after words become present or failed. Allocates, staging
  * buffers for as many reads as the reader's depth among it; NULL when out of memory or when a part contradicts itself, the
  * reading or the reader's alignment. queue_capacity: clusters of one kind and priority that may wait, no more than 32768. The reader must outlive the loader and serve nobody else; the loader waits for reads in flight when it
  * is destroyed. Words that a loader before this one left loading become absent. */
@@ -338,11 +338,11 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
 void np_loader_destroy(np_loader *loader);
 /* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
-/* Queue ids; parts: NP_REQUEST_GATE, _REST or both, for one read; priority 0 demand, 1 prefetch; flags: NP_WORD_PINNED sets
+/* Queue ids; parts: NP_REQUEST_TRIGGER, _REST or both, for one read; priority 0 demand, 1 prefetch; flags: NP_ENTRY_PINNED sets
  * that bit. Returns how many were taken, from the first on: fewer than count when the queue of this kind and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);
-/* Load these as well, in the order of the file, while nothing else waits; those with NP_WORD_PINNED first. Reads for demands and
+/* Load these as well, in the order of the file, while nothing else waits; those with NP_ENTRY_PINNED first. Reads for demands and
  * prefetches meanwhile bring all of their stretch of most_read_bytes that is to be loaded anyway. When no slot is left, those without the flag are
  * forgotten: memory is full of what was wanted. Returns NP_OK or NP_E_ARGUMENT. */
 int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags);
@@ -372,7 +372,7 @@ void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
 /* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
-/* One member of a step. `members` engines over the same shared memory compute a step together: each takes the next head, stretch of
+/* One participant of a step. `participants` engines over the same shared memory compute a step together: each takes the next head, stretch of
  * rows or block of neurons that nobody has taken (claims). What is computed never depends on who took it: a row, a head, a block is
  * always computed whole, by the same kernel, in index order. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
@@ -386,11 +386,11 @@ typedef struct {
     int32_t type;       /* NP_F16, NP_Q8, NP_Q4: of every matrix */
     int32_t activation; /* NP_RELU ... */
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer */
-    uint32_t gate_slot_bytes, rest_slot_bytes;
-    uint32_t gate_quants, gate_scales;                           /* offsets in the gate part */
-    uint32_t up_quants, down_quants;                             /* offsets in the rest part */
+    uint32_t trigger_slot_bytes, value_slot_bytes;
+    uint32_t gate_quants, gate_scales;                           /* offsets in the trigger part */
+    uint32_t up_quants, down_quants;                             /* offsets in the value part */
     uint32_t up_scales, down_scales;                             /* offsets in the part that holds them */
-    uint32_t scales_in_gate;                                     /* 1: up and down scales lie in the gate part */
+    uint32_t scales_in_trigger;                                     /* 1: up and down scales lie in the trigger part */
     uint32_t predictor_rank;                                     /* 0: no predictor, every gate is computed */
     int32_t predictor_type;
     int32_t predictor_relu;                                      /* 1: a rank vector's negative elements count as zero */
@@ -421,7 +421,7 @@ typedef struct {
     const np_layer *layers;
 } np_fixed;
 
-/* Memory that the members share. T: most tokens of a step. */
+/* Memory that the participants share. T: most tokens of a step. */
 typedef struct {
     float *residual;   /* [T][width] */
     float *queries;    /* [T][query_heads*head_width] */
@@ -433,48 +433,48 @@ typedef struct {
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
-    const uint8_t *gate_slots, *rest_slots;
-    uint32_t *gate_words, *rest_words;     /* [layers*clusters] */
-    uint64_t *gate_window, *rest_window;   /* this member's own */
+    const uint8_t *trigger_slots, *value_slots;
+    uint32_t *trigger_entries, *value_entries;     /* [layers*clusters] */
+    uint64_t *trigger_window, *value_window;   /* this participant's own */
     uint32_t *arrivals;
     const uint32_t *epoch;
     np_barrier *barrier;
-    np_requests requests;                  /* this member's own */
-    np_trace trace;                        /* this member's own */
-    uint32_t *activity;                    /* [layers][blocks*block_neurons], this member's own: counts values other than zero; or NULL */
+    np_requests requests;                  /* this participant's own */
+    np_trace trace;                        /* this participant's own */
+    uint32_t *activity;                    /* [layers][blocks*block_neurons], this participant's own: counts values other than zero; or NULL */
 } np_shared;
 
 typedef struct {
     uint32_t sequences, max_tokens, logit_rows;
-    uint32_t members, member;  /* how many, and which this is */
+    uint32_t participants, participant;  /* how many, and which this is */
     uint32_t window_blocks;    /* blocks that are open at once */
     uint32_t partial_tokens;   /* tokens whose block sums are held at once; fewer than max_tokens only when a window is a whole layer */
     uint32_t spin_us;
-    int32_t bundle;            /* 1: a predicted neuron is read whole, its gate part and its rest part by one read */
+    int32_t bundle;            /* 1: a predicted neuron is read whole, its trigger part and its value part by one read */
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
-} np_place;
+} np_engine_config;
 
 typedef struct np_engine np_engine;
 
 uint32_t np_engine_claims(uint32_t layers);
-/* All pointers are kept. Allocates; NULL when out of memory or when the shape or the place is inconsistent. */
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_place *place);
+/* All pointers are kept. Allocates; NULL when out of memory or when the shape or the configuration is inconsistent. */
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config);
 void np_engine_destroy(np_engine *engine);
-/* One pass of `count` tokens over all layers, together with the other members; then the logits of `logits_count` tokens from
+/* One pass of `count` tokens over all layers, together with the other participants; then the logits of `logits_count` tokens from
  * `logits_first` on into logit rows 0... Every argument is checked. Returns NP_OK, NP_E_ARGUMENT, NP_E_EPOCH or NP_E_DAMAGED. */
 int np_engine_step(np_engine *engine, uint64_t step, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
                    const int32_t *tokens, uint32_t count, uint32_t logits_first, uint32_t logits_count);
 
 typedef struct {
-    uint64_t neurons;                            /* (neuron, token) pairs of the blocks this member took */
+    uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */
     uint64_t predicted;                          /* of them, whose gate was computed */
     uint64_t fired, active;                      /* pairs whose gate let them through; whose value is not zero */
     uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots: a row once for each token that reads it */
-    uint64_t gate_clusters, gate_missed;         /* cluster parts needed, and not there when computing came to them */
-    uint64_t rest_clusters, rest_missed;
+    uint64_t trigger_clusters, trigger_missed;         /* cluster parts needed, and not there when computing came to them */
+    uint64_t value_clusters, value_missed;
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
-    uint64_t step_ns, flash_ns, meet_ns;         /* the whole step; of it waiting for flash, for other members */
+    uint64_t step_ns, flash_ns, barrier_ns;         /* the whole step; of it waiting for flash, for other participants */
     int64_t damaged_word;                        /* word index of the failed part, or -1 */
     int32_t damaged_part, unused;
 } np_engine_counters;

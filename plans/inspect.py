@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from neuronpipe.plans.package.fixed import fixed_tensors
+from neuronpipe.plans.package.fixed import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.predictor import DEFAULT_RECALL
@@ -25,9 +25,9 @@ ALWAYS_FIRES = (
 def describe(package: Package) -> dict[str, Any]:
     """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster."""
     manifest = package.manifest
-    shape, layout = manifest.shape, manifest.layout
-    parts: dict[str, list[dict[str, Any]]] = {"gate": [], "rest": []}
-    for part, name, offset, size_bytes in layout.pieces(manifest.quantization, shape.width):
+    model, layout = manifest.model, manifest.layout
+    parts: dict[str, list[dict[str, Any]]] = {"trigger": [], "value": []}
+    for part, name, offset, size_bytes in layout.pieces(manifest.quantization, model.width):
         if size_bytes:
             parts[part].append({"name": name, "offset": offset, "bytes": size_bytes})
     return {
@@ -39,12 +39,9 @@ def describe(package: Package) -> dict[str, Any]:
             "name": manifest.source.name,
             "architecture": manifest.source.architecture,
         },
-        "activation": manifest.activation,
         "quantization": manifest.quantization,
         "parameters": parameters(manifest),
-        "shape": {name: getattr(shape, name) for name in shape.__slots__},
-        "attention_bias": manifest.attention_bias,
-        "tied_embeddings": manifest.tied_embeddings,
+        "model": asdict(model) | {"layers": model.layers},
         "end_tokens": list(manifest.end_tokens),
         "chat_template": manifest.chat is not None,
         "bytes": bytes_by_kind(manifest),
@@ -54,12 +51,12 @@ def describe(package: Package) -> dict[str, Any]:
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
             "neuron_order": layout.neuron_order,
-            "gate_part": {"bytes": layout.gate_part_bytes, "pieces": parts["gate"]},
-            "rest_part": {"bytes": layout.rest_part_bytes, "pieces": parts["rest"]},
+            "trigger_part": {"bytes": layout.trigger_part_bytes, "pieces": parts["trigger"]},
+            "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.activity_by_layer is None else list(manifest.activity_by_layer),
-        "gate_fired_by_layer": None if manifest.gate_fired_by_layer is None else list(manifest.gate_fired_by_layer),
+        "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "workload": None if manifest.workload is None else asdict(manifest.workload),
         "warnings": warnings(manifest),
@@ -68,7 +65,7 @@ def describe(package: Package) -> dict[str, Any]:
 
 def warnings(manifest: Manifest) -> list[str]:
     """What a person should know before the package disappoints them, a sentence each."""
-    found = [ALWAYS_FIRES] if manifest.activation == "silu" else []
+    found = [ALWAYS_FIRES] if manifest.model.activation == "silu" else []
     if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
         found.append(said)
     return found
@@ -89,24 +86,23 @@ def low_recall(predictor: Predictor, wanted: float) -> str | None:
 
 def parameters(manifest: Manifest) -> int:
     """Weights of the model; a tied embedding counts once."""
-    shape = manifest.shape
-    per_layer = shape.qkv_rows * shape.width + shape.width * shape.query_width + 2 * shape.width
-    per_layer += shape.experts * 3 * shape.neurons * shape.width + manifest.attention_bias * shape.qkv_rows
-    tables = 1 if manifest.tied_embeddings else 2
-    return tables * shape.vocabulary * shape.width + shape.layers * per_layer + shape.width
+    model = manifest.model
+    fixed = sum(rows * columns for _, rows, columns in fixed_matrices(model))
+    vectors = sum(length for name, length in fixed_vectors(model) if name != "rope.inverse_frequency")
+    return fixed + vectors + model.layers * model.experts * len(model.ffn_matrices) * model.neurons * model.width
 
 
 def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
     """Bytes on flash; `padding` is what fills the neurons' pages up, and all kinds together are `total`."""
-    shape, layout = manifest.shape, manifest.layout
+    model, layout = manifest.model, manifest.layout
     kinds = dict.fromkeys(("embedding", "output", "attention", "vectors"), 0)
-    tensors = fixed_tensors(shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings)
+    tensors = fixed_tensors(model, manifest.quantization)
     for name, (dtype, dimensions) in tensors.items():
         kind = "vectors" if len(dimensions) == 1 else name.split(".")[0]
         kinds[kind if kind in kinds else "attention"] += DTYPE_BYTES[dtype] * math.prod(dimensions)
     kinds["predictor"] = manifest.files[PREDICTOR].bytes if manifest.predictor else 0
-    cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, shape.width))
-    kinds["neurons"] = cluster_bytes * shape.neurons * shape.layers * shape.experts // layout.cluster_neurons
+    cluster_bytes = sum(piece[-1] for piece in layout.pieces(manifest.quantization, model.width))
+    kinds["neurons"] = cluster_bytes * model.neurons * model.layers * model.experts // layout.cluster_neurons
     kinds["padding"] = manifest.files["bundles.bin"].bytes - kinds["neurons"]
     total = sum(entry.bytes for entry in manifest.files.values())
     return {**kinds, "other": total - sum(kinds.values()), "total": total}
@@ -114,25 +110,26 @@ def bytes_by_kind(manifest: Manifest) -> dict[str, int]:
 
 def render(description: dict[str, Any]) -> str:
     """The page for a person."""
-    shape, layout, sizes = description["shape"], description["layout"], description["bytes"]
+    model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
-    window = f", window {shape['window_tokens']:,}" if shape["window_tokens"] else ""
+    windows = sorted({kind["window_tokens"] for kind in model["layer_kinds"]} - {0})
+    window = f", window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
     lines = [
         f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['quantization']}, "
-        f"{description['activation']}   {sizes['total'] / MIB:,.1f} MiB",
+        f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",
         f"  id      {description['id']}",
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
-        f"  shape   {shape['layers']} layers of width {shape['width']:,} with {shape['neurons']:,} neurons; "
-        f"{shape['query_heads']} query heads on {shape['key_heads']} key heads of {shape['head_width']}; "
-        f"vocabulary {shape['vocabulary']:,}; context {shape['context_tokens']:,}{window}",
+        f"  shape   {model['layers']} layers of width {model['width']:,} with {model['neurons']:,} neurons; "
+        f"{model['query_heads']} query heads on {model['key_heads']} key heads of {model['head_width']}; "
+        f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
         "",
         "Bytes",
         *(f"  {kind:<10} {size:>15,}  {size / sizes['total']:>6.1%}" for kind, size in sizes.items()),
         "",
         f"Clusters of {layout['cluster_neurons']} neurons ({layout['neuron_order']} order), {layout['clusters']:,} per "
         f"layer; blocks of {layout['block_neurons']}, {layout['blocks']} per layer",
-        *_drawn("gate", layout["gate_part"]),
-        *_drawn("rest", layout["rest_part"]),
+        *_drawn("trigger", layout["trigger_part"]),
+        *_drawn("value", layout["value_part"]),
         "",
         "Quantization error, |w - w'| / |w|",
         *(f"  {kind:<10} {error:>8.3%}" for kind, error in description["quantization_error"].items()),

@@ -30,7 +30,7 @@ LINGER_MS = 500
 RECONNECT_MS = 20
 RECONNECT_MOST_MS = 500
 BAD_FRAMES_PER_CALL = 64
-TOLD_MOST = 16
+MAX_TOLD = 16
 MORE_FRAMES = int(zmq.SNDMORE)  # a plain number: adding up flags of an enumeration takes a third of the time of sending
 
 Prepare = Callable[["zmq.Socket[bytes]"], None]
@@ -190,7 +190,7 @@ class Channel:
 
     def _tell(self, route: Sequence[bytes], error: WireError) -> None:
         text = str(error)
-        if text not in self._told and len(self._told) < TOLD_MOST:
+        if text not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(text)
             log.warning("%s link: dropped a message from %s: %s", self.link.name, _name(*route) or "the peer", text)
 
@@ -263,7 +263,7 @@ class Publisher(Channel):
         """Whether anybody listens."""
         while True:
             try:
-                # The first subscription to this major version and the end of the last one: b"\1NP1", b"\0NP1".
+                # The first subscription to this major version and the end of the last one: b"\1NP2", b"\0NP2".
                 frame = self._socket.recv()
             except zmq.Again:
                 return self._watched

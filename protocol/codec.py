@@ -280,7 +280,7 @@ def _map_of(annotation: Any) -> Reader:
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise _Mismatch("expected map")
-        if set(map(type, value)) <= {str} and set(map(type, value.values())) <= as_they_are:  # a member's counters
+        if set(map(type, value)) <= {str} and set(map(type, value.values())) <= as_they_are:  # a participant's counters
             return value
         key: Any = None
         items = {}

@@ -1,4 +1,4 @@
-"""Residency words: where a part of a cluster is. One 32-bit word per part, atomic, so that a hit costs no message.
+"""Residency entries: where a part of a cluster is. One 32-bit word per part, atomic, so that a hit costs no message.
 
 native/neuronpipe.h has the same numbers for C; a test holds the two together.
 """

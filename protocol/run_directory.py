@@ -75,11 +75,11 @@ class RunFacts(Message):
     layers: of the model
     neurons: of one layer, of all its experts
     clusters: of one layer: words of the residency segment, for each part
-    members: of the residency segment
-    gate_slots: slots for gate parts
-    rest_slots: slots for up and down parts
-    gate_slot_bytes: size of one
-    rest_slot_bytes: size of one
+    participants: of the residency segment
+    trigger_slots: slots for trigger parts
+    value_slots: slots for up and down parts
+    trigger_slot_bytes: size of one
+    value_slot_bytes: size of one
     fixed_bytes: attention, norms, embeddings, predictor
     kv_bytes: keys and values of all sequences
     step_bytes: read from memory by every step, whatever its tokens are
@@ -95,11 +95,11 @@ class RunFacts(Message):
     layers: int
     neurons: int
     clusters: int
-    members: int
-    gate_slots: int
-    rest_slots: int
-    gate_slot_bytes: int
-    rest_slot_bytes: int
+    participants: int
+    trigger_slots: int
+    value_slots: int
+    trigger_slot_bytes: int
+    value_slot_bytes: int
     fixed_bytes: int
     kv_bytes: int
     step_bytes: int

@@ -29,8 +29,8 @@ _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 def messages_in(module: ModuleType) -> list[type[Message]]:
     """The message classes that a module defines, in its order."""
-    members: Iterable[Any] = vars(module).values()
-    classes = [one for one in members if isinstance(one, type) and issubclass(one, Message)]
+    participants: Iterable[Any] = vars(module).values()
+    classes = [one for one in participants if isinstance(one, type) and issubclass(one, Message)]
     return [one for one in classes if one.__module__ == module.__name__]
 
 

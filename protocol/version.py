@@ -7,7 +7,7 @@ the minor number, which travels in `Hello` and `Welcome`.
 
 from __future__ import annotations
 
-MAJOR = 1
-MINOR = 2
+MAJOR = 2
+MINOR = 0
 VERSION = f"{MAJOR}.{MINOR}"
 MAGIC = b"NP%d" % MAJOR

@@ -14,24 +14,24 @@ from neuronpipe.protocol.segments import Segment
 def run_facts(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunFacts:
     """The facts of a run of this plan."""
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
-    shape = manifest.shape
+    model = manifest.model
     return RunFacts(
         model=manifest.name,
         mode=compute.mode,
         quantization=manifest.quantization,
         seats=" ".join(f"{seat.role}.{seat.index}" for seat in compute.seats),
-        layers=shape.layers,
-        neurons=shape.experts * shape.neurons,
-        clusters=manifest.words // shape.layers,
-        members=segments["residency"].layout["windows"].shape[1],
-        gate_slots=memory.gate_slots,
-        rest_slots=memory.rest_slots,
-        gate_slot_bytes=manifest.gate_slot_bytes,
-        rest_slot_bytes=manifest.rest_slot_bytes,
+        layers=model.layers,
+        neurons=model.experts * model.neurons,
+        clusters=manifest.clusters // model.layers,
+        participants=segments["residency"].layout["windows"].shape[1],
+        trigger_slots=memory.trigger_slots,
+        value_slots=memory.value_slots,
+        trigger_slot_bytes=manifest.trigger_slot_bytes,
+        value_slot_bytes=manifest.value_slot_bytes,
         fixed_bytes=segments["fixed"].layout["file"].total_bytes + segments["fixed"].layout["predictor"].total_bytes,
         kv_bytes=segments["kv"].layout["kv"].total_bytes,
         step_bytes=step_bytes(package, predicts=compute.mode == "predicted"),
         row_bytes=neuron_row_bytes(manifest),
-        position_bytes=position_bytes(shape),
+        position_bytes=position_bytes(model),
         context_tokens=compute.context_tokens,
     )

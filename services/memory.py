@@ -30,36 +30,38 @@ WRITES: dict[str, frozenset[str]] = {
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """The layout of every segment of a run."""
-    shape, layout, compute = manifest.shape, manifest.layout, plan.compute
+    model, layout, compute = manifest.model, manifest.layout, plan.compute
     made = (
         layouts.fixed(
             file_bytes=manifest.files[FIXED].bytes,
             predictor_bytes=manifest.files[PREDICTOR].bytes if compute.mode == "predicted" else 0,
         ),
         layouts.slots(
-            gate_slots=plan.memory.gate_slots,
-            gate_slot_bytes=manifest.gate_slot_bytes,
-            rest_slots=plan.memory.rest_slots,
-            rest_slot_bytes=manifest.rest_slot_bytes,
+            trigger_slots=plan.memory.trigger_slots,
+            trigger_slot_bytes=manifest.trigger_slot_bytes,
+            value_slots=plan.memory.value_slots,
+            value_slot_bytes=manifest.value_slot_bytes,
         ),
-        layouts.residency(words=manifest.words, members=len(compute.decode_workers()) + compute.prefill_threads),
+        layouts.residency(
+            clusters=manifest.clusters, participants=len(compute.decode_workers()) + compute.prefill_threads
+        ),
         layouts.kv(
-            layers=shape.layers,
+            layers=model.layers,
             sequences=compute.sequences,
-            key_heads=shape.key_heads,
+            key_heads=model.key_heads,
             context_tokens=compute.context_tokens,
-            head_width=shape.head_width,
+            head_width=model.head_width,
         ),
         layouts.exchange(
             tokens=compute.sequences,
-            width=shape.width,
-            query_width=shape.query_width,
+            width=model.width,
+            query_width=model.query_width,
             neurons=layout.blocks * layout.block_neurons,
             blocks=layout.blocks,
             rank=manifest.predictor.rank if compute.mode == "predicted" and manifest.predictor else 0,
-            claims=lib.np_engine_claims(shape.layers),
+            claims=lib.np_engine_claims(model.layers),
             logit_rows=compute.logit_rows,
-            vocabulary=shape.vocabulary,
+            vocabulary=model.vocabulary,
         ),
         layouts.board(processes=len(compute.seats)),
         layouts.trace(rings=len(compute.seats)),
@@ -130,7 +132,7 @@ class Epoch:
         words = ffi.new("uint32_t *[]", [barrier_word, self._arrivals])
         return int(lib.np_epoch_advance(self._word, words, 2))
 
-    def reset_meeting(self) -> None:
+    def reset_barrier(self) -> None:
         """Before a step is sent: nobody waits on the barrier or takes work now."""
         lib.np_barrier_reset(self._barrier)
         ffi.memmove(self._claims, bytes(len(self._claims) * 4), len(self._claims) * 4)

@@ -2,5 +2,5 @@
 
 from typing import Final
 
-GATE: Final = 0
-REST: Final = 1
+TRIGGER: Final = 0
+VALUE: Final = 1

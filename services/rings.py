@@ -1,4 +1,4 @@
-"""The members' rings of requests, as the native library takes them: one per member, one doorbell for all."""
+"""The participants' rings of requests, as the native library takes them: one per participant, one doorbell for all."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Rings:
         self._tails, self._heads, self._entries, self._asleep = (
             ffi.from_buffer("uint32_t[]", memory.view("residency", name)) for name in names
         )
-        self.members = len(self._tails) // LINE_WORDS
+        self.participants = len(self._tails) // LINE_WORDS
 
-    def of(self, member: int) -> Any:
-        """The `np_requests *` of one member, alive as long as this object."""
-        capacity = len(self._entries) // self.members
+    def of(self, participant: int) -> Any:
+        """The `np_requests *` of one participant, alive as long as this object."""
+        capacity = len(self._entries) // self.participants
         return ffi.new(
             "np_requests *",
             {
-                "tail": self._tails + member * LINE_WORDS,
-                "head": self._heads + member * LINE_WORDS,
-                "entries": self._entries + member * capacity,
+                "tail": self._tails + participant * LINE_WORDS,
+                "head": self._heads + participant * LINE_WORDS,
+                "entries": self._entries + participant * capacity,
                 "capacity": capacity,
                 "asleep": self._asleep,
                 "doorbell": self._doorbell,

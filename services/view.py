@@ -1,4 +1,4 @@
-"""A member's view of memory: the run's segments, and for prefill the stages of a step that nobody else reads."""
+"""A participant's view of memory: the run's segments, and for prefill the stages of a step that nobody else reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.services.member import Place, View
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.participant import EngineConfig, View
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.trace import Trace
 
@@ -24,27 +24,27 @@ def exchange_stage(memory: RunMemory) -> Stage:
     return lambda name: memory.view("exchange", name)
 
 
-def private_stage(package: Package, place: Place) -> Stage:
-    """The same for a process whose threads are all the members of its steps. Pages cost nothing until they are used."""
-    shape, layout, tokens = package.manifest.shape, package.manifest.layout, place.max_tokens
+def private_stage(package: Package, config: EngineConfig) -> Stage:
+    """The same for a process whose threads do its steps alone. Pages cost nothing until they are used."""
+    model, layout, tokens = package.manifest.model, package.manifest.layout, config.max_tokens
     neurons = layout.blocks * layout.block_neurons
-    rank = package.manifest.predictor.rank if place.predicts and package.manifest.predictor else 0
+    rank = package.manifest.predictor.rank if config.predicts and package.manifest.predictor else 0
     sizes = {
-        "residual": 4 * tokens * shape.width,
-        "queries": 4 * tokens * shape.query_width,
-        "attention": 4 * tokens * shape.query_width,
+        "residual": 4 * tokens * model.width,
+        "queries": 4 * tokens * model.query_width,
+        "attention": 4 * tokens * model.query_width,
         "hidden": 4 * tokens * neurons,
-        "partials": 4 * place.partial_tokens * layout.blocks * shape.width,
+        "partials": 4 * config.partial_tokens * layout.blocks * model.width,
         "ranks": 4 * tokens * rank,
         "predicted": neurons * -(-tokens // 8) if rank else 0,
-        "claims": 4 * lib.np_engine_claims(shape.layers),
+        "claims": 4 * lib.np_engine_claims(model.layers),
         "barriers": 4 * LINE_WORDS,
     }
     buffers = {name: mmap.mmap(-1, size) for name, size in sizes.items() if size}
     return buffers.get
 
 
-def member_view(
+def participant_view(
     package: Package,
     memory: RunMemory,
     rings: Rings,
@@ -53,9 +53,9 @@ def member_view(
     trace: Trace | None,
     activity: array[int] | None = None,
 ) -> View:
-    """The view of the member with this window and ring of requests."""
+    """The view of the participant with this window and ring of requests."""
     windows = memory.view("residency", "windows")
-    members = len(windows) // 2
+    participants = len(windows) // 2
     fixed = memory.view("fixed", "file")
     tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
     predictor = memory.view("fixed", "predictor")
@@ -74,12 +74,12 @@ def member_view(
         barrier=stage("barriers"),
         logits=memory.view("exchange", "logits"),
         kv=memory.view("kv", "kv"),
-        gate_slots=memory.view("slots", "gate_slots"),
-        rest_slots=memory.view("slots", "rest_slots"),
-        gate_words=memory.view("residency", "gate_words"),
-        rest_words=memory.view("residency", "rest_words"),
-        gate_window=windows[window : window + 1],
-        rest_window=windows[members + window : members + window + 1],
+        trigger_slots=memory.view("slots", "trigger_slots"),
+        value_slots=memory.view("slots", "value_slots"),
+        trigger_entries=memory.view("residency", "trigger_entries"),
+        value_entries=memory.view("residency", "value_entries"),
+        trigger_window=windows[window : window + 1],
+        value_window=windows[participants + window : participants + window + 1],
         arrivals=memory.view("residency", "arrivals"),
         epoch=memory.view("exchange", "epoch"),
         requests=rings.of(window),

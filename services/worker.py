@@ -1,4 +1,4 @@
-"""What decode and prefill workers share: the members of a step that live in this process, and its answer."""
+"""What decode and prefill workers share: the participants of a step that live in this process, and its answer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.member import Abandoned, Damaged, Member, Place
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.participant import Abandoned, Damaged, EngineConfig, Participant
 from neuronpipe.services.pinning import pin
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.trace import Trace
-from neuronpipe.services.view import Stage, exchange_stage, member_view, private_stage
+from neuronpipe.services.view import Stage, exchange_stage, participant_view, private_stage
 
 
-def place_of(plan: Plan, *, members: int, member: int, max_tokens: int, window_blocks: int, blocks: int) -> Place:
-    """A member's place in steps of at most `max_tokens`, by the plan."""
+def engine_config(
+    plan: Plan, *, participants: int, participant: int, max_tokens: int, window_blocks: int, blocks: int
+) -> EngineConfig:
+    """A participant's config in steps of at most `max_tokens`, by the plan."""
     compute = plan.compute
-    return Place(
+    return EngineConfig(
         sequences=compute.sequences,
         context_tokens=compute.context_tokens,
         max_tokens=max_tokens,
         logit_rows=compute.logit_rows,
-        members=members,
-        member=member,
+        participants=participants,
+        participant=participant,
         window_blocks=window_blocks,
         partial_tokens=min(max_tokens, PARTIAL_TOKENS) if window_blocks >= blocks else max_tokens,
         spin_us=compute.spin_us,
@@ -47,19 +49,19 @@ Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
 
 
 class Worker:
-    """The members of steps that live in this process: one among the decode workers, or all the members of its own
-    steps, a thread each.
+    """The participants of steps that live in this process: one among the decode workers, or all those of its own steps,
+    a thread each.
 
-    first_window: the first member's window and ring; the others' follow.
+    first_window: the first participant's window and ring; the others' follow.
     activity: uint32 [layers][blocks * block_neurons], for who wants to know which neurons fire: counts how often the
-    members here found a neuron's value other than zero. One thread counts, so it is for one member alone.
+    participants here found a neuron's value other than zero. One thread counts, so it is for one participant alone.
     """
 
     def __init__(
         self,
         job: Job,
         memory: RunMemory,
-        places: Sequence[Place],
+        configs: Sequence[EngineConfig],
         first_window: int,
         activity: array[int] | None = None,
     ) -> None:
@@ -67,12 +69,12 @@ class Worker:
         self._rings = Rings(memory, job.doorbell)
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
-        self._job, self._memory, self._places, self._first_window = job, memory, places, first_window
+        self._job, self._memory, self._configs, self._first_window = job, memory, configs, first_window
         self._own_steps = job.seat.role == "prefill"
-        self._stage: Stage = private_stage(job.package, places[0]) if self._own_steps else exchange_stage(memory)
+        self._stage: Stage = private_stage(job.package, configs[0]) if self._own_steps else exchange_stage(memory)
         self._trace = Trace.of(job, memory)
-        self._members: list[Member] = []
-        self._threads = ThreadPoolExecutor(len(places), "member")
+        self._participants: list[Participant] = []
+        self._threads = ThreadPoolExecutor(len(configs), "participant")
         self._working: set[Future[None]] = set()
 
     def wait_until_loaded(self) -> None:
@@ -80,10 +82,10 @@ class Worker:
         while lib.np_word_load(self._loaded) == 0:
             lib.np_word_wait(self._loaded, 0, self._epoch_word, lib.np_word_load(self._epoch_word), 0, 1000)
         package = self._job.package
-        self._members = [
-            Member(
+        self._participants = [
+            Participant(
                 package.manifest,
-                member_view(
+                participant_view(
                     package,
                     self._memory,
                     self._rings,
@@ -92,9 +94,9 @@ class Worker:
                     self._trace if number == 0 else None,  # a ring has one writer; the others do the same work
                     self._activity,
                 ),
-                place,
+                config,
             )
-            for number, place in enumerate(self._places)
+            for number, config in enumerate(self._configs)
         ]
 
     def answer(
@@ -105,14 +107,14 @@ class Worker:
         positions: tuple[int, ...],
         logits: tuple[int, int] | None,
     ) -> Outcome:
-        """Compute the step and say how it went. logits: see Member.compute."""
+        """Compute the step and say how it went. logits: see Participant.compute."""
         step, epoch, index = ask.step, ask.epoch, self._job.seat.index
         work = (step, epoch, sequences, positions, ask.tokens, logits)
         try:
             if self._own_steps:
                 self._compute_together(work)
             else:
-                self._members[0].compute(*work)
+                self._participants[0].compute(*work)
         except Abandoned:
             return StepAbandoned(step=step, epoch=epoch, index=index)
         except Damaged as error:
@@ -124,15 +126,15 @@ class Worker:
         return int(lib.np_word_load(self._epoch_word)) != ask.epoch
 
     def _compute_together(self, work: tuple[Any, ...]) -> None:
-        """All members, a thread each. One that cannot go on is answered for at once: the new epoch that follows calls
-        away the others, who wait for it."""
+        """All participants, a thread each. One that cannot go on is answered for at once: the new epoch that follows
+        calls away the others, who wait for it."""
         wait(self._working)
         claims = self._stage("claims")
         claims[:] = bytes(len(claims))
         lib.np_barrier_reset(ffi.cast("np_barrier *", ffi.from_buffer(self._stage("barriers"))))
         self._working = {
-            self._threads.submit(_compute_pinned, member, self._core(number), work)
-            for number, member in enumerate(self._members)
+            self._threads.submit(_compute_pinned, participant, self._core(number), work)
+            for number, participant in enumerate(self._participants)
         }
         ended, _ = wait(self._working, return_when=FIRST_EXCEPTION)
         failures = [error for future in ended if (error := future.exception()) is not None]
@@ -143,14 +145,14 @@ class Worker:
         """The core of a thread, where the process may use several: that of the decode worker of the same number, which
         is idle meanwhile."""
         seats = self._job.plan.compute.decode_workers()
-        return seats[number].core if len(self._members) > 1 and number < len(seats) else None
+        return seats[number].core if len(self._participants) > 1 and number < len(seats) else None
 
     def _counters(self) -> dict[str, float]:
-        """Sums over the members; times are their means, so that waiting for flash, for others and working add up."""
-        counters = [member.counters() for member in self._members]
+        """Sums over the participants; times are means, so that waiting for flash, for others and working add up."""
+        counters = [participant.counters() for participant in self._participants]
         return {name: (fmean if name.endswith("_ms") else sum)(one[name] for one in counters) for name in counters[0]}
 
 
-def _compute_pinned(member: Member, core: int | None, work: tuple[Any, ...]) -> None:
+def _compute_pinned(participant: Participant, core: int | None, work: tuple[Any, ...]) -> None:
     pin(core)
-    member.compute(*work)
+    participant.compute(*work)

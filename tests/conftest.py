@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.device.probe import BUNDLES, probe
+from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.layout import Quantization
-from neuronpipe.plans.package.manifest import Activation
 from neuronpipe.plans.package.reader import Package
 
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
@@ -27,7 +27,7 @@ ALONE = (
     "faults/test_killed_processes.py",
     "faults/test_strain.py",
     "integration/test_bench.py",
-    "integration/test_cool.py",
+    "integration/test_throttle.py",
     "integration/test_demo.py",
     "integration/test_memory.py",
     "integration/test_page.py",

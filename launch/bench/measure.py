@@ -54,8 +54,8 @@ class Cost:
     def __getitem__(self, name: str) -> float:
         return self.figures.get(name, 0.0)
 
-    def of_one_member_ms(self, name: str) -> float:
-        """A time that members counted, each for itself: the mean over the members of a step, in sum over steps."""
+    def of_one_participant_ms(self, name: str) -> float:
+        """A time that participants counted, each for itself: their mean in a step, in sum over steps."""
         return self[name] * self["steps"] / self["answers"] if self["answers"] else 0.0
 
 
@@ -116,8 +116,8 @@ class Bench:
         gaps = sorted(gap for one in done for gap in one.gaps_ms)
         first = warm_up.gaps_ms[:FIRST_TOKENS]
         dram_s, flash_s = moved.dram_limit_s(self.device), moved.flash_limit_s(self.device, plan.flash.depth)
-        exposed_ms, native_ms = cost.of_one_member_ms("flash_ms"), cost.of_one_member_ms("step_ms")
-        meet_ms = cost.of_one_member_ms("meet_ms")
+        exposed_ms, native_ms = cost.of_one_participant_ms("flash_ms"), cost.of_one_participant_ms("step_ms")
+        barrier_ms = cost.of_one_participant_ms("barrier_ms")
         return {
             "test": case.name,
             "mode": plan.compute.mode,
@@ -134,13 +134,13 @@ class Bench:
             "flash_limit_fraction": None if flash_s is None else 1000 * flash_s / time_ms,
             "miss_rate": _miss_rate(cost, plan.compute.mode),
             "late_rate": _share(
-                cost["gate_missed"] + cost["rest_missed"], cost["gate_clusters"] + cost["rest_clusters"]
+                cost["trigger_missed"] + cost["value_missed"], cost["trigger_clusters"] + cost["value_clusters"]
             ),
-            "late_rate_of_activated": _share(cost["rest_missed"], cost["rest_clusters"]),
+            "late_rate_of_activated": _share(cost["value_missed"], cost["value_clusters"]),
             "active_share": _share(cost["active"], cost["tokens"] * _neurons(self.package)),
             "exposed_io_share": min(1.0, exposed_ms / time_ms),
-            "coordination_share": min(1.0, max(0.0, 1 - (native_ms - meet_ms) / time_ms)),
-            "meeting_share": min(1.0, meet_ms / time_ms),
+            "coordination_share": min(1.0, max(0.0, 1 - (native_ms - barrier_ms) / time_ms)),
+            "barrier_share": min(1.0, barrier_ms / time_ms),
             "message_share": min(1.0, max(0.0, 1 - native_ms / time_ms)),
             "peak_memory_bytes": max(one.finished.memory["peak_bytes"] for one in done),
             "limit_memory_bytes": plan.memory.limit_bytes,
@@ -160,10 +160,10 @@ class Bench:
 
 def _miss_rate(cost: Cost, mode: str) -> float:
     """Over what had to be loaded or there: in predicted mode the predicted clusters, when they were foreseen; in exact
-    mode gates, and the rest parts of what fired, when computing came to them."""
+    mode gates, and the value parts of what fired, when computing came to them."""
     if mode == "predicted" and cost["foreseen"]:
         return cost["foreseen_missed"] / cost["foreseen"]
-    return _share(cost["gate_missed"] + cost["rest_missed"], cost["gate_clusters"] + cost["rest_clusters"])
+    return _share(cost["trigger_missed"] + cost["value_missed"], cost["trigger_clusters"] + cost["value_clusters"])
 
 
 def _positions(case: Case, decoded: int) -> float:
@@ -182,5 +182,5 @@ def _share(part: float, whole: float) -> float:
 
 
 def _neurons(package: Package) -> int:
-    shape = package.manifest.shape
-    return shape.layers * shape.experts * shape.neurons
+    model = package.manifest.model
+    return model.layers * model.experts * model.neurons

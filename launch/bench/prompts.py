@@ -14,7 +14,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.coordinator.text import FileTokenizer
 
 DEFAULT_PRESET = "default"
-MOST_CHARACTERS = 200_000  # of the corpus: more than any context takes
+MAX_CHARACTERS = 200_000  # of the corpus: more than any context takes
 
 
 class Prompts:
@@ -47,9 +47,9 @@ def _corpus_tokens(package: Package) -> list[int]:
     text = ""
     for document in documents(held_out=True):
         text += document
-        if len(text) > MOST_CHARACTERS:
+        if len(text) > MAX_CHARACTERS:
             break
-    tokens = FileTokenizer(package.tokenizer()).encode(text[:MOST_CHARACTERS])
+    tokens = FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])
     if not tokens:
         raise UserError(f"{package.tokenizer_path}: makes no tokens of Python source text; nothing to measure with")
     return tokens

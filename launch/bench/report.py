@@ -108,7 +108,7 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("  of activated neurons", _share_of("late_rate_of_activated")),
     ("exposed I/O", _share_of("exposed_io_share")),
     ("coordination", _share_of("coordination_share")),
-    ("  waiting for other members", _share_of("meeting_share")),
+    ("  waiting for other participants", _share_of("barrier_share")),
     ("  messages and Python", _share_of("message_share")),
     ("time between tokens, ms, p50 / p90 / p99", _times),
     ("  the longest", _number_of("tbt_most_ms", 2)),

@@ -1,5 +1,5 @@
-"""The bytes that tokens had to move, from the members' counters and the package, and how fast this machine could move
-them at best."""
+"""The bytes that tokens had to move, from the participants' counters and the package, and how fast this machine could
+move them at best."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     A step reads every matrix once. A neuron's row is taken to be read once in a step, however many tokens want it.
     """
     manifest = package.manifest
-    shape, layout = manifest.shape, manifest.layout
+    model, layout = manifest.model, manifest.layout
     row_bytes = neuron_row_bytes(manifest)
     fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted")
-    kv_bytes = positions * position_bytes(manifest.shape)
+    kv_bytes = positions * position_bytes(manifest.model)
     steps = cost.get("steps", 0.0)
-    most_rows = steps * shape.layers * shape.experts * shape.neurons
+    most_rows = steps * model.layers * model.experts * model.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)
     in_order = gates if plan.compute.mode == "exact" else 0.0  # every gate, one after the other
     part_bytes = layout.cluster_neurons * row_bytes

@@ -23,7 +23,7 @@ from neuronpipe.services.monitor.window import Window, last_steps
 WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
 EDGE = 0.8
 ROW, GAP, HEAD, FOOT = 34, 8, 46, 34  # heights: a row, between rows, above and under the rows of a panel
-MOST_LANES = 4  # of spans of one process that overlap: reads in flight
+MAX_LANES = 4  # of spans of one process that overlap: reads in flight
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 
@@ -110,9 +110,9 @@ def _lanes(spans: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
             placed.append((span, 0))
             continue
         lane = next((n for n, end_ns in enumerate(free_at) if end_ns <= span.start_ns), len(free_at))
-        if lane == len(free_at) and lane < MOST_LANES:
+        if lane == len(free_at) and lane < MAX_LANES:
             free_at.append(span.end_ns)
-        lane = min(lane, MOST_LANES - 1)
+        lane = min(lane, MAX_LANES - 1)
         free_at[lane] = max(free_at[lane], span.end_ns)
         placed.append((span, lane))
     yield from ((span, 0, 1) for span in wholes)
@@ -159,7 +159,7 @@ def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> Non
     works_ns = _covered_ns(spans, window) - _covered_ns(waits, window)
     lines = [f"{'reading' if row.role == 'loader' else 'working'} {_percent(works_ns / window.ns)}"]
     words = []
-    for kind, name in ((NUMBER["flash"], "flash"), (NUMBER["meet"], "members")):
+    for kind, name in ((NUMBER["flash"], "flash"), (NUMBER["barrier"], "participants")):
         ns = _covered_ns([span for span in waits if span.kind == kind], window)
         words += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
     lines += ["waits: " + ", ".join(words)] * bool(words)

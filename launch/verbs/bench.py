@@ -26,8 +26,8 @@ from neuronpipe.services.monitor.rings import RunTrace
 
 POLL_S = 0.02
 QUIET_S = 0.3
-MOST_WARM_UP_S = 60.0
-MOST_REPETITIONS = 1000
+MAX_WARM_UP_S = 60.0
+MAX_REPETITIONS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure."""
-    if not 1 <= arguments.repetitions <= MOST_REPETITIONS:
-        raise UserError(f"--repetitions {arguments.repetitions}: between 1 and {MOST_REPETITIONS}")
+    if not 1 <= arguments.repetitions <= MAX_REPETITIONS:
+        raise UserError(f"--repetitions {arguments.repetitions}: between 1 and {MAX_REPETITIONS}")
     if arguments.versus and arguments.compare:
         raise UserError("--versus and --compare: one or the other")
     earlier = read_rows(arguments.compare) if arguments.compare else None
@@ -117,7 +117,7 @@ def _wait_until_warm(client: Client) -> None:
     while not (status := client.status()).ready:
         time.sleep(POLL_S)
     quiet_since, last, began = time.monotonic(), -1, time.monotonic()
-    while time.monotonic() - quiet_since < QUIET_S and time.monotonic() - began < MOST_WARM_UP_S:
+    while time.monotonic() - quiet_since < QUIET_S and time.monotonic() - began < MAX_WARM_UP_S:
         time.sleep(POLL_S)
         status = client.status()
         if status.flash_bytes != last:

@@ -11,7 +11,8 @@ from neuronpipe.launch.sizes import show_bytes
 from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.inspect import warnings
-from neuronpipe.plans.package.manifest import ACTIVATIONS, QUANTIZATIONS, Manifest
+from neuronpipe.plans.models.spec import ACTIVATIONS
+from neuronpipe.plans.package.manifest import QUANTIZATIONS, Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
             "package": str(package.path),
             "id": manifest.id,
             "quantization": manifest.quantization,
-            "activation": manifest.activation,
+            "activation": manifest.model.activation,
             "bytes": _size(manifest),
             "quantization_error": dict(manifest.quantization_error),
             "warnings": warnings(manifest),
@@ -83,7 +84,7 @@ def _size(manifest: Manifest) -> int:
 def render(path: Path, manifest: Manifest) -> str:
     """What was made, and what quantization cost, for a person."""
     lines = [
-        f"{path}: {manifest.name}, {manifest.quantization}, {manifest.activation}, {show_bytes(_size(manifest))}",
+        f"{path}: {manifest.name}, {manifest.quantization}, {manifest.model.activation}, {show_bytes(_size(manifest))}",
         "",
     ]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]

@@ -23,7 +23,7 @@ from neuronpipe.plans.package.predictor import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
-MOST_DEFAULT_TOKENS = 16384
+MAX_DEFAULT_TOKENS = 16384
 DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is read: the input of attention is known earlier, that of the feed-forward says more (default)",
     )
     parser.add_argument(
-        "--sides", choices=("auto", "gate", "both"), default="auto", help="predict gates, or gates and ups (drelu)"
+        "--sides", choices=("auto", "trigger", "both"), default="auto", help="predict gates, or gates and ups (drelu)"
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="tokens to calibrate on (default: 16384, fewer for wide models)"
@@ -80,10 +80,10 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
     if arguments.tokens is None:
-        arguments.tokens = min(MOST_DEFAULT_TOKENS, DEFAULT_VALUES // package.manifest.shape.neurons)
+        arguments.tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // package.manifest.model.neurons)
     if arguments.tokens < GROUP_WEIGHTS:
         raise UserError(f"--tokens {arguments.tokens}: expected {GROUP_WEIGHTS} or more")
-    width = package.manifest.shape.width
+    width = package.manifest.model.width
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     with Progress("profiling", "tokens", plain=arguments.json, steady=True) as progress:
         profiled = profile(
@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
         "predictor": asdict(manifest.predictor),
         "predictor_bytes": manifest.files["predictor.safetensors"].bytes,
         "activity_by_layer": manifest.activity_by_layer,
-        "gate_fired_by_layer": manifest.gate_fired_by_layer,
+        "trigger_fired_by_layer": manifest.trigger_fired_by_layer,
         "candidates": [
             {
                 "sides": list(candidate.sides),
@@ -145,7 +145,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         f"{'layer':>5} {'active':>8} {'gate fires':>11} {'recall':>8} {'precision':>10} {'predicted/active':>17}",
     ]
-    shares = zip(result["activity_by_layer"], result["gate_fired_by_layer"], predictor["by_layer"], strict=True)
+    shares = zip(result["activity_by_layer"], result["trigger_fired_by_layer"], predictor["by_layer"], strict=True)
     for number, (active, fired, layer) in enumerate(shares):
         ratio = layer["recall"] / layer["precision"] if layer["precision"] else 0.0
         quality = f"{layer['recall']:>8.1%} {layer['precision']:>10.1%} {ratio:>17.2f}"

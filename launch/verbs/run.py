@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         generate(client, arguments, ask)
-    if package.manifest.activation == "silu" and not arguments.json:
+    if package.manifest.model.activation == "silu" and not arguments.json:
         print(f"neuronpipe: {ALWAYS_FIRES}", file=sys.stderr)
     return 0
 

@@ -16,7 +16,7 @@ from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.implementations import SWAPPABLE, Implementation, parse_seat
 
 PATIENCE_S = 20.0
-MOST_PATIENCE_S = 600.0
+MAX_PATIENCE_S = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Rehearse, then have the seats change hands."""
-    if not 0 < arguments.patience <= MOST_PATIENCE_S:
-        raise UserError(f"--patience {arguments.patience:g}: between 0 and {MOST_PATIENCE_S:.0f} seconds")
+    if not 0 < arguments.patience <= MAX_PATIENCE_S:
+        raise UserError(f"--patience {arguments.patience:g}: between 0 and {MAX_PATIENCE_S:.0f} seconds")
     directory, run_file = RunDirectory.find(arguments.run)
     package, plan = Package.open(Path(run_file.package)), read_plan(directory.path / PLAN_FILE)
     seats = _seats(arguments.seat, plan)

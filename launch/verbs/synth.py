@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         from neuronpipe.plans.synth.twin import write_twin
 
         with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
-            write_twin(arguments.gguf, package.manifest.shape, arguments.seed, progress)
+            write_twin(arguments.gguf, package.manifest.model, arguments.seed, progress)
     manifest = package.manifest
     size_bytes = sum(entry.bytes for entry in manifest.files.values())
     assert manifest.activity_by_layer is not None

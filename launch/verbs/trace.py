@@ -20,7 +20,7 @@ from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.monitor.rings import Row, RunTrace
 
 POLL_S = 0.005  # a ring of 4096 spans holds tens of milliseconds of a small model
-MOST_SECONDS = 3600.0
+MAX_SECONDS = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Read the rings and write what was asked for."""
-    if not 0 <= arguments.seconds <= MOST_SECONDS:
-        raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MOST_SECONDS:g}")
+    if not 0 <= arguments.seconds <= MAX_SECONDS:
+        raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MAX_SECONDS:g}")
     if not (arguments.output or arguments.picture) and sys.stdout.isatty():
         raise UserError("trace events are for programs: give --picture FILE.svg to look at, or --output FILE.json")
     directory, run_file = RunDirectory.find(arguments.run)

@@ -20,7 +20,7 @@ from neuronpipe.protocol.run_directory import RunDirectory
 
 POLL_S = 0.05
 EVERY_S = 0.25
-LEAST_S, MOST_S = 0.05, 3600.0
+MIN_S, MAX_S = 0.05, 3600.0
 FIRST_S = 0.5  # until a first snapshot has its rates and the coordinator's word
 LOOPBACK = "127.0.0.1"
 
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Watch until the runs end or somebody leaves."""
-    if not LEAST_S <= arguments.every <= MOST_S:
-        raise UserError(f"--every {arguments.every:g}: between {LEAST_S:g} and {MOST_S:g}")
+    if not MIN_S <= arguments.every <= MAX_S:
+        raise UserError(f"--every {arguments.every:g}: between {MIN_S:g} and {MAX_S:g}")
     if not 0 <= arguments.port < 1 << 16:
         raise UserError(f"--port {arguments.port}: between 0 and 65535")
     places = [*arguments.runs, *arguments.more]

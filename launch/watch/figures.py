@@ -29,7 +29,7 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
     rows.add_row("sequences", f"{shot.sequences_active} of {shot.sequences_most}{waiting}")
     rows.add_row("prompts", f"{show_number(shot.prompt_tokens_per_s, 0)} tokens/s" if shot.prompt_tokens_per_s else "-")
     rows.add_row("so far", listed([f"{shot.tokens:,} tokens", f"in {shot.steps:,} steps"], room, " "))
-    waits = (("flash", shot.flash_wait), ("each other", shot.member_wait))
+    waits = (("flash", shot.flash_wait), ("each other", shot.participant_wait))
     shares = [f"{share:.0%} for {what}" for what, share in waits if share is not None]
     rows.add_row("workers wait", listed(shares or ["-"], room, ", "))
     return rows

@@ -11,7 +11,7 @@ from rich.text import Text
 FAINT, STRONG, BAD = "bright_black", "bold", "bold red"
 NOTHING = "#303030"
 COLOURS = {group.label: group.colour for group in GROUPS} | {
-    "waiting for members": "#606060",
+    "waiting for participants": "#606060",
     "evicting": "#b8a45c",
     "messages, sampling, text": "#a0a0a0",
 }

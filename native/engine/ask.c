@@ -11,12 +11,12 @@ np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t 
 int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot)
 {
     const uint32_t index = engine->layer * engine->shape.clusters + cluster;
-    const uint32_t value = np_word_look((part ? engine->shared.rest_words : engine->shared.gate_words) + index);
-    switch (value & NP_WORD_STATE_MASK) {
-    case NP_WORD_PRESENT:
-        *slot = value & NP_WORD_SLOT_MASK;
+    const uint32_t value = np_entry_look((part ? engine->shared.value_entries : engine->shared.trigger_entries) + index);
+    switch (value & NP_ENTRY_STATE_MASK) {
+    case NP_ENTRY_PRESENT:
+        *slot = value & NP_ENTRY_SLOT_MASK;
         return 1;
-    case NP_WORD_FAILED:
+    case NP_ENTRY_FAILED:
         engine->counters.damaged_word = index;
         engine->counters.damaged_part = part;
         return NP_E_DAMAGED;
@@ -29,11 +29,11 @@ uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_
 {
     const uint32_t index = layer * engine->shape.clusters + cluster;
     uint32_t lacking = 0;
-    if (parts & NP_REQUEST_GATE && (np_word_look(&engine->shared.gate_words[index]) & NP_WORD_STATE_MASK) == NP_WORD_ABSENT)
-        lacking |= NP_REQUEST_GATE;
+    if (parts & NP_REQUEST_TRIGGER && (np_entry_look(&engine->shared.trigger_entries[index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
+        lacking |= NP_REQUEST_TRIGGER;
     /* Only looked at, not marked as used: a neuron that is wanted may still not fire. */
-    if (parts & NP_REQUEST_REST && (np_word_load(&engine->shared.rest_words[index]) & NP_WORD_STATE_MASK) == NP_WORD_ABSENT)
-        lacking |= NP_REQUEST_REST;
+    if (parts & NP_REQUEST_VALUE && (np_word_load(&engine->shared.value_entries[index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
+        lacking |= NP_REQUEST_VALUE;
     return lacking ? lacking | index : 0;
 }
 
@@ -46,7 +46,7 @@ int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
         count -= taken;
         if (!count)
             return NP_OK;
-        const int woken = np_word_wait(engine->shared.requests.head, head, engine->shared.epoch, engine->epoch, engine->place.spin_us, 0);
+        const int woken = np_word_wait(engine->shared.requests.head, head, engine->shared.epoch, engine->epoch, engine->config.spin_us, 0);
         if (woken < 0)
             return woken;
     }

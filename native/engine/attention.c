@@ -14,7 +14,7 @@
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
     const np_shape *s = &engine->shape;
-    const size_t head = (((size_t)layer * engine->place.sequences + sequence) * s->key_heads + key_head) * 2 + which;
+    const size_t head = (((size_t)layer * engine->config.sequences + sequence) * s->key_heads + key_head) * 2 + which;
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
@@ -51,13 +51,13 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_QKV, layer, 0, engine->step, started);
 }
 
-/* Heads that share keys go together, so that the keys are read once; one by one where that would leave members idle. */
+/* Heads that share keys go together, so that the keys are read once; one by one where that would leave participants idle. */
 static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const size_t width = s->head_width;
     const uint32_t group = s->query_heads / s->key_heads;
-    const uint32_t heads = s->key_heads * engine->count >= engine->place.members ? group : 1;
+    const uint32_t heads = s->key_heads * engine->count >= engine->config.participants ? group : 1;
     const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
@@ -93,7 +93,7 @@ static void project(np_engine *engine, uint32_t layer)
 static int predict(np_engine *engine, const float *norm)
 {
     np_predict_ranks(engine, norm);
-    const int met = np_engine_meet(engine);
+    const int met = np_engine_barrier(engine);
     return met < 0 ? met : np_predict_scores(engine);
 }
 
@@ -107,13 +107,13 @@ int np_engine_attention(np_engine *engine, uint32_t layer)
     if (done < 0)
         return done;
     compute_heads(engine, layer);
-    done = np_engine_meet(engine);
+    done = np_engine_barrier(engine);
     if (done < 0)
         return done;
     attend(engine, layer);
-    done = np_engine_meet(engine);
+    done = np_engine_barrier(engine);
     if (done < 0)
         return done;
     project(engine, layer);
-    return np_engine_meet(engine);
+    return np_engine_barrier(engine);
 }

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NP_MOST_BLOCK_CLUSTERS = 65536 };
+enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
 
 static size_t larger(size_t a, size_t b)
 {
@@ -35,24 +35,24 @@ static int shape_is_consistent(const np_shape *s)
     return s->width && s->neurons && s->layers && s->query_heads && s->key_heads && s->head_width && s->vocabulary &&
            s->context_tokens && s->head_width % 2 == 0 && s->query_heads % s->key_heads == 0 && s->cluster_neurons &&
            s->block_neurons && s->block_neurons % s->cluster_neurons == 0 &&
-           s->block_neurons / s->cluster_neurons <= NP_MOST_BLOCK_CLUSTERS &&
+           s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS &&
            (uint64_t)s->clusters * s->cluster_neurons >= s->neurons &&
            (uint64_t)s->clusters * s->cluster_neurons <= (uint64_t)s->blocks * s->block_neurons &&
-           (uint64_t)s->layers * s->clusters <= NP_REQUEST_WORD_MASK + 1u && s->activation >= NP_RELU &&
+           (uint64_t)s->layers * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u && s->activation >= NP_RELU &&
            s->activation <= NP_SILU && np_quant_bytes(s->type, s->width) > 0 &&
            np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0 &&
            (!s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0);
 }
 
-static int place_is_consistent(const np_place *p, const np_shape *s)
+static int config_is_consistent(const np_engine_config *p, const np_shape *s)
 {
-    return p->sequences && p->max_tokens && p->logit_rows && p->members && p->member < p->members && p->window_blocks &&
+    return p->sequences && p->max_tokens && p->logit_rows && p->participants && p->participant < p->participants && p->window_blocks &&
            p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks);
 }
 
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_place *place)
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
 {
-    if (!shape_is_consistent(shape) || !place_is_consistent(place, shape) ||
+    if (!shape_is_consistent(shape) || !config_is_consistent(config, shape) ||
         (shape->predictor_rank && (!shared->ranks || !shared->predicted)))
         return NULL;
     np_engine *engine = calloc(1, sizeof *engine);
@@ -61,10 +61,10 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shape = *shape;
     engine->fixed = *fixed;
     engine->shared = *shared;
-    engine->place = *place;
+    engine->config = *config;
     engine->counters.damaged_word = -1;
 
-    const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = place->max_tokens;
+    const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = config->max_tokens;
     const size_t longest = larger(shape->width, heads_width);
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
@@ -79,8 +79,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(4 * (size_t)shape->context_tokens * sizeof(float)); /* as np_attend wants them */
     engine->cluster_state = aligned_zeros(shape->clusters);
-    engine->gate_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
-    engine->rest_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    engine->trigger_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    engine->value_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
     engine->pending = aligned_zeros(shape->blocks * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
@@ -93,8 +93,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
-    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->gate_slot ||
-        !engine->rest_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
+    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->trigger_slot ||
+        !engine->value_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
         !engine->list.neurons || !engine->asked) {
         np_engine_destroy(engine);
         return NULL;
@@ -118,8 +118,8 @@ void np_engine_destroy(np_engine *engine)
     free(engine->rows);
     free(engine->scores);
     free(engine->cluster_state);
-    free(engine->gate_slot);
-    free(engine->rest_slot);
+    free(engine->trigger_slot);
+    free(engine->value_slot);
     free(engine->pending);
     free(engine->list.quants);
     free(engine->list.scales);
@@ -134,11 +134,11 @@ static int begin(np_engine *engine, const int32_t *sequences, const int32_t *pos
                  uint32_t logits_first, uint32_t logits_count)
 {
     const np_shape *s = &engine->shape;
-    if (!count || count > engine->place.max_tokens || logits_first > count || logits_count > count - logits_first ||
-        logits_count > engine->place.logit_rows)
+    if (!count || count > engine->config.max_tokens || logits_first > count || logits_count > count - logits_first ||
+        logits_count > engine->config.logit_rows)
         return NP_E_ARGUMENT;
     for (uint32_t t = 0; t < count; t++)
-        if (sequences[t] < 0 || (uint32_t)sequences[t] >= engine->place.sequences || positions[t] < 0 ||
+        if (sequences[t] < 0 || (uint32_t)sequences[t] >= engine->config.sequences || positions[t] < 0 ||
             (uint32_t)positions[t] >= s->context_tokens || tokens[t] < 0 || (uint32_t)tokens[t] >= s->vocabulary)
             return NP_E_ARGUMENT;
     engine->count = count;
@@ -187,19 +187,19 @@ uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t p
 
 np_range np_engine_share(const np_engine *engine, uint32_t n)
 {
-    const uint64_t members = engine->place.members, member = engine->place.member;
-    return (np_range){(uint32_t)(n * member / members), (uint32_t)(n * (member + 1) / members)};
+    const uint64_t participants = engine->config.participants, participant = engine->config.participant;
+    return (np_range){(uint32_t)(n * participant / participants), (uint32_t)(n * (participant + 1) / participants)};
 }
 
-int np_engine_meet(np_engine *engine)
+int np_engine_barrier(np_engine *engine)
 {
-    if (engine->place.members == 1)
+    if (engine->config.participants == 1)
         return np_word_load(engine->shared.epoch) == engine->epoch ? 1 : NP_E_EPOCH;
     const uint64_t before = np_clock_ns();
-    const int last = np_barrier_wait(engine->shared.barrier, engine->place.members, engine->shared.epoch, engine->epoch,
-                                     engine->place.spin_us, 0);
-    engine->counters.meet_ns += np_clock_ns() - before;
-    np_trace_put(&engine->shared.trace, NP_SPAN_MEET, engine->layer, 0, engine->step, before);
+    const int last = np_barrier_wait(engine->shared.barrier, engine->config.participants, engine->shared.epoch, engine->epoch,
+                                     engine->config.spin_us, 0);
+    engine->counters.barrier_ns += np_clock_ns() - before;
+    np_trace_put(&engine->shared.trace, NP_SPAN_BARRIER, engine->layer, 0, engine->step, before);
     return last;
 }
 
@@ -250,7 +250,7 @@ int np_engine_embed(np_engine *engine)
         np_decode_row(s->type, (const uint8_t *)m->quants + (size_t)engine->token[t] * engine->row_quant_bytes,
                       (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width,
                       engine->shared.residual + (size_t)t * s->width);
-    return np_engine_meet(engine);
+    return np_engine_barrier(engine);
 }
 
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
@@ -272,7 +272,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
                     engine->vectors.stride, count, NULL, engine->shared.logits + row, s->vocabulary);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_LOGITS, s->layers, count, engine->step, started);
-    return np_engine_meet(engine);
+    return np_engine_barrier(engine);
 }
 
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out)

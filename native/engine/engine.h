@@ -30,14 +30,14 @@ struct np_engine {
     np_shape shape;
     np_fixed fixed;
     np_shared shared;
-    np_place place;
+    np_engine_config config;
 
     /* the step */
     uint64_t step;
     uint32_t epoch, count;
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
-    /* scratch, private to this member */
+    /* scratch, private to this participant */
     np_vectors vectors;         /* what the matrices and the neurons read */
     np_vectors predictor_input; /* the same for the predictor, where its type is another */
     np_vectors ranks;
@@ -53,7 +53,7 @@ struct np_engine {
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
     uint8_t *cluster_state;    /* [clusters] NP_CLUSTER_* bits */
-    uint32_t *gate_slot, *rest_slot; /* [clusters] NP_NO_PIECE until found; good while the window is open */
+    uint32_t *trigger_slot, *value_slot; /* [clusters] NP_NO_PIECE until found; good while the window is open */
     uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
     uint32_t pending_count;
     np_row_list list;
@@ -63,26 +63,26 @@ struct np_engine {
 
 enum {
     NP_CLUSTER_LOOKED = 1,  /* was looked for once */
-    NP_CLUSTER_GATED = 2,   /* its gates are computed, or not needed */
+    NP_CLUSTER_TRIGGERED = 2,   /* its gates are computed, or not needed */
     NP_CLUSTER_FIRED = 4,   /* at least one of its neurons fired for some token */
     NP_CLUSTER_UPPED = 8,   /* its values are computed */
-    NP_CLUSTER_GATE_ASKED = 16,
-    NP_CLUSTER_REST_ASKED = 32
+    NP_CLUSTER_TRIGGER_ASKED = 16,
+    NP_CLUSTER_VALUE_ASKED = 32
 };
 
-enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that members end together */
+enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that participants end together */
 
-/* Work that members take piece by piece. One counter each per layer; the logits have one of their own. */
+/* Work that participants take piece by piece. One counter each per layer; the logits have one of their own. */
 enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
 
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces);
 
-/* This member's even share of `n` things, where the work is uniform and small. */
+/* This participant's even share of `n` things, where the work is uniform and small. */
 np_range np_engine_share(const np_engine *engine, uint32_t n);
 /* Barrier with the engine's epoch; counts the time. */
-int np_engine_meet(np_engine *engine);
+int np_engine_barrier(np_engine *engine);
 /* Prepare the `n`-long vectors of all tokens from `source` ([tokens][stride]); norm weight or NULL. */
 void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const float *norm);
 /* out[t*out_stride + r] = row first_row + r of the matrix times token t's vector. */
@@ -104,20 +104,20 @@ int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for a
 
 /* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
  * error; the two that compute do what is there. */
-int np_find_gates(np_engine *engine, np_range clusters);
-void np_compute_gates(np_engine *engine, np_range clusters);
-int np_find_rests(np_engine *engine, np_range clusters);
-void np_compute_ups(np_engine *engine, np_range clusters);
+int np_find_triggers(np_engine *engine, np_range clusters);
+void np_compute_triggers(np_engine *engine, np_range clusters);
+int np_find_values(np_engine *engine, np_range clusters);
+void np_compute_values(np_engine *engine, np_range clusters);
 /* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
 int np_add_downs(np_engine *engine, uint32_t block, np_range tokens);
-/* From so many tokens on, some token wants nearly every neuron's rest part: it is asked for with the gate. */
+/* From so many tokens on, some token wants nearly every neuron's value part: it is asked for with the gate. */
 enum { NP_DENSE_TOKENS = 16 };
 
 /* Residency (ask.c) */
 np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block);
 /* 1 when the part is present (its slot in *slot, good while the window is open), 0 when it is not, NP_E_DAMAGED when it failed. */
 int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot);
-/* The request for what a cluster lacks of these parts (NP_REQUEST_GATE, NP_REQUEST_REST), or 0. */
+/* The request for what a cluster lacks of these parts (NP_REQUEST_TRIGGER, NP_REQUEST_VALUE), or 0. */
 uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts);
 /* Ask the loader for clusters that the step waits for. Returns NP_OK or NP_E_EPOCH. */
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count);

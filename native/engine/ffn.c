@@ -1,4 +1,4 @@
-/* Feed-forward of one layer: the blocks this member takes, what is resident of them first.
+/* Feed-forward of one layer: the blocks this participant takes, what is resident of them first.
  *
  *   a cluster    looked  ->  gated (fired or not)  ->  upped      its two parts may arrive at any time, in any order
  *   a block      claimed ->  pending, while some cluster of it is not upped  ->  done: its rows of Down are added
@@ -14,7 +14,7 @@
  * there. Otherwise all blocks' values come first, and sums are made for some tokens after the others. */
 static int sums_at_once(const np_engine *engine)
 {
-    return engine->count <= engine->place.partial_tokens;
+    return engine->count <= engine->config.partial_tokens;
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
@@ -31,14 +31,14 @@ static int finish(np_engine *engine, uint32_t block)
 static int advance(np_engine *engine, uint32_t block)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
-    const int gates = np_find_gates(engine, clusters);
+    const int gates = np_find_triggers(engine, clusters);
     if (gates < 0)
         return gates;
-    np_compute_gates(engine, clusters);
-    const int rests = np_find_rests(engine, clusters);
+    np_compute_triggers(engine, clusters);
+    const int rests = np_find_values(engine, clusters);
     if (rests < 0)
         return rests;
-    np_compute_ups(engine, clusters);
+    np_compute_values(engine, clusters);
     return gates || rests ? 0 : finish(engine, block);
 }
 
@@ -59,7 +59,7 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
         if (!left)
             break;
         const uint64_t before = np_clock_ns();
-        const int woken = np_word_wait(engine->shared.arrivals, seen, engine->shared.epoch, engine->epoch, engine->place.spin_us, 0);
+        const int woken = np_word_wait(engine->shared.arrivals, seen, engine->shared.epoch, engine->epoch, engine->config.spin_us, 0);
         engine->counters.flash_ns += np_clock_ns() - before;
         np_trace_put(&engine->shared.trace, NP_SPAN_FLASH, engine->layer, left, engine->step, before);
         if (woken < 0)
@@ -71,66 +71,66 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 /* ---- windows ---------------------------------------------------------------------------------------------------- */
 static void close_window(np_engine *engine)
 {
-    np_long_store(engine->shared.gate_window, 0);
-    np_long_store(engine->shared.rest_window, 0);
+    np_long_store(engine->shared.trigger_window, 0);
+    np_long_store(engine->shared.value_window, 0);
     engine->window = (np_range){0, 0};
 }
 
-/* Publish the window that holds `block`: what the cache must leave alone while this member reads it. Whoever takes a window's first
+/* Publish the window that holds `block`: what the cache must leave alone while this participant reads it. Whoever takes a window's first
  * block asks for what the next window lacks, where every gate is needed anyway. */
 static void open_window(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
-    const uint32_t first = block / engine->place.window_blocks * engine->place.window_blocks;
-    const uint32_t end = s->blocks - first < engine->place.window_blocks ? s->blocks : first + engine->place.window_blocks;
+    const uint32_t first = block / engine->config.window_blocks * engine->config.window_blocks;
+    const uint32_t end = s->blocks - first < engine->config.window_blocks ? s->blocks : first + engine->config.window_blocks;
     const np_range clusters = np_clusters_of(engine, first, end);
     const uint64_t base = (uint64_t)engine->layer * s->clusters;
     engine->window = (np_range){first, end};
-    np_long_store(engine->shared.gate_window, (base + clusters.from) << 32 | (base + clusters.to));
-    np_long_store(engine->shared.rest_window, (base + clusters.from) << 32 | (base + clusters.to));
+    np_long_store(engine->shared.trigger_window, (base + clusters.from) << 32 | (base + clusters.to));
+    np_long_store(engine->shared.value_window, (base + clusters.from) << 32 | (base + clusters.to));
     memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        engine->gate_slot[cluster] = engine->rest_slot[cluster] = NP_NO_PIECE;
-    if (!engine->place.prefetch || s->predictor_rank || block != first)
+        engine->trigger_slot[cluster] = engine->value_slot[cluster] = NP_NO_PIECE;
+    if (!engine->config.prefetch || s->predictor_rank || block != first)
         return;
-    const uint32_t parts = engine->count >= NP_DENSE_TOKENS ? NP_REQUEST_GATE | NP_REQUEST_REST : NP_REQUEST_GATE;
+    const uint32_t parts = engine->count >= NP_DENSE_TOKENS ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     const uint32_t layer = end < s->blocks ? engine->layer : engine->layer + 1, next = end < s->blocks ? end : 0;
     if (layer < s->layers)
-        np_ask_ahead(engine, layer, next, s->blocks - next < engine->place.window_blocks ? s->blocks : next + engine->place.window_blocks,
+        np_ask_ahead(engine, layer, next, s->blocks - next < engine->config.window_blocks ? s->blocks : next + engine->config.window_blocks,
                      parts);
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
-static int gates_there(np_engine *engine, uint32_t block)
+static int triggers_there(np_engine *engine, uint32_t block)
 {
-    const int missing = np_find_gates(engine, np_clusters_of(engine, block, block + 1));
+    const int missing = np_find_triggers(engine, np_clusters_of(engine, block, block + 1));
     return missing < 0 ? missing : !missing;
 }
 
-static int rests_there(np_engine *engine, uint32_t block)
+static int values_there(np_engine *engine, uint32_t block)
 {
-    const int missing = np_find_rests(engine, np_clusters_of(engine, block, block + 1));
+    const int missing = np_find_values(engine, np_clusters_of(engine, block, block + 1));
     return missing < 0 ? missing : !missing;
 }
 
-static int gates_then_rests(np_engine *engine, uint32_t block)
+static int triggers_then_values(np_engine *engine, uint32_t block)
 {
-    np_compute_gates(engine, np_clusters_of(engine, block, block + 1));
-    return rests_there(engine, block);
+    np_compute_triggers(engine, np_clusters_of(engine, block, block + 1));
+    return values_there(engine, block);
 }
 
 static int ups_then_downs(np_engine *engine, uint32_t block)
 {
-    np_compute_ups(engine, np_clusters_of(engine, block, block + 1));
+    np_compute_values(engine, np_clusters_of(engine, block, block + 1));
     return finish(engine, block);
 }
 
-/* Do `first` for this member's blocks of the window, and `again` until it has done with all of them. */
+/* Do `first` for this participant's blocks of the window, and `again` until it has done with all of them. */
 static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*again)(np_engine *, uint32_t))
 {
     engine->pending_count = 0;
     for (uint32_t block = engine->window.from; block < engine->window.to; block++) {
-        if (block % engine->place.members != engine->place.member)
+        if (block % engine->config.participants != engine->config.participant)
             continue;
         const int done = first(engine, block);
         if (done < 0)
@@ -142,19 +142,19 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
 }
 
 /* One matrix after the other, as engines without a pipeline do it: a window's gates are all there before the first is computed, and
- * all members have computed theirs before ups and downs begin, which wait for each other likewise. For comparison. */
+ * all participants have computed theirs before ups and downs begin, which wait for each other likewise. For comparison. */
 static int compute_matrices(np_engine *engine)
 {
     int done = NP_OK;
     for (uint32_t block = 0; block < engine->shape.blocks && done >= 0; block = engine->window.to) {
         open_window(engine, block);
-        done = do_own(engine, gates_there, gates_there);
+        done = do_own(engine, triggers_there, triggers_there);
         if (done >= 0)
-            done = np_engine_meet(engine);
+            done = np_engine_barrier(engine);
         if (done >= 0)
-            done = do_own(engine, gates_then_rests, rests_there);
+            done = do_own(engine, triggers_then_values, values_there);
         if (done >= 0)
-            done = np_engine_meet(engine);
+            done = np_engine_barrier(engine);
         if (done >= 0)
             done = do_own(engine, ups_then_downs, NULL);
     }
@@ -164,7 +164,7 @@ static int compute_matrices(np_engine *engine)
 /* ---- the pipeline ------------------------------------------------------------------------------------------------- */
 static int compute_blocks(np_engine *engine)
 {
-    if (!engine->place.pipeline)
+    if (!engine->config.pipeline)
         return compute_matrices(engine);
     int done = NP_OK;
     engine->pending_count = 0;
@@ -189,7 +189,7 @@ static int combine(np_engine *engine, np_range tokens)
 {
     const np_shape *s = &engine->shape;
     const np_range own = np_engine_share(engine, s->width);
-    int done = np_engine_meet(engine);
+    int done = np_engine_barrier(engine);
     if (done < 0)
         return done;
     const uint64_t started = np_clock_ns();
@@ -201,17 +201,17 @@ static int combine(np_engine *engine, np_range tokens)
             np_add(engine->rows, columns, engine->shared.residual + (size_t)t * s->width + column);
         }
     np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
-    return np_engine_meet(engine);
+    return np_engine_barrier(engine);
 }
 
 /* Many tokens: block sums of some tokens, their combination, then those of the next. The window, a whole layer, is still open. */
 static int sum_by_turns(np_engine *engine)
 {
-    const uint32_t blocks = engine->shape.blocks, at_once = engine->place.partial_tokens;
+    const uint32_t blocks = engine->shape.blocks, at_once = engine->config.partial_tokens;
     const uint32_t turns = (engine->count + at_once - 1) / at_once;
-    int done = np_engine_meet(engine);
+    int done = np_engine_barrier(engine);
     if (engine->window.to == 0)
-        open_window(engine, 0); /* this member had no block */
+        open_window(engine, 0); /* this participant had no block */
     uint32_t piece = np_engine_claim(engine, engine->layer, NP_WORK_DOWNS, turns * blocks);
     for (uint32_t turn = 0; turn < turns && done >= 0; turn++) {
         const uint32_t from = turn * at_once;
@@ -233,11 +233,11 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, engine->fixed.layers[layer].ffn_norm);
     if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
         np_predict_ranks(engine, engine->fixed.layers[layer].ffn_norm);
-        done = np_engine_meet(engine);
+        done = np_engine_barrier(engine);
         if (done >= 0)
             done = np_predict_scores(engine);
         if (done >= 0)
-            done = np_engine_meet(engine);
+            done = np_engine_barrier(engine);
     }
     const uint64_t started = np_clock_ns(), active = engine->counters.active;
     if (done >= 0)

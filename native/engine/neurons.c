@@ -51,42 +51,42 @@ static void dot_listed(np_engine *engine, uint32_t t, const np_fetch *fetch)
 }
 
 /* A neuron's rows in the slots of its cluster. */
-static const uint8_t *gate_part(const np_engine *engine, uint32_t cluster)
+static const uint8_t *trigger_part(const np_engine *engine, uint32_t cluster)
 {
-    return engine->shared.gate_slots + (size_t)engine->gate_slot[cluster] * engine->shape.gate_slot_bytes;
+    return engine->shared.trigger_slots + (size_t)engine->trigger_slot[cluster] * engine->shape.trigger_slot_bytes;
 }
 
-static const uint8_t *rest_part(const np_engine *engine, uint32_t cluster)
+static const uint8_t *value_part(const np_engine *engine, uint32_t cluster)
 {
-    return engine->shared.rest_slots + (size_t)engine->rest_slot[cluster] * engine->shape.rest_slot_bytes;
+    return engine->shared.value_slots + (size_t)engine->value_slot[cluster] * engine->shape.value_slot_bytes;
 }
 
-/* Where the rest part seems to be, good for fetching only; the gate part when it is not there. */
-static const void *rest_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *gate)
+/* Where the value part seems to be, good for fetching only; the trigger part when it is not there. */
+static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *gate)
 {
-    const uint32_t value = np_word_load(&engine->shared.rest_words[engine->layer * engine->shape.clusters + cluster]);
-    if ((value & NP_WORD_STATE_MASK) != NP_WORD_PRESENT)
+    const uint32_t value = np_word_load(&engine->shared.value_entries[engine->layer * engine->shape.clusters + cluster]);
+    if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
         return gate;
-    return engine->shared.rest_slots + (size_t)(value & NP_WORD_SLOT_MASK) * engine->shape.rest_slot_bytes;
+    return engine->shared.value_slots + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.value_slot_bytes;
 }
 
 static const uint8_t *scales_part(const np_engine *engine, uint32_t cluster)
 {
-    return engine->shape.scales_in_gate ? gate_part(engine, cluster) : rest_part(engine, cluster);
+    return engine->shape.scales_in_trigger ? trigger_part(engine, cluster) : value_part(engine, cluster);
 }
 
 /* ---- gates ------------------------------------------------------------------------------------------------------ */
 /* Gate rows of the clusters that have a gate slot and are not gated yet, where token t is predicted to want them. */
-static void list_gates(np_engine *engine, np_range clusters, uint32_t t, int whole)
+static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int whole)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
     engine->list.count = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-        if (engine->cluster_state[cluster] & NP_CLUSTER_GATED || engine->gate_slot[cluster] == NP_NO_PIECE)
+        if (engine->cluster_state[cluster] & NP_CLUSTER_TRIGGERED || engine->trigger_slot[cluster] == NP_NO_PIECE)
             continue;
-        const uint8_t *part = gate_part(engine, cluster);
-        engine->list.beside[engine->list.count] = whole ? rest_part_at_a_glance(engine, cluster, part) : NULL;
+        const uint8_t *part = trigger_part(engine, cluster);
+        engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster, part) : NULL;
         for (uint32_t i = 0; i < n; i++) {
             if (np_is_predicted(engine, cluster * n + i, t))
                 list_row(engine, part + s->gate_quants + (size_t)i * engine->row_quant_bytes,
@@ -98,7 +98,7 @@ static void list_gates(np_engine *engine, np_range clusters, uint32_t t, int who
 }
 
 /* The listed neurons' gates of token t are known. */
-static void take_gates(np_engine *engine, uint32_t t, const float *gates)
+static void take_triggers(np_engine *engine, uint32_t t, const float *gates)
 {
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
@@ -113,13 +113,13 @@ static void take_gates(np_engine *engine, uint32_t t, const float *gates)
     engine->counters.gate_rows += engine->list.count;
 }
 
-void np_compute_gates(np_engine *engine, np_range clusters)
+void np_compute_triggers(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const int own_slot = s->cluster_neurons == 1;
     if (!s->predictor_rank && engine->count > 1) { /* all tokens want all gates */
-        const np_fetch fetch = {own_slot ? s->gate_slot_bytes : 0, NULL, 0};
-        list_gates(engine, clusters, 0, 0);
+        const np_fetch fetch = {own_slot ? s->trigger_slot_bytes : 0, NULL, 0};
+        list_triggers(engine, clusters, 0, 0);
         if (engine->count >= NP_PANEL_TOKENS)
             np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
                          engine->count, NULL, engine->rows, engine->max_rows);
@@ -127,53 +127,53 @@ void np_compute_gates(np_engine *engine, np_range clusters)
             np_dot_scattered(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, &fetch,
                              engine->vectors.prepared, engine->vectors.stride, engine->count, engine->rows, engine->max_rows);
         for (uint32_t t = 0; t < engine->count; t++)
-            take_gates(engine, t, engine->rows + t * engine->max_rows);
+            take_triggers(engine, t, engine->rows + t * engine->max_rows);
     } else {
-        /* A neuron that was predicted will most likely fire: its rest part comes along. */
+        /* A neuron that was predicted will most likely fire: its value part comes along. */
         const int whole = own_slot && s->predictor_rank;
-        const np_fetch fetch = {own_slot ? s->gate_slot_bytes : 0, whole ? engine->list.beside : NULL, s->rest_slot_bytes};
+        const np_fetch fetch = {own_slot ? s->trigger_slot_bytes : 0, whole ? engine->list.beside : NULL, s->value_slot_bytes};
         for (uint32_t t = 0; t < engine->count; t++) {
-            list_gates(engine, clusters, t, whole);
+            list_triggers(engine, clusters, t, whole);
             dot_listed(engine, t, &fetch);
-            take_gates(engine, t, engine->list.values);
+            take_triggers(engine, t, engine->list.values);
         }
     }
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        if (engine->gate_slot[cluster] != NP_NO_PIECE)
-            engine->cluster_state[cluster] |= NP_CLUSTER_GATED;
+        if (engine->trigger_slot[cluster] != NP_NO_PIECE)
+            engine->cluster_state[cluster] |= NP_CLUSTER_TRIGGERED;
 }
 
-/* Look the gate parts of a block up. Returns how many are still to come, or an error. */
-int np_find_gates(np_engine *engine, np_range clusters)
+/* Look the trigger parts of a block up. Returns how many are still to come, or an error. */
+int np_find_triggers(np_engine *engine, np_range clusters)
 {
-    const int whole = (engine->shape.predictor_rank && engine->place.bundle) || engine->count >= NP_DENSE_TOKENS;
-    const uint32_t parts = whole ? NP_REQUEST_GATE | NP_REQUEST_REST : NP_REQUEST_GATE;
+    const int whole = (engine->shape.predictor_rank && engine->config.bundle) || engine->count >= NP_DENSE_TOKENS;
+    const uint32_t parts = whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     int missing = 0;
     uint32_t asked = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         uint8_t *state = &engine->cluster_state[cluster];
-        if (*state & NP_CLUSTER_GATED)
+        if (*state & NP_CLUSTER_TRIGGERED)
             continue;
         if (!(*state & NP_CLUSTER_LOOKED) && !np_cluster_is_predicted(engine, cluster)) {
             for (uint32_t t = 0; t < engine->count; t++)
                 memset(hidden_of(engine, t, cluster * engine->shape.cluster_neurons), 0, engine->shape.cluster_neurons * sizeof(float));
-            *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_GATED | NP_CLUSTER_UPPED;
+            *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_TRIGGERED | NP_CLUSTER_UPPED;
             continue;
         }
-        const int there = np_look_up(engine, 0, cluster, &engine->gate_slot[cluster]);
+        const int there = np_look_up(engine, 0, cluster, &engine->trigger_slot[cluster]);
         if (there < 0)
             return there;
         if (!(*state & NP_CLUSTER_LOOKED)) {
-            engine->counters.gate_clusters++;
-            engine->counters.gate_missed += !there;
+            engine->counters.trigger_clusters++;
+            engine->counters.trigger_missed += !there;
         }
         *state |= NP_CLUSTER_LOOKED;
         if (there)
             continue;
-        engine->gate_slot[cluster] = NP_NO_PIECE;
+        engine->trigger_slot[cluster] = NP_NO_PIECE;
         missing++;
-        if (!(*state & NP_CLUSTER_GATE_ASKED)) {
-            *state |= NP_CLUSTER_GATE_ASKED;
+        if (!(*state & NP_CLUSTER_TRIGGER_ASKED)) {
+            *state |= NP_CLUSTER_TRIGGER_ASKED;
             const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
             if (lacking)
                 engine->asked[asked++] = lacking;
@@ -184,8 +184,8 @@ int np_find_gates(np_engine *engine, np_range clusters)
 }
 
 /* ---- up and down ------------------------------------------------------------------------------------------------ */
-/* Look up the rest parts of clusters that fired. Returns how many are still to come, or an error. */
-int np_find_rests(np_engine *engine, np_range clusters)
+/* Look up the value parts of clusters that fired. Returns how many are still to come, or an error. */
+int np_find_values(np_engine *engine, np_range clusters)
 {
     int missing = 0;
     uint32_t asked = 0;
@@ -193,21 +193,21 @@ int np_find_rests(np_engine *engine, np_range clusters)
         uint8_t *state = &engine->cluster_state[cluster];
         if ((*state & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED)
             continue;
-        const int there = np_look_up(engine, 1, cluster, &engine->rest_slot[cluster]);
+        const int there = np_look_up(engine, 1, cluster, &engine->value_slot[cluster]);
         if (there < 0)
             return there;
-        if (!(*state & NP_CLUSTER_REST_ASKED)) {
-            *state |= NP_CLUSTER_REST_ASKED;
-            engine->counters.rest_clusters++;
-            engine->counters.rest_missed += !there;
+        if (!(*state & NP_CLUSTER_VALUE_ASKED)) {
+            *state |= NP_CLUSTER_VALUE_ASKED;
+            engine->counters.value_clusters++;
+            engine->counters.value_missed += !there;
             if (!there) {
-                const uint32_t lacking = np_lacking(engine, engine->layer, cluster, NP_REQUEST_REST);
+                const uint32_t lacking = np_lacking(engine, engine->layer, cluster, NP_REQUEST_VALUE);
                 if (lacking)
                     engine->asked[asked++] = lacking;
             }
         }
         if (!there) {
-            engine->rest_slot[cluster] = NP_NO_PIECE;
+            engine->value_slot[cluster] = NP_NO_PIECE;
             missing++;
         }
     }
@@ -215,19 +215,19 @@ int np_find_rests(np_engine *engine, np_range clusters)
     return done < 0 ? done : missing;
 }
 
-/* Values of the fired neurons whose rest part is there: gates in `hidden` become values. */
-void np_compute_ups(np_engine *engine, np_range clusters)
+/* Values of the fired neurons whose value part is there: gates in `hidden` become values. */
+void np_compute_values(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
-    const np_fetch fetch = {n == 1 ? s->rest_slot_bytes : 0, NULL, 0}; /* the row of Down lies behind that of Up */
+    const np_fetch fetch = {n == 1 ? s->value_slot_bytes : 0, NULL, 0}; /* the row of Down lies behind that of Up */
     for (uint32_t t = 0; t < engine->count; t++) {
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
             if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED ||
-                engine->rest_slot[cluster] == NP_NO_PIECE)
+                engine->value_slot[cluster] == NP_NO_PIECE)
                 continue;
-            const uint8_t *quants = rest_part(engine, cluster) + s->up_quants, *scales = scales_part(engine, cluster) + s->up_scales;
+            const uint8_t *quants = value_part(engine, cluster) + s->up_quants, *scales = scales_part(engine, cluster) + s->up_scales;
             for (uint32_t i = 0; i < n; i++)
                 if (*hidden_of(engine, t, cluster * n + i) != 0.0f)
                     list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
@@ -244,15 +244,15 @@ void np_compute_ups(np_engine *engine, np_range clusters)
         engine->counters.up_rows += engine->list.count;
     }
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->rest_slot[cluster] != NP_NO_PIECE)
+        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->value_slot[cluster] != NP_NO_PIECE)
             engine->cluster_state[cluster] |= NP_CLUSTER_UPPED;
 }
 
-/* Where a cluster that fired is. Whoever computed its values found it; another member, adding its rows of Down, looks for itself. */
+/* Where a cluster that fired is. Whoever computed its values found it; another participant, adding its rows of Down, looks for itself. */
 static int find_again(np_engine *engine, uint32_t cluster)
 {
     for (int part = 0; part < 2; part++) {
-        uint32_t *slot = part ? &engine->rest_slot[cluster] : &engine->gate_slot[cluster];
+        uint32_t *slot = part ? &engine->value_slot[cluster] : &engine->trigger_slot[cluster];
         if (*slot == NP_NO_PIECE && np_look_up(engine, part, cluster, slot) != 1)
             return NP_E_ARGUMENT; /* not inside a window */
     }
@@ -276,7 +276,7 @@ int np_add_downs(np_engine *engine, uint32_t block, np_range tokens)
                 const int found = find_again(engine, cluster);
                 if (found < 0)
                     return found;
-                list_row(engine, rest_part(engine, cluster) + s->down_quants + (size_t)i * engine->row_quant_bytes,
+                list_row(engine, value_part(engine, cluster) + s->down_quants + (size_t)i * engine->row_quant_bytes,
                          scales_part(engine, cluster) + s->down_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, value);
             }
         memset(partial, 0, s->width * sizeof *partial);

@@ -80,13 +80,13 @@ static uint32_t predict_block(np_engine *engine, uint32_t block)
 static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
-    const uint32_t parts = engine->place.bundle ? NP_REQUEST_GATE | NP_REQUEST_REST : NP_REQUEST_GATE;
+    const uint32_t parts = engine->config.bundle ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         if (!np_cluster_is_predicted(engine, cluster))
             continue;
         const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
         engine->counters.foreseen++;
-        if (lacking & NP_REQUEST_GATE) { /* of a neuron whose gate is there, the gate decides whether the rest is read */
+        if (lacking & NP_REQUEST_TRIGGER) { /* of a neuron whose gate is there, the gate decides whether the rest is read */
             engine->asked[count++] = lacking;
             engine->counters.foreseen_missed++;
         }
@@ -102,7 +102,7 @@ int np_predict_scores(np_engine *engine)
     np_engine_prepare(engine, &engine->ranks, engine->shared.ranks, s->predictor_rank, s->predictor_rank, NULL);
     for (uint32_t block; (block = np_engine_claim(engine, engine->layer, NP_WORK_SCORE, s->blocks)) != NP_NO_PIECE;) {
         predicted += predict_block(engine, block);
-        if (engine->place.prefetch)
+        if (engine->config.prefetch)
             asked = foresee(engine, block, asked);
     }
     /* All at once, so that the loader is woken once. */

@@ -4,12 +4,12 @@
 
 #include "flash/loader.h"
 
-enum { ENTRY_BITS = NP_REQUEST_WORD_MASK | NP_REQUEST_GATE | NP_REQUEST_REST | NP_REQUEST_PREFETCH };
+enum { ENTRY_BITS = NP_REQUEST_CLUSTER_MASK | NP_REQUEST_TRIGGER | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH };
 
 /* Queue one entry. Returns 0 when it is a demand for which there is no room. */
 static int take(np_loader *loader, uint32_t entry)
 {
-    const uint32_t id = entry & NP_REQUEST_WORD_MASK, parts = entry & (NP_REQUEST_GATE | NP_REQUEST_REST);
+    const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, parts = entry & (NP_REQUEST_TRIGGER | NP_REQUEST_VALUE);
     const int prefetch = (entry & NP_REQUEST_PREFETCH) != 0;
     if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].facts.cluster_count) {
         loader->counters.refused++;

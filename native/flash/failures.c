@@ -11,7 +11,7 @@
 
 static uint32_t present_epoch(const np_loader *loader)
 {
-    return __atomic_load_n(loader->epoch, __ATOMIC_SEQ_CST) & NP_WORD_SLOT_MASK;
+    return __atomic_load_n(loader->epoch, __ATOMIC_SEQ_CST) & NP_ENTRY_SLOT_MASK;
 }
 
 void np_loader_fail(np_loader *loader, uint32_t *word)
@@ -19,7 +19,7 @@ void np_loader_fail(np_loader *loader, uint32_t *word)
     uint32_t epoch = loader->epoch ? present_epoch(loader) : 0, written;
     do {
         written = epoch;
-        __atomic_store_n(word, NP_WORD_FAILED | written, __ATOMIC_SEQ_CST);
+        __atomic_store_n(word, NP_ENTRY_FAILED | written, __ATOMIC_SEQ_CST);
         epoch = loader->epoch ? present_epoch(loader) : 0;
     } while (epoch != written);
     loader->has_failed = 1;
@@ -38,11 +38,11 @@ void np_loader_forgive(np_loader *loader)
         for (uint32_t id = 0; id < loader->parts[i].facts.cluster_count; id++) {
             uint32_t *word = &loader->parts[i].facts.words[id];
             const uint32_t value = np_word_load(word);
-            if ((value & NP_WORD_STATE_MASK) != NP_WORD_FAILED)
+            if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_FAILED)
                 continue;
-            if ((value & NP_WORD_SLOT_MASK) == epoch)
+            if ((value & NP_ENTRY_SLOT_MASK) == epoch)
                 loader->has_failed = 1;
             else
-                np_word_swap(word, value, NP_WORD_ABSENT);
+                np_word_swap(word, value, NP_ENTRY_ABSENT);
         }
 }

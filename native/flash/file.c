@@ -9,9 +9,9 @@
 #include "flash/reader.h"
 
 /* Packages align everything to this, so a device that needs more is read through the page cache. */
-enum { ALIGNMENT_MOST = 4096 };
+enum { MAX_ALIGNMENT = 4096 };
 
-/* What the file system says; 0: no direct I/O; ALIGNMENT_MOST when it does not say (before Linux 6.1, or statx not allowed). */
+/* What the file system says; 0: no direct I/O; MAX_ALIGNMENT when it does not say (before Linux 6.1, or statx not allowed). */
 static uint32_t stated_alignment(int file)
 {
 #ifdef STATX_DIOALIGN
@@ -22,18 +22,18 @@ static uint32_t stated_alignment(int file)
         return facts.stx_dio_offset_align > facts.stx_dio_mem_align ? facts.stx_dio_offset_align : facts.stx_dio_mem_align;
     }
 #endif
-    return ALIGNMENT_MOST;
+    return MAX_ALIGNMENT;
 }
 
 /* Some file systems take O_DIRECT at open and refuse the read. 0, or the errno of a first read. */
 static int try_read(int file)
 {
-    void *page = aligned_alloc(ALIGNMENT_MOST, ALIGNMENT_MOST);
+    void *page = aligned_alloc(MAX_ALIGNMENT, MAX_ALIGNMENT);
     if (!page)
         return ENOMEM;
     ssize_t got;
     do
-        got = pread(file, page, ALIGNMENT_MOST, 0);
+        got = pread(file, page, MAX_ALIGNMENT, 0);
     while (got < 0 && errno == EINTR);
     const int error = got < 0 ? errno : 0;
     free(page);
@@ -46,7 +46,7 @@ int np_file_open(const char *path, int *direct, uint32_t *alignment)
     if (file >= 0) {
         *direct = 1;
         *alignment = stated_alignment(file);
-        const int usable = *alignment >= 1 && *alignment <= ALIGNMENT_MOST && (*alignment & (*alignment - 1)) == 0;
+        const int usable = *alignment >= 1 && *alignment <= MAX_ALIGNMENT && (*alignment & (*alignment - 1)) == 0;
         if (usable && try_read(file) == 0)
             return file;
         close(file);

@@ -7,12 +7,12 @@
 #include "flash/loader.h"
 
 enum {
-    RUN_MOST = 64,      /* clusters of one kind before the next kind has its turn */
+    MAX_RUN = 64,      /* clusters of one kind before the next kind has its turn */
     BUSY_READS = 8,     /* with so many ordinary reads in flight, nothing is warmed up beside them */
-    PARTS = NP_REQUEST_GATE | NP_REQUEST_REST,
+    PARTS = NP_REQUEST_TRIGGER | NP_REQUEST_VALUE,
 };
 
-static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_GATE, NP_REQUEST_REST};
+static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_TRIGGER, NP_REQUEST_VALUE};
 
 /* What the gathering has in hand. */
 typedef struct {
@@ -39,10 +39,10 @@ int np_loader_settled(uint32_t *word, uint32_t flags)
 {
     uint32_t value = np_word_load(word);
     for (;;) {
-        const uint32_t state = value & NP_WORD_STATE_MASK;
-        if (state == NP_WORD_ABSENT)
+        const uint32_t state = value & NP_ENTRY_STATE_MASK;
+        if (state == NP_ENTRY_ABSENT)
             return 0;
-        if (state == NP_WORD_FAILED || (value & flags) == flags || np_word_swap(word, value, value | flags))
+        if (state == NP_ENTRY_FAILED || (value & flags) == flags || np_word_swap(word, value, value | flags))
             return 1;
         value = np_word_load(word); /* the cache or a worker was faster */
     }
@@ -57,7 +57,7 @@ static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, u
         if (!(entry & part_bits[part]))
             continue;
         const np_loader_part *facts = &loader->parts[part].facts;
-        const uint64_t offset = facts->base_offset + (entry & NP_REQUEST_WORD_MASK) * facts->stride_bytes + facts->part_offset;
+        const uint64_t offset = facts->base_offset + (entry & NP_REQUEST_CLUSTER_MASK) * facts->stride_bytes + facts->part_offset;
         *first = offset < *first ? offset : *first;
         *end = offset + facts->part_bytes > *end ? offset + facts->part_bytes : *end;
     }
@@ -99,11 +99,11 @@ static int open_read(np_loader *loader, gathering *hand, int purpose, uint64_t f
 static void claim(np_loader *loader, int part, uint32_t entry, np_claim *out)
 {
     np_part_state *state = &loader->parts[part];
-    const uint32_t id = entry & NP_REQUEST_WORD_MASK, slot = state->free[--state->free_count];
-    const uint32_t stays = np_warm_up_stays(loader, part, id) ? NP_WORD_PINNED : 0;
+    const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, slot = state->free[--state->free_count];
+    const uint32_t stays = np_warm_up_stays(loader, part, id) ? NP_ENTRY_PINNED : 0;
     state->slot_states[slot] = NP_SLOT_FILLING;
     /* Nobody else changes an absent word. The slot's number is for whoever looks into a stuck run. */
-    np_word_store(&state->facts.words[id], NP_WORD_LOADING | (entry & NP_WORD_PINNED) | stays | slot);
+    np_word_store(&state->facts.words[id], NP_ENTRY_LOADING | (entry & NP_ENTRY_PINNED) | stays | slot);
     *out = (np_claim){.id = id, .slot = slot, .part = (uint8_t)part, .failures = (uint8_t)(entry >> NP_QUEUED_FAILURES),
                       .warms_up = (uint8_t)np_warm_up_take(loader, part, id)};
 }
@@ -139,7 +139,7 @@ static uint32_t warmable(np_loader *loader, uint32_t id)
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(parts & part_bits[part]))
             continue;
-        const uint32_t flags = np_warm_up_stays(loader, part, id) ? NP_WORD_PINNED : 0;
+        const uint32_t flags = np_warm_up_stays(loader, part, id) ? NP_ENTRY_PINNED : 0;
         if (np_loader_settled(&loader->parts[part].facts.words[id], flags)) { /* a memory that others write to is not trusted */
             loader->counters.warm_up_left_bytes -= loader->parts[part].facts.part_bytes;
             np_warm_up_take(loader, part, id);
@@ -175,7 +175,7 @@ static int put_warmable(np_loader *loader, gathering *hand, uint32_t id, uint32_
 /* What a cluster that somebody wants brings along: its other part, if that is to be warmed up and one read holds both. */
 static uint32_t with_other_part(np_loader *loader, uint32_t entry)
 {
-    const uint32_t both = entry | warmable(loader, entry & NP_REQUEST_WORD_MASK);
+    const uint32_t both = entry | warmable(loader, entry & NP_REQUEST_CLUSTER_MASK);
     uint64_t first, end;
     range_of(loader, both, &first, &end);
     return end - first <= loader->reading.most_read_bytes ? both : entry;
@@ -186,12 +186,12 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
 {
     np_queue *line = &loader->queues[kind][priority];
     uint32_t *entry = &line->entries[line->from];
-    const uint32_t id = *entry & NP_REQUEST_WORD_MASK;
+    const uint32_t id = *entry & NP_REQUEST_CLUSTER_MASK;
     int slots_lack = 0;
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(*entry & part_bits[part]))
             continue;
-        if (np_loader_settled(&loader->parts[part].facts.words[id], *entry & NP_WORD_PINNED)) {
+        if (np_loader_settled(&loader->parts[part].facts.words[id], *entry & NP_ENTRY_PINNED)) {
             loader->counters.already_there++;
             *entry &= ~part_bits[part];
         } else if (priority ? !has_spare_slot(loader, part) : !loader->parts[part].free_count) {
@@ -269,8 +269,8 @@ uint32_t np_loader_gather(np_loader *loader)
     for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
         for (int progress = 1; progress;) {
             progress = 0;
-            for (int kind = NP_LOADER_KINDS - 1; kind >= 0; kind--) /* both, rest, gate: what splits a pair goes behind it */
-                for (int i = 0; i < RUN_MOST && loader->queues[kind][priority].count && take_first(loader, &hand, kind, priority); i++)
+            for (int kind = NP_LOADER_KINDS - 1; kind >= 0; kind--) /* both, value, trigger: what splits a pair goes behind it */
+                for (int i = 0; i < MAX_RUN && loader->queues[kind][priority].count && take_first(loader, &hand, kind, priority); i++)
                     progress = 1;
         }
     warm_up(loader, &hand);

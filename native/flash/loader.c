@@ -18,18 +18,18 @@
 #include "flash/reader.h"
 
 enum {
-    ANNOUNCED_MOST = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
-    ERRORS_MOST = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
-    DAMAGED_MOST = 2, /* a bit may have flipped on the way here, not only in the file */
-    RUN_MOST = 128,      /* parts that are brought into slots together */
-    WRITTEN_LEAST = 4,   /* as many of them are worth a system call */
+    MAX_ANNOUNCED = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
+    MAX_ERRORS = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
+    MAX_DAMAGED = 2, /* a bit may have flipped on the way here, not only in the file */
+    MAX_RUN = 128,      /* parts that are brought into slots together */
+    MIN_WRITTEN = 4,   /* as many of them are worth a system call */
 };
 
 /* Parts whose slots follow each other, on their way from staging to there. */
 typedef struct {
     uint32_t count;
-    const np_claim *claims[RUN_MOST];
-    struct iovec parts[RUN_MOST]; /* of each the bytes that its slot holds */
+    const np_claim *claims[MAX_RUN];
+    struct iovec parts[MAX_RUN]; /* of each the bytes that its slot holds */
 } slot_run;
 
 /* A part could not be had: take the slot back and ask for it again, as a demand, or mark it failed. */
@@ -40,10 +40,10 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     *(was_read ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
     part->slot_states[landed->slot] = NP_SLOT_FREE;
     part->free[part->free_count++] = landed->slot;
-    const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_WORD_PINNED;
-    const uint32_t again = landed->id | (landed->part ? NP_REQUEST_REST : NP_REQUEST_GATE) | flags | failures << NP_QUEUED_FAILURES;
-    if (failures < (was_read ? DAMAGED_MOST : ERRORS_MOST) && np_loader_enqueue(&loader->queues[landed->part][0], again, 1)) {
-        np_word_store(word, NP_WORD_ABSENT);
+    const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_ENTRY_PINNED;
+    const uint32_t again = landed->id | (landed->part ? NP_REQUEST_VALUE : NP_REQUEST_TRIGGER) | flags | failures << NP_QUEUED_FAILURES;
+    if (failures < (was_read ? MAX_DAMAGED : MAX_ERRORS) && np_loader_enqueue(&loader->queues[landed->part][0], again, 1)) {
+        np_word_store(word, NP_ENTRY_ABSENT);
         return;
     }
     loader->unannounced++;
@@ -56,7 +56,7 @@ static void fill_slots(const np_loader_part *facts, const slot_run *run)
 {
     const uint64_t place = (uint64_t)run->claims[0]->slot * facts->slot_bytes;
     const size_t bytes = (size_t)run->count * facts->slot_bytes;
-    if (facts->slots_file >= 0 && run->count >= WRITTEN_LEAST &&
+    if (facts->slots_file >= 0 && run->count >= MIN_WRITTEN &&
         pwritev(facts->slots_file, run->parts, (int)run->count, (off_t)(facts->slots_file_offset + place)) == (ssize_t)bytes)
         return;
     for (uint32_t i = 0; i < run->count; i++)
@@ -74,7 +74,7 @@ static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
         loader->unannounced++;
         part->slot_states[landed->slot] = NP_SLOT_ELSEWHERE;
         /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
-        np_word_store(word, NP_WORD_PRESENT | landed->slot | (np_word_load(word) & NP_WORD_PINNED));
+        np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
     }
     run->count = 0;
 }
@@ -97,7 +97,7 @@ static void land_part(np_loader *loader, const np_flight *flight, int number, in
             land_failure(loader, landed, whole);
             continue;
         }
-        if (run.count == RUN_MOST || (run.count && run.claims[run.count - 1]->slot + 1 != landed->slot))
+        if (run.count == MAX_RUN || (run.count && run.claims[run.count - 1]->slot + 1 != landed->slot))
             land_run(loader, part, &run);
         run.parts[run.count] = (struct iovec){data, facts->slot_bytes};
         run.claims[run.count++] = landed;
@@ -136,16 +136,16 @@ static int announce(np_loader *loader)
 /* Wait for `least` reads, land all that are done, and tell the workers. Returns how many clusters were published or failed. */
 static int land_some(np_loader *loader, size_t least, int timeout_ms)
 {
-    np_completion done[ANNOUNCED_MOST];
+    np_completion done[MAX_ANNOUNCED];
     int ended = 0, count;
     do {
-        count = np_reader_reap(loader->reader, done, least, ANNOUNCED_MOST, timeout_ms);
+        count = np_reader_reap(loader->reader, done, least, MAX_ANNOUNCED, timeout_ms);
         for (int i = 0; i < count; i++)
             land_flight(loader, (uint32_t)done[i].tag, done[i].result);
         ended += announce(loader);
         least = 0;
         timeout_ms = 0;
-    } while (count == ANNOUNCED_MOST);
+    } while (count == MAX_ANNOUNCED);
     return ended;
 }
 
@@ -175,7 +175,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
 
 int np_loader_is_request(const np_loader *loader, int parts, const uint32_t *ids, size_t count, uint32_t flags)
 {
-    if (parts <= 0 || (parts & ~(NP_REQUEST_GATE | NP_REQUEST_REST)) || (flags & ~(uint32_t)NP_WORD_PINNED) || count > INT32_MAX)
+    if (parts <= 0 || (parts & ~(NP_REQUEST_TRIGGER | NP_REQUEST_VALUE)) || (flags & ~(uint32_t)NP_ENTRY_PINNED) || count > INT32_MAX)
         return 0;
     const uint32_t clusters = loader->parts[0].facts.cluster_count;
     for (size_t i = 0; i < count; i++)
@@ -188,13 +188,13 @@ int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t 
 {
     if (priority < 0 || priority >= NP_LOADER_PRIORITIES || !np_loader_is_request(loader, parts, ids, count, flags))
         return NP_E_ARGUMENT;
-    const int kind = parts == NP_REQUEST_GATE ? 0 : parts == NP_REQUEST_REST ? 1 : NP_QUEUE_BOTH;
+    const int kind = parts == NP_REQUEST_TRIGGER ? 0 : parts == NP_REQUEST_VALUE ? 1 : NP_QUEUE_BOTH;
     for (size_t i = 0; i < count; i++) {
         uint32_t missing = (uint32_t)parts;
         if (kind != 1 && np_loader_settled(&loader->parts[0].facts.words[ids[i]], flags))
-            missing &= ~(uint32_t)NP_REQUEST_GATE;
+            missing &= ~(uint32_t)NP_REQUEST_TRIGGER;
         if (kind != 0 && np_loader_settled(&loader->parts[1].facts.words[ids[i]], flags))
-            missing &= ~(uint32_t)NP_REQUEST_REST;
+            missing &= ~(uint32_t)NP_REQUEST_VALUE;
         if (missing != (uint32_t)parts)
             loader->counters.already_there += missing || kind != NP_QUEUE_BOTH ? 1 : 2;
         if (missing && !np_loader_enqueue(&loader->queues[kind][priority], ids[i] | missing | flags, 0))

@@ -16,7 +16,7 @@ enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };
 /* A slot is elsewhere when it holds a cluster or the cache keeps it. */
 enum { NP_SLOT_ELSEWHERE = 0, NP_SLOT_FREE, NP_SLOT_FILLING };
 
-/* A queued cluster is 32 bits: its word index, NP_REQUEST_GATE and _REST, NP_WORD_PINNED, and from bit 28 on how many reads of it failed. */
+/* A queued cluster is 32 bits: its word index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many reads of it failed. */
 enum { NP_QUEUED_FAILURES = 28 };
 
 typedef struct {
@@ -118,7 +118,7 @@ uint32_t np_loader_count_waiting(const np_loader *loader, int part);
 
 /* Whether anything is to be warmed up. */
 int np_warm_up_is_on(const np_loader *loader);
-/* The parts of a cluster that are to be warmed up, as NP_REQUEST_GATE and _REST. */
+/* The parts of a cluster that are to be warmed up, as NP_REQUEST_TRIGGER and _VALUE. */
 uint32_t np_warm_up_parts(const np_loader *loader, uint32_t id);
 /* The next cluster to warm up, those that will stay before the others, in the order of the file. Returns 0 when there is none. */
 int np_warm_up_next(const np_loader *loader, uint32_t *id);

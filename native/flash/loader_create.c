@@ -5,15 +5,15 @@
 #include "flash/loader.h"
 #include "flash/reader.h"
 
-enum { ASKED_MOST = 32768 }; /* demands, or guesses, that wait: more stay in the rings. Two layers of a 7B model */
+enum { MAX_ASKED = 32768 }; /* demands, or guesses, that wait: more stay in the rings. Two layers of a 7B model */
 
 static int is_part(const np_loader_part *part, uint32_t alignment)
 {
     const uint64_t places = part->base_offset | part->stride_bytes | part->part_offset | part->part_bytes;
     return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && places % alignment == 0 && part->slot_bytes > 0 &&
-           part->slot_bytes <= part->part_bytes && part->slot_count <= NP_WORD_SLOT_MASK + 1u &&
+           part->slot_bytes <= part->part_bytes && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
            (part->slots || !part->slot_count) && (!part->cluster_count || (part->words && part->checksums)) &&
-           part->cluster_count <= NP_REQUEST_WORD_MASK + 1u &&
+           part->cluster_count <= NP_REQUEST_CLUSTER_MASK + 1u &&
            part->stride_bytes <= (uint64_t)INT64_MAX / 2 / (part->cluster_count + 1ull) &&
            part->base_offset < INT64_MAX / 4 && part->part_offset < INT64_MAX / 8;
 }
@@ -35,10 +35,10 @@ static int create_queue(np_queue *line, uint32_t capacity, uint32_t reserve)
     return line->entries != NULL;
 }
 
-/* Queues for `capacity` clusters each, but for no more than ASKED_MOST. */
+/* Queues for `capacity` clusters each, but for no more than MAX_ASKED. */
 static int create_queues(np_loader *loader, uint32_t capacity)
 {
-    const uint32_t asked = capacity < ASKED_MOST ? capacity : ASKED_MOST;
+    const uint32_t asked = capacity < MAX_ASKED ? capacity : MAX_ASKED;
     uint32_t in_flight = 0;
     for (int i = 0; i < NP_LOADER_POOLS; i++)
         in_flight += loader->pools[i].count * loader->pools[i].claims_most;
@@ -135,8 +135,8 @@ static void inherit(const np_loader_part *part)
 {
     for (uint32_t id = 0; id < part->cluster_count; id++) {
         const uint32_t value = np_word_load(&part->words[id]);
-        if ((value & NP_WORD_STATE_MASK) == NP_WORD_LOADING)
-            np_word_swap(&part->words[id], value, NP_WORD_ABSENT);
+        if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_LOADING)
+            np_word_swap(&part->words[id], value, NP_ENTRY_ABSENT);
     }
 }
 

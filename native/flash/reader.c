@@ -10,7 +10,7 @@
 
 #include "sync/clock.h"
 
-enum { DEPTH_MOST = 4096 };
+enum { MAX_DEPTH = 4096 };
 
 static int open_engine(np_reader *reader, const char *name)
 {
@@ -29,7 +29,7 @@ static int open_engine(np_reader *reader, const char *name)
 
 np_reader *np_reader_open(const char *path, const char *engine, uint32_t depth, int *error)
 {
-    if (depth == 0 || depth > DEPTH_MOST) {
+    if (depth == 0 || depth > MAX_DEPTH) {
         *error = EINVAL;
         return NULL;
     }

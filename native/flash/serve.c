@@ -12,19 +12,19 @@
 #include "sync/clock.h"
 
 enum {
-    DESCRIPTORS_MOST = 8,
+    MAX_DESCRIPTORS = 8,
     LOOKS_PER_POLL = 64, /* while spinning: messages can wait longer than reads */
     BUSY_READS = 16,    /* with so many in flight the flash is busy, and half of them finishing together costs nobody time ... */
-    COLLECT_MOST = 32,
+    MAX_COLLECT = 32,
     COLLECT_US = 200,   /* ... for at most this long, in which neither messages nor requests are seen */
 };
 
 typedef struct {
     uint32_t free, waiting;
-} stock;
+} slot_counts;
 
 /* Whether the cache should hear how many slots are left. */
-static int has_moved(const np_loader *loader, const stock *before)
+static int has_moved(const np_loader *loader, const slot_counts *before)
 {
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         const np_part_state *part = &loader->parts[i];
@@ -46,19 +46,19 @@ static void quieten(int descriptor)
 int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t count, int timeout_ms, uint32_t spin_us)
 {
     const int event = np_reader_event_fd(loader->reader);
-    if (count > DESCRIPTORS_MOST || event < 0)
-        return count > DESCRIPTORS_MOST ? NP_E_ARGUMENT : NP_E_IO;
+    if (count > MAX_DESCRIPTORS || event < 0)
+        return count > MAX_DESCRIPTORS ? NP_E_ARGUMENT : NP_E_IO;
     const np_requests *first = loader->ring_count ? &loader->rings[0].shared : NULL;
-    struct pollfd watched[DESCRIPTORS_MOST + 2] = {
+    struct pollfd watched[MAX_DESCRIPTORS + 2] = {
         {.fd = event, .events = POLLIN},
         {.fd = first ? first->doorbell : -1, .events = POLLIN}, /* poll passes over -1 */
     };
     for (uint32_t i = 0; i < count; i++)
         watched[2 + i] = (struct pollfd){.fd = descriptors[i], .events = POLLIN};
 
-    stock before[NP_LOADER_PARTS];
+    slot_counts before[NP_LOADER_PARTS];
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        before[i] = (stock){loader->parts[i].free_count, np_loader_count_waiting(loader, i)};
+        before[i] = (slot_counts){loader->parts[i].free_count, np_loader_count_waiting(loader, i)};
     uint64_t now = np_clock_ns(), busy_until = now, reading_since = now;
     uint32_t spins = 0;
     const uint64_t end = now + (uint64_t)(timeout_ms > 0 ? timeout_ms : 0) * 1000000u;
@@ -82,7 +82,7 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         const uint32_t in_flight = np_reader_in_flight(loader->reader);
         const int collecting = in_flight >= BUSY_READS && loader->reader->calls->collect;
         if (collecting)
-            loader->reader->calls->collect(loader->reader, in_flight / 2 < COLLECT_MOST ? in_flight / 2 : COLLECT_MOST, COLLECT_US);
+            loader->reader->calls->collect(loader->reader, in_flight / 2 < MAX_COLLECT ? in_flight / 2 : MAX_COLLECT, COLLECT_US);
         /* What ends after this turn signals the event again, so there is no need for another turn before sleeping. */
         int wait_ms = collecting || spinning || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
         if (wait_ms && first) {

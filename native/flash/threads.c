@@ -10,7 +10,7 @@
 #include "flash/reader.h"
 
 enum {
-    THREADS_MOST = 32,        /* flash gains little from more reads at once */
+    MAX_THREADS = 32,        /* flash gains little from more reads at once */
     STACK_BYTES = 128 * 1024, /* the least that every C library takes */
 };
 
@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
-    pthread_t threads[THREADS_MOST];
+    pthread_t threads[MAX_THREADS];
     uint32_t thread_count, idle;
     uint32_t *queue, queue_from, queue_count; /* ring of [depth] requests */
     piece_result *results;                    /* ring of [depth] */
@@ -120,7 +120,7 @@ static int pool_open(np_reader *reader)
     pthread_cond_init(&state->done, &monotonic);
     pthread_condattr_destroy(&monotonic);
     reader->engine = state;
-    const int error = start_threads(state, reader->depth < THREADS_MOST ? reader->depth : THREADS_MOST);
+    const int error = start_threads(state, reader->depth < MAX_THREADS ? reader->depth : MAX_THREADS);
     if (error)
         pool_close(reader);
     return error;

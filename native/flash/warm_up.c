@@ -6,7 +6,7 @@
 
 #include "flash/loader.h"
 
-static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_GATE, NP_REQUEST_REST};
+static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_TRIGGER, NP_REQUEST_VALUE};
 
 static size_t set_words(const np_loader *loader)
 {

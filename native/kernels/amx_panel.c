@@ -15,12 +15,12 @@ enum {
     SIDE = 16,                  /* rows and tokens of a tile's integers */
     BLOCK_ROWS = 2 * SIDE,      /* at most, unpacked at a time */
     BLOCK_COLUMNS = 256 << 10,  /* of all these rows together */
-    MOST_COLUMNS = BLOCK_COLUMNS / SIDE,
+    MAX_COLUMNS = BLOCK_COLUMNS / SIDE,
     BLOCK_GROUPS = BLOCK_COLUMNS / NP_GROUP,
     EIGHT = 8,                  /* rows whose sums stay in registers while groups are added */
     PIECE = BLOCK_ROWS / EIGHT, /* groups at a time: one is multiplied while eight rows of the piece before are added */
     NEAR = 4,                   /* groups that mostly share a cache line of q4 */
-    MOST_PIECES = MOST_COLUMNS / NP_GROUP / PIECE + VISITS
+    MAX_PIECES = MAX_COLUMNS / NP_GROUP / PIECE + VISITS
 };
 
 /* Unpacked rows, groups in the order of visits. `height`: 16 or 32, rows that are there or repeat the last. */
@@ -178,7 +178,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
     const np_rows *rows = &job->rows;
     const size_t groups = rows->n / NP_GROUP, most = rows->n * BLOCK_ROWS <= BLOCK_COLUMNS ? BLOCK_ROWS : SIDE;
     const visits v = visits_of(groups);
-    piece pieces[MOST_PIECES];
+    piece pieces[MAX_PIECES];
     const size_t count = pieces_of(&v, pieces);
     row_block b;
     _Alignas(64) sum_tree tree;
@@ -205,5 +205,5 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
     TILE_RELEASE(); /* a thread with tiles in use costs 8 KiB more at every switch */
 }
 
-const np_panel_kernel np_amx_panel = {MOST_COLUMNS, panel_bytes, panel_prepare, panel_dot};
+const np_panel_kernel np_amx_panel = {MAX_COLUMNS, panel_bytes, panel_prepare, panel_dot};
 #endif

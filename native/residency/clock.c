@@ -34,11 +34,11 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
     size_t taken = 0, at = *hand % count;
     for (size_t visited = 0; visited < 2 * count && taken < want; visited++) {
         uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
-        if ((value & (NP_WORD_STATE_MASK | NP_WORD_PINNED)) == NP_WORD_PRESENT && !covered(windows, window_count, at)) {
-            if (value & NP_WORD_REFERENCED)
-                __atomic_fetch_and(&words[at], ~(uint32_t)NP_WORD_REFERENCED, __ATOMIC_SEQ_CST);
-            else if (__atomic_compare_exchange_n(&words[at], &value, NP_WORD_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-                slots[taken++] = value & NP_WORD_SLOT_MASK;
+        if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && !covered(windows, window_count, at)) {
+            if (value & NP_ENTRY_REFERENCED)
+                __atomic_fetch_and(&words[at], ~(uint32_t)NP_ENTRY_REFERENCED, __ATOMIC_SEQ_CST);
+            else if (__atomic_compare_exchange_n(&words[at], &value, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+                slots[taken++] = value & NP_ENTRY_SLOT_MASK;
         }
         at = at + 1 == count ? 0 : at + 1;
     }

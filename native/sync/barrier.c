@@ -1,15 +1,15 @@
-/* The meeting of a step's members.
+/* The meeting of a step's participants.
  *
  *   word      changed by                       ordering
- *   arrived   each member; the last zeroes it  acquire-release: the last member sees what all wrote before they came
- *   phase     the last member                  sequentially consistent store: releases what all wrote to all
- *   waiters   a member going to sleep          sequentially consistent, like the releaser's look at it
+ *   arrived   each participant; the last zeroes it  acquire-release: the last participant sees what all wrote before they came
+ *   phase     the last participant                  sequentially consistent store: releases what all wrote to all
+ *   waiters   a participant going to sleep          sequentially consistent, like the releaser's look at it
  *
- * No lost wake-up: a member counts itself in `waiters` and then looks at `phase`; the last member changes `phase` and then looks
+ * No lost wake-up: a participant counts itself in `waiters` and then looks at `phase`; the last participant changes `phase` and then looks
  * at `waiters`. Both orders are sequentially consistent, so at least one sees the other; and the futex compares `phase` again.
- * `arrived` is zeroed before `phase` changes, so a released member that comes to the next meeting counts from zero.
+ * `arrived` is zeroed before `phase` changes, so a released participant that comes to the next meeting counts from zero.
  *
- * A member that leaves because of the epoch (or dies) stays counted in `arrived`: nobody uses the barrier again until
+ * A participant that leaves because of the epoch (or dies) stays counted in `arrived`: nobody uses the barrier again until
  * np_barrier_reset. A sleeper that died stays counted in `waiters`, which costs needless wake-ups and nothing else. */
 #include "neuronpipe.h"
 #include "sync/wait.h"
@@ -21,18 +21,18 @@ void np_barrier_reset(np_barrier *barrier)
     __atomic_add_fetch(&barrier->phase, 1, __ATOMIC_SEQ_CST);
 }
 
-int np_barrier_wait(np_barrier *barrier, uint32_t members, const uint32_t *epoch, uint32_t expected_epoch, uint32_t spin_us,
+int np_barrier_wait(np_barrier *barrier, uint32_t participants, const uint32_t *epoch, uint32_t expected_epoch, uint32_t spin_us,
                     uint32_t timeout_ms)
 {
-    if (members == 0)
+    if (participants == 0)
         return NP_E_ARGUMENT;
     if (__atomic_load_n(epoch, __ATOMIC_ACQUIRE) != expected_epoch)
         return NP_E_EPOCH; /* a barrier of a step that is over must not be touched: it may be in use again */
-    const uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE); /* cannot change before this member arrives */
+    const uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE); /* cannot change before this participant arrives */
     const uint32_t arrived = __atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL);
-    if (arrived > members)
+    if (arrived > participants)
         return NP_E_ARGUMENT;
-    if (arrived < members)
+    if (arrived < participants)
         return np_wait_changed(&barrier->phase, phase, &barrier->waiters, epoch, expected_epoch, spin_us, timeout_ms);
     __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_SEQ_CST);

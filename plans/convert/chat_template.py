@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.plans.package.fields import Record, read_file, read_json
-from neuronpipe.plans.package.manifest import MOST_TEMPLATE_BYTES
+from neuronpipe.plans.package.manifest import MAX_TEMPLATE_BYTES
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
@@ -40,13 +40,13 @@ def gguf_template(metadata: Record) -> ChatTemplate | None:
         return str(pieces[metadata.integer(field, 0, len(pieces) - 1)]) if pieces and metadata.has(field) else ""
 
     text = metadata.text("tokenizer.chat_template")
-    if len(text.encode(errors="replace")) > MOST_TEMPLATE_BYTES:
-        metadata.fail("tokenizer.chat_template", f"longer than {MOST_TEMPLATE_BYTES} bytes")
+    if len(text.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
+        metadata.fail("tokenizer.chat_template", f"longer than {MAX_TEMPLATE_BYTES} bytes")
     return ChatTemplate(text, piece("bos"), piece("eos"))
 
 
 def _decoded(path: Path) -> str:
-    data = read_file(path, MOST_TEMPLATE_BYTES)
+    data = read_file(path, MAX_TEMPLATE_BYTES)
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate
 from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
-from neuronpipe.plans.package.manifest import Activation, Shape, Source
+from neuronpipe.plans.models.family import TensorNames
+from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.package.manifest import Source
 from neuronpipe.protocol.errors import UserError, named, quoted
 from numpy.typing import NDArray
 
@@ -59,9 +61,15 @@ class StoredMatrix:
     encoding: str
     order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
 
-    def reordered(self, order: RowNumbers) -> StoredMatrix:
-        """The same matrix with row r taken from the stored row order[r]."""
+    def reordered(self, order: RowNumbers | None) -> StoredMatrix:
+        """The same matrix with row r taken from the stored row order[r]; None: as stored."""
         return replace(self, order=order)
+
+    def rows_from(self, first: int, count: int) -> StoredMatrix:
+        """So many rows, from one on. Raises UserError where there are fewer."""
+        if first + count > self.rows:
+            raise UserError(f"{self.file.path}: {self.name}: {self.rows} rows, but {first + count} are needed")
+        return replace(self, offset=self.offset + first * self.stride_bytes, rows=count)
 
     @property
     def stride_bytes(self) -> int:
@@ -140,6 +148,11 @@ class Inventory:
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
+    def take_rows(self, name: str, columns: int) -> StoredMatrix:
+        """A matrix of so many columns and any number of rows."""
+        found = self.shape(name)
+        return self.take(name, found[0] if found else 0, columns)
+
     def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
         """Refuse tensors that nobody took, unless known to be harmless: the model computes more than is understood."""
         for name in self._tensors:
@@ -161,19 +174,17 @@ class Options(NamedTuple):
 class Checkpoint:
     """Everything about a model that conversion needs. Context manager: closes its files.
 
-    `matrices` and `vectors` have the names of fixed.safetensors, and gate, up and down of every layer besides. A name
-    stands for one stored tensor or for several, one below the other (query, key and value). down is [width, neurons].
+    `matrices` and `vectors` have the names of fixed.safetensors, and the feed-forward's matrices of every layer
+    besides. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
+    [width, neurons]. inverse_frequency: of rotary positions.
     """
 
     source: Source
-    activation: Activation
-    shape: Shape
-    tied_embeddings: bool
-    attention_bias: bool
+    model: ModelSpec
     end_tokens: tuple[int, ...]
     tokenizer: bytes
     chat_template: ChatTemplate | None
-    inverse_frequency: NDArray[np.float32]
+    inverse_frequency: NDArray[np.float32] | None
     matrices: Stack
     vectors: Stack
     files: ExitStack = field(default_factory=ExitStack)
@@ -183,3 +194,66 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
+
+
+def take_tensors(
+    inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers] | None = None
+) -> tuple[Stack, Stack]:
+    """(matrices, vectors) of a checkpoint, by what its source calls them. orders: of the rows of `query` and `key`,
+    where they are not stored as the engine rotates them. Raises UserError where one is missing or has another shape."""
+    orders = orders or {}
+    width = model.width
+    rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
+    shapes = {"gate": (model.neurons, width), "up": (model.neurons, width), "down": (width, model.neurons)}
+    matrices: dict[str, tuple[StoredMatrix, ...]] = {}
+    vectors: dict[str, tuple[StoredMatrix, ...]] = {}
+
+    def norm(name: str, stored: str) -> None:
+        vectors[name] = (inventory.take(f"{stored}.weight", width),)
+        if model.norm == "layer":
+            vectors[f"{name}.bias"] = (inventory.take(f"{stored}.bias", width),)
+
+    def named(field: str) -> str:
+        name = getattr(names, field)
+        assert name is not None, f"a family whose models have {field} names it"
+        return str(name)
+
+    matrices["embedding"] = (inventory.take(f"{names.embedding}.weight", model.vocabulary, width),)
+    if not model.tied_embeddings:
+        matrices["output"] = (inventory.take(f"{names.output}.weight", model.vocabulary, width),)
+    if model.positions == "learned":
+        table = inventory.take_rows(f"{named('positions')}.weight", width)
+        vectors["position_embedding"] = (table.rows_from(names.first_position, model.context_tokens),)
+    norm("output_norm", names.output_norm)
+    for n in range(model.layers):
+        here, layer = f"layers.{n}", names.layer.format(n)
+        norm(f"{here}.attention_norm", f"{layer}{names.attention_norm}")
+        norm(f"{here}.ffn_norm", f"{layer}{names.ffn_norm}")
+        stored = {part: f"{layer}{getattr(names, part)}" for part in rows}
+        matrices[f"{here}.qkv"] = tuple(
+            inventory.take(f"{stored[part]}.weight", rows[part], width).reordered(orders.get(part)) for part in rows
+        )
+        if model.qkv_bias:
+            vectors[f"{here}.qkv.bias"] = tuple(
+                inventory.take(f"{stored[part]}.bias", rows[part]).as_column().reordered(orders.get(part))
+                for part in rows
+            )
+        output = f"{layer}{names.attention_output}"
+        matrices[f"{here}.attention_output"] = (inventory.take(f"{output}.weight", width, model.query_width),)
+        if model.output_bias:
+            vectors[f"{here}.attention_output.bias"] = (inventory.take(f"{output}.bias", width),)
+        if model.head_norm:
+            for part in ("query", "key"):
+                stored_norm = inventory.take(f"{layer}{named(f'{part}_norm')}.weight", model.head_width).as_column()
+                vectors[f"{here}.{part}_norm"] = (stored_norm.reordered(_of_one_head(orders, part, model)),)
+        for matrix in model.ffn_matrices:
+            matrices[f"{here}.{matrix}"] = (inventory.take(f"{layer}{named(matrix)}.weight", *shapes[matrix]),)
+        if model.ffn_bias:
+            vectors[f"{here}.up.bias"] = (inventory.take(f"{layer}{names.up}.bias", model.neurons).as_column(),)
+            vectors[f"{here}.down.bias"] = (inventory.take(f"{layer}{names.down}.bias", width),)
+    return matrices, vectors
+
+
+def _of_one_head(orders: Mapping[str, RowNumbers], part: str, model: ModelSpec) -> RowNumbers | None:
+    """The order of a head's elements, where heads are reordered: every head alike."""
+    return orders[part][: model.head_width] if part in orders else None

@@ -12,17 +12,18 @@ from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
 from neuronpipe.plans.convert.frequencies import hot_first, read_frequencies
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.convert.source import open_checkpoint
+from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.fixed import fixed_matrices
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Activation, Chat, Manifest
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
+from neuronpipe.plans.package.manifest import Chat, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 20  # of float32 rows in work at a time: small enough for the caches
-LEAST_SLAB_BYTES, MOST_SLAB_BYTES, SLAB_SHARE = (
+MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
     4 << 20,
     512 << 20,
     1 / 16,
@@ -52,19 +53,17 @@ def convert(
     anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
     """
     with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
-        shape = checkpoint.shape
+        model = checkpoint.model
         _require_groups(checkpoint, quantization, source)
-        shares = None if frequencies is None else read_frequencies(frequencies, shape)
-        layout = compute_layout(quantization, shape.width, shape.neurons, "source" if shares is None else "frequency")
+        shares = None if frequencies is None else read_frequencies(frequencies, model)
+        neuron_order: NeuronOrder = "source" if shares is None else "frequency"
+        layout = compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, neuron_order)
         chat = checkpoint.chat_template
         manifest = Manifest(
             name=one_line(name or checkpoint.source.name),
             source=checkpoint.source,
-            activation=checkpoint.activation,
+            model=model,
             quantization=quantization,
-            shape=shape,
-            attention_bias=checkpoint.attention_bias,
-            tied_embeddings=checkpoint.tied_embeddings,
             end_tokens=checkpoint.end_tokens,
             layout=layout,
             files={},
@@ -75,15 +74,15 @@ def convert(
         with PackageWriter(target, manifest, overwrite=overwrite) as writer:
             work = _Work(checkpoint, manifest, writer, progress or (lambda done, total: None))
             work.fixed()
-            for layer in range(shape.layers):
-                work.neurons(layer, np.arange(shape.neurons) if shares is None else hot_first(shares[layer, 0]))
+            for layer in range(model.layers):
+                work.neurons(layer, np.arange(model.neurons) if shares is None else hot_first(shares[layer, 0]))
             writer.complete(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
             return writer.publish()
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:
-    shape = checkpoint.shape
-    for what, columns in (("width", shape.width), ("query_heads * head_width", shape.query_width)):
+    model = checkpoint.model
+    for what, columns in (("width", model.width), ("query_heads * head_width", model.query_width)):
         if quantization != "f16" and columns % GROUP_WEIGHTS:
             raise UserError(f"{source}: {what} is {columns}, no multiple of {GROUP_WEIGHTS}, so only f16 is possible")
 
@@ -113,7 +112,7 @@ class _Work:
         parts = [part for parts in self._matrices.values() for part in parts]
         self._total = sum(part.rows * part.columns for part in parts)
         share_bytes = int(sum(part.rows * part.stride_bytes for part in parts) * SLAB_SHARE)
-        self._slab_bytes = min(max(share_bytes, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
+        self._slab_bytes = min(max(share_bytes, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
 
     def errors(self) -> dict[str, float]:
         """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
@@ -122,10 +121,12 @@ class _Work:
 
     def fixed(self) -> None:
         """Everything but the neurons."""
-        self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
+        if self.checkpoint.inverse_frequency is not None:
+            self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
         for name, parts in self.checkpoint.vectors.items():
-            self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
-        for name, _, _ in fixed_matrices(self.manifest.shape, self.manifest.tied_embeddings):
+            if not name.endswith(".up.bias"):  # in the order of the neurons, with them
+                self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
+        for name, _, _ in fixed_matrices(self.manifest.model):
             kind = name if name in ("embedding", "output") else "attention"
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
@@ -133,17 +134,19 @@ class _Work:
 
     def neurons(self, layer: int, order: RowNumbers) -> None:
         """One layer's neurons in the given order."""
-        gate, up, down = (self._matrices[f"layers.{layer}.{name}"][0] for name in ("gate", "up", "down"))
+        if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
+            self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
+        rows_of = {name: self._matrices[f"layers.{layer}.{name}"][0] for name in self.manifest.model.ffn_matrices}
+        down = rows_of.pop("down")
         granule = self.manifest.layout.cluster_neurons
         slab_neurons = max(1, self._slab_bytes // (4 * down.rows * granule)) * granule
         for start in range(0, len(order), slab_neurons):
             neurons = order[start : start + slab_neurons]
             columns = _transposed(down, neurons)
             done = 0
-            for rows in _blocks(neurons, gate.columns, granule):
+            for rows in _blocks(neurons, self.manifest.model.width, granule):
                 self.writer.neurons(
-                    self._rows("gate", gate, rows),
-                    self._rows("up", up, rows),
+                    *(self._rows(name, matrix, rows) for name, matrix in rows_of.items()),
                     self._encode("down", down, columns[done : done + len(rows)]),
                 )
                 done += len(rows)

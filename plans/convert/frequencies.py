@@ -6,14 +6,14 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 
-def read_frequencies(path: Path, shape: Shape) -> NDArray[np.float32]:
+def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
     """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
-    expected = (shape.layers, shape.experts, shape.neurons)
+    expected = (model.layers, model.experts, model.neurons)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none

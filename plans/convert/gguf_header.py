@@ -19,7 +19,7 @@ from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
-MOST_METADATA, MOST_TENSORS, MOST_DIMENSIONS, MOST_DEPTH = 1 << 16, 1 << 20, 4, 2
+MAX_METADATA, MAX_TENSORS, MAX_DIMENSIONS, MAX_DEPTH = 1 << 16, 1 << 20, 4, 2
 DEFAULT_ALIGNMENT_BYTES = 32
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -89,10 +89,10 @@ class _Reader:
     def header(self) -> GgufHeader:
         self._check_magic()
         self._what = "number of tensors"
-        tensor_count = self._count("Q", MOST_TENSORS)
+        tensor_count = self._count("Q", MAX_TENSORS)
         self._what = "number of metadata entries"
         values: dict[str, Any] = {}
-        for number in range(self._count("Q", MOST_METADATA)):
+        for number in range(self._count("Q", MAX_METADATA)):
             self._what = f"metadata entry {number}"
             key = self._what = self._string()
             if key in values:
@@ -119,7 +119,7 @@ class _Reader:
             return self._numbers(SCALARS[kind])[0]
         if kind == STRING:
             return self._string()
-        if kind != ARRAY or depth >= MOST_DEPTH:
+        if kind != ARRAY or depth >= MAX_DEPTH:
             self._fail(f"has value type {kind} at depth {depth}: damaged")
         item, count = self._numbers("IQ")
         if item in SCALARS:
@@ -138,7 +138,7 @@ class _Reader:
             name = self._what = self._string()
             if name in described:
                 self._fail("the tensor appears twice: damaged")
-            dimensions = self._numbers("Q", self._count("I", MOST_DIMENSIONS))
+            dimensions = self._numbers("Q", self._count("I", MAX_DIMENSIONS))
             described[name] = (dimensions[::-1], *self._numbers("IQ"))
         read_bytes = self._size_bytes - self._left_bytes
         start = read_bytes + -read_bytes % alignment

@@ -12,7 +12,7 @@ from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
 
-MOST_THETA = 1e12
+MAX_THETA = 1e12
 
 
 def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
@@ -31,7 +31,7 @@ def scaled_frequencies(config: Record, head_width: int) -> NDArray[np.float32]:
     )
     scaling = config.record(field) if config.has(field) else None
     holder = scaling if scaling is not None and scaling.has("rope_theta") else config
-    theta = holder.number("rope_theta", 1.0, MOST_THETA)
+    theta = holder.number("rope_theta", 1.0, MAX_THETA)
     for record in (config, holder):
         if record.has("partial_rotary_factor") and record.number("partial_rotary_factor", 0, 1) != 1:
             record.fail("partial_rotary_factor", "only heads that rotate as a whole are supported")

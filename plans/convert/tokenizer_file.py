@@ -6,7 +6,7 @@ from pathlib import Path
 
 from neuronpipe.plans.convert.advice import refuse_missing_tokenizer
 from neuronpipe.plans.package.fields import read_file
-from neuronpipe.plans.package.manifest import MOST_TOKENIZER_BYTES
+from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
 
@@ -14,7 +14,7 @@ from neuronpipe.protocol.errors import UserError
 def read_tokenizer(path: Path, vocabulary: int) -> bytes:
     """The file's bytes. Refused when the tokenizers library cannot read it or an id has no embedding."""
     refuse_missing_tokenizer(path)
-    data = read_file(path, MOST_TOKENIZER_BYTES)
+    data = read_file(path, MAX_TOKENIZER_BYTES)
     check_tokenizer(data, vocabulary, str(path))
     return data
 

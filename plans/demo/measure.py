@@ -87,7 +87,7 @@ def main() -> None:
         "held_out_tokens": held_out.numel(),
         "held_out_loss": round(loss, 4),
         "held_out_perplexity": round(math.exp(loss), 3),
-        "gate_fired_by_layer": [round(float(x), 4) for x in gates.mean(1)],
+        "trigger_fired_by_layer": [round(float(x), 4) for x in gates.mean(1)],
         "active_by_layer": [round(float(x), 4) for x in active.mean(1)],
     }
     print(json.dumps(figures, indent=2))

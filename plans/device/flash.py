@@ -31,8 +31,8 @@ FULL_BUDGET_S = 1.0
 WINDOWS, MAX_MORE_WINDOWS = 3, 3  # of each point; more of those that are not steady
 NOISE = 0.15
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
-LEAST_FILE_BYTES = 1 << 20
-LEAST_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
+MIN_FILE_BYTES = 1 << 20
+MIN_PLACES = 8  # so many reads of a size must fit the file, or the size is not measured
 
 
 def io_uring_allowed(path: Path) -> bool:
@@ -53,9 +53,9 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
     """
     points, budget_s = (BRIEF_POINTS, BRIEF_BUDGET_S) if brief else (FULL_POINTS, FULL_BUDGET_S)
     file_bytes = path.stat().st_size
-    if file_bytes < LEAST_FILE_BYTES:
+    if file_bytes < MIN_FILE_BYTES:
         return None
-    points = tuple((size, depth) for size, depth in points if LEAST_PLACES * size <= file_bytes)
+    points = tuple((size, depth) for size, depth in points if MIN_PLACES * size <= file_bytes)
     error = ffi.new("int *")
     deepest = max(depth for _, depth in points)
     reader = lib.np_reader_open(os.fsencode(path), ffi.NULL, deepest, error)

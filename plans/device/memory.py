@@ -21,7 +21,7 @@ EVERY = 8  # a piece of so many is read: about the share of a layer's neurons th
 SEQUENTIAL_PIECE_BYTES = 1 << 20
 WINDOWS, MAX_WINDOWS = 3, 6
 NOISE = 0.1  # between the best two windows
-LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
+MIN_BYTES, MAX_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
 BRIEF_BUDGET_S, FULL_BUDGET_S = 0.25, 1.0
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -33,8 +33,8 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
 
     Each figure is the best of a few windows: what else runs here can only make it smaller.
     """
-    size = min(MOST_BYTES // 2 if brief else MOST_BYTES, available_bytes // 16) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if size < LEAST_BYTES:
+    size = min(MAX_BYTES // 2 if brief else MAX_BYTES, available_bytes // 16) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if size < MIN_BYTES:
         return None
     memory = mmap.mmap(-1, size)
     pointer = ffi.from_buffer("uint8_t[]", memory)

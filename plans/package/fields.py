@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NoReturn
 from neuronpipe.plans.package.passing import forget, read_only_what_is_asked
 from neuronpipe.protocol.errors import UserError, named, quoted
 
-MOST_JSON_BYTES = 64 << 20
-MOST_LINE_CHARACTERS = 1000
+MAX_JSON_BYTES = 64 << 20
+MAX_LINE_CHARACTERS = 1000
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -34,7 +34,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def one_line(text: str) -> str:
     """A name as `Record.line` reads it."""
-    return "".join(character if character.isprintable() else "?" for character in text[:MOST_LINE_CHARACTERS])
+    return "".join(character if character.isprintable() else "?" for character in text[:MAX_LINE_CHARACTERS])
 
 
 def parse_json(data: bytes, where: str) -> Record:
@@ -49,8 +49,8 @@ def parse_json(data: bytes, where: str) -> Record:
 
 
 def read_json(path: Path) -> Record:
-    """The JSON object in a file of at most MOST_JSON_BYTES."""
-    return parse_json(read_file(path, MOST_JSON_BYTES), str(path))
+    """The JSON object in a file of at most MAX_JSON_BYTES."""
+    return parse_json(read_file(path, MAX_JSON_BYTES), str(path))
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -154,8 +154,8 @@ class Record:
     def line(self, name: str) -> str:
         """A string for people: one that can be printed, since a terminal obeys what cannot."""
         value = self.text(name)
-        if not value.isprintable() or len(value) > MOST_LINE_CHARACTERS:
-            self.fail(name, f"expected at most {MOST_LINE_CHARACTERS} printable characters, found {quoted(value)}")
+        if not value.isprintable() or len(value) > MAX_LINE_CHARACTERS:
+            self.fail(name, f"expected at most {MAX_LINE_CHARACTERS} printable characters, found {quoted(value)}")
         return value
 
     def choice(self, name: str, *allowed: str) -> str:
@@ -178,6 +178,14 @@ class Record:
         if not isinstance(value, dict):
             self.fail(name, f"expected an object, found {quoted(value)}")
         return Record(value, self.where, f"{self._prefix}{name}.")
+
+    def records(self, name: str) -> list[Record]:
+        """A list of objects."""
+        values = self.items(name)
+        for value in values:
+            if not isinstance(value, dict):
+                self.fail(name, f"expected a list of objects, found {quoted(value)}")
+        return [Record(value, self.where, f"{self._prefix}{name}[{n}].") for n, value in enumerate(values)]
 
     def items(self, name: str) -> list[Any]:
         """A list."""

@@ -4,42 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
-from neuronpipe.plans.package.manifest import Shape
 
 QUANT_DTYPES = {"q4": "U8", "q8": "I8", "f16": "F16"}
 
 
-def fixed_matrices(shape: Shape, tied_embeddings: bool) -> Iterator[tuple[str, int, int]]:
+def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """(name, rows, columns) of every quantized matrix, in the order of the file."""
-    yield "embedding", shape.vocabulary, shape.width
-    if not tied_embeddings:
-        yield "output", shape.vocabulary, shape.width
-    for layer in range(shape.layers):
-        yield f"layers.{layer}.qkv", shape.qkv_rows, shape.width
-        yield f"layers.{layer}.attention_output", shape.width, shape.query_width
+    yield "embedding", model.vocabulary, model.width
+    if not model.tied_embeddings:
+        yield "output", model.vocabulary, model.width
+    for layer in range(model.layers):
+        yield f"layers.{layer}.qkv", model.qkv_rows, model.width
+        yield f"layers.{layer}.attention_output", model.width, model.query_width
 
 
-def fixed_vectors(shape: Shape, attention_bias: bool) -> Iterator[tuple[str, int]]:
-    """(name, length) of every float32 vector, in the order of the file."""
-    yield "rope.inverse_frequency", shape.head_width // 2
-    yield "output_norm", shape.width
-    for layer in range(shape.layers):
-        yield f"layers.{layer}.attention_norm", shape.width
-        yield f"layers.{layer}.ffn_norm", shape.width
-        if attention_bias:
-            yield f"layers.{layer}.qkv.bias", shape.qkv_rows
+def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
+    """(name, length) of every float32 vector, in the order of the file. `position_embedding` is a table, row by row:
+    one position's vector of `width` behind the other."""
+    if model.positions == "rotary":
+        yield "rope.inverse_frequency", model.head_width // 2
+    else:
+        yield "position_embedding", model.context_tokens * model.width
+    yield from _norm("output_norm", model)
+    for layer in range(model.layers):
+        yield from _norm(f"layers.{layer}.attention_norm", model)
+        yield from _norm(f"layers.{layer}.ffn_norm", model)
+        for name, length, there in (
+            ("qkv.bias", model.qkv_rows, model.qkv_bias),
+            ("query_norm", model.head_width, model.head_norm),
+            ("key_norm", model.head_width, model.head_norm),
+            ("attention_output.bias", model.width, model.output_bias),
+            ("up.bias", model.neurons, model.ffn_bias),
+            ("down.bias", model.width, model.ffn_bias),
+        ):
+            if there:
+                yield f"layers.{layer}.{name}", length
 
 
-def fixed_tensors(
-    shape: Shape, quantization: Quantization, attention_bias: bool, tied_embeddings: bool
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield name, model.width
+    if model.norm == "layer":
+        yield f"{name}.bias", model.width
+
+
+def fixed_tensors(model: ModelSpec, quantization: Quantization) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        name: ("F32", (length,)) for name, length in fixed_vectors(shape, attention_bias)
-    }
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors.update((name, ("F32", (length,))) for name, length in fixed_vectors(model))
     item_bytes = 2 if quantization == "f16" else 1
-    for name, rows, columns in fixed_matrices(shape, tied_embeddings):
+    for name, rows, columns in fixed_matrices(model):
         tensors[f"{name}.quants"] = (
             QUANT_DTYPES[quantization],
             (rows, quant_bytes(quantization, columns) // item_bytes),

@@ -1,4 +1,4 @@
-"""manifest.json: what a package holds and where. README.md of plans/ states every field.
+"""manifest.json: what a package holds and where. FORMAT.md states every field.
 
 The manifest names every other file with its size and hash, and carries the hash of itself as `id`. A plan is made for
 one id.
@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Layout, Quantization
 
 FORMAT = "neuronpipe-package"
-VERSION = 2
+VERSION = 3
 MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
     "manifest.json",
     "tokenizer.json",
@@ -25,17 +26,15 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
     "predictor.safetensors",
     "chat_template.jinja",
 )
-MOST_TEMPLATE_BYTES = 1 << 20
-MOST_TOKENIZER_BYTES = 256 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 
-Activation = Literal["relu", "drelu", "relu2", "silu"]
 Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward"]
 Hidden = Literal["none", "relu"]
-ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 
 
@@ -46,33 +45,6 @@ class Source:
     kind: str
     name: str
     architecture: str
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The model's dimensions. `neurons` are those of one expert; window_tokens 0: a token attends to all before it."""
-
-    width: int
-    neurons: int
-    layers: int
-    experts: int
-    query_heads: int
-    key_heads: int
-    head_width: int
-    vocabulary: int
-    context_tokens: int
-    norm_epsilon: float
-    window_tokens: int
-
-    @property
-    def query_width(self) -> int:
-        """Columns of attention_output."""
-        return self.query_heads * self.head_width
-
-    @property
-    def qkv_rows(self) -> int:
-        """Rows of the joined query, key and value matrix."""
-        return (self.query_heads + 2 * self.key_heads) * self.head_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +108,33 @@ class Manifest:
 
     name: str
     source: Source
-    activation: Activation
+    model: ModelSpec
     quantization: Quantization
-    shape: Shape
-    attention_bias: bool
-    tied_embeddings: bool
     end_tokens: tuple[int, ...]
     layout: Layout
     files: Mapping[str, FileEntry]
     quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
     activity_by_layer: tuple[float, ...] | None  # mean share of active neurons, when it was measured
-    gate_fired_by_layer: tuple[float, ...] | None = None  # mean share of gates above zero, measured on the same text
+    trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share of gates above zero, measured on the same text
     predictor: Predictor | None = None
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
     id: str = ""
 
     @property
-    def words(self) -> int:
+    def clusters(self) -> int:
         """Clusters of the whole package: entries of checksums.bin and residency words of one part."""
-        return self.shape.layers * self.shape.experts * self.layout.clusters
+        return self.model.layers * self.model.experts * self.layout.clusters
 
     @property
-    def gate_slot_bytes(self) -> int:
-        """Bytes of a memory slot for a gate part: what is used of it, in whole cache lines."""
-        return self.layout.slot_bytes("gate", self.quantization, self.shape.width)
+    def trigger_slot_bytes(self) -> int:
+        """Bytes of a memory slot for a trigger part: what is used of it, in whole cache lines."""
+        return self.layout.slot_bytes("trigger", self.quantization, self.model.width)
 
     @property
-    def rest_slot_bytes(self) -> int:
-        """Bytes of a memory slot for a rest part."""
-        return self.layout.slot_bytes("rest", self.quantization, self.shape.width)
+    def value_slot_bytes(self) -> int:
+        """Bytes of a memory slot for a value part."""
+        return self.layout.slot_bytes("value", self.quantization, self.model.width)
 
     def sealed(self) -> Manifest:
         """The same manifest with its id."""
@@ -189,29 +158,26 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "version": VERSION,
         "name": manifest.name,
         "source": asdict(manifest.source),
-        "architecture": "llama",
-        "activation": manifest.activation,
+        "model": asdict(manifest.model),
         "quantization": manifest.quantization,
-        "shape": asdict(manifest.shape),
-        "attention_bias": manifest.attention_bias,
-        "tied_embeddings": manifest.tied_embeddings,
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {
             "cluster_neurons": layout.cluster_neurons,
             "clusters": layout.clusters,
-            "gate_part_bytes": layout.gate_part_bytes,
-            "rest_part_bytes": layout.rest_part_bytes,
+            "trigger_part_bytes": layout.trigger_part_bytes,
+            "value_part_bytes": layout.value_part_bytes,
             "cluster_stride_bytes": layout.cluster_stride_bytes,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
             "neuron_order": layout.neuron_order,
-            "gate": {"quants": layout.gate_quants, "scales": layout.gate_scales},
-            **{
-                matrix: {"part": "rest", "quants": quants, "scales": scales, "scales_part": layout.scales_part}
-                for matrix, quants, scales in (
-                    ("up", layout.up_quants, layout.up_scales),
-                    ("down", layout.down_quants, layout.down_scales),
-                )
+            "matrices": {
+                matrix.name: {
+                    "part": matrix.part,
+                    "quants": matrix.quants,
+                    "scales_part": matrix.scales_part,
+                    "scales": matrix.scales,
+                }
+                for matrix in layout.matrices
             },
         },
         "files": {
@@ -222,8 +188,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
     }
     if manifest.activity_by_layer is not None:
         values["activity"] = {"mean_by_layer": list(manifest.activity_by_layer)}
-        if manifest.gate_fired_by_layer is not None:
-            values["activity"]["gate_fired_by_layer"] = list(manifest.gate_fired_by_layer)
+        if manifest.trigger_fired_by_layer is not None:
+            values["activity"]["trigger_fired_by_layer"] = list(manifest.trigger_fired_by_layer)
     if manifest.predictor is not None:
         values["predictor"] = asdict(manifest.predictor)
     if manifest.chat is not None:

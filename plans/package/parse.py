@@ -6,10 +6,36 @@ import shlex
 from pathlib import Path
 from typing import cast
 
-from neuronpipe.plans.package.fields import Record, parse_json, read_file
-from neuronpipe.plans.package.layout import MOST_BLOCK_CLUSTERS, PAGE_BYTES, Layout, NeuronOrder, Part, Quantization
-from neuronpipe.plans.package.manifest import (
+from neuronpipe.plans.models.registry import FAMILIES
+from neuronpipe.plans.models.spec import (
     ACTIVATIONS,
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_NEURONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    NORMS,
+    POSITIONS,
+    Activation,
+    LayerKind,
+    ModelSpec,
+    NormKind,
+    Positions,
+    SpecError,
+)
+from neuronpipe.plans.package.fields import Record, parse_json, read_file
+from neuronpipe.plans.package.layout import (
+    MAX_BLOCK_CLUSTERS,
+    PAGE_BYTES,
+    Layout,
+    MatrixPlace,
+    NeuronOrder,
+    Part,
+    Quantization,
+)
+from neuronpipe.plans.package.manifest import (
     BUNDLES,
     CHAT_TEMPLATE,
     CHECKSUMS,
@@ -17,75 +43,74 @@ from neuronpipe.plans.package.manifest import (
     FIXED,
     FORMAT,
     MANIFEST,
-    MOST_TOKENIZER_BYTES,
+    MAX_TOKENIZER_BYTES,
     PREDICTOR,
     QUANTIZATIONS,
     SOURCE_KINDS,
     TOKENIZER,
     VERSION,
-    Activation,
     Chat,
     FileEntry,
     Manifest,
-    Shape,
     Source,
     Workload,
     identity,
 )
 from neuronpipe.plans.package.parse_predictor import parse_predictor
+from neuronpipe.plans.package.version_2 import as_version_3
 from neuronpipe.protocol.errors import UserError, quoted
 
-MOST_MANIFEST_BYTES = 4 << 20
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_PART_BYTES = 1 << 30
+MAX_CLUSTERS = 1 << 24  # an entry of a ring of requests names one in 24 bits
 
 
 def read_manifest(path: Path) -> Manifest:
     """Parse and check a manifest.json. Raises UserError naming the file and the field."""
-    return parse_manifest(read_file(path, MOST_MANIFEST_BYTES), str(path))
+    return parse_manifest(read_file(path, MAX_MANIFEST_BYTES), str(path))
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in `data`, checked: types, ranges, that the layout fits the shape, and the id."""
     record = parse_json(data, where)
+    expected_id = identity(record.without("id"))
+    if record.has("version") and record.value("version") == 2:
+        record = as_version_3(record)
     if record.value("format") != FORMAT:
         record.fail("format", f"is not {FORMAT!r}: this is no package")
     if record.value("version") != VERSION:
         record.fail(
             "version",
-            f"is not {VERSION}, which this release reads; convert the model again: "
+            f"{quoted(record.value('version'))}, this release reads 2 and {VERSION}; convert the model again: "
             "`neuronpipe convert SOURCE PACKAGE --overwrite`",
         )
-    record.choice("architecture", "llama")
-    shape = _parse_shape(record.record("shape"))
+    model = _parse_model(record.record("model"))
     quantization = cast(Quantization, record.choice("quantization", *QUANTIZATIONS))
-    activation = cast(Activation, record.choice("activation", *ACTIVATIONS))
-    activity = _parse_activity(record.record("activity"), shape.layers) if record.has("activity") else (None, None)
-    predictor = parse_predictor(record.record("predictor"), shape, activation) if record.has("predictor") else None
+    activity = _parse_activity(record.record("activity"), model.layers) if record.has("activity") else (None, None)
+    predictor = parse_predictor(record.record("predictor"), model) if record.has("predictor") else None
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
     manifest = Manifest(
         name=record.line("name"),
         source=_parse_source(record.record("source")),
-        activation=activation,
+        model=model,
         quantization=quantization,
-        shape=shape,
-        attention_bias=record.boolean("attention_bias"),
-        tied_embeddings=record.boolean("tied_embeddings"),
-        end_tokens=_parse_end_tokens(record.record("special_tokens"), shape.vocabulary),
-        layout=_parse_layout(record.record("layout"), shape, quantization),
+        end_tokens=_parse_end_tokens(record.record("special_tokens"), model.vocabulary),
+        layout=_parse_layout(record.record("layout"), model, quantization),
         files=_parse_files(record.record("files"), predicted=predictor is not None, chats=chat is not None),
         quantization_error=_parse_errors(record.record("quantization_error")),
         activity_by_layer=activity[0],
-        gate_fired_by_layer=activity[1],
+        trigger_fired_by_layer=activity[1],
         predictor=predictor,
-        workload=_parse_workload(record.record("workload"), shape.vocabulary) if record.has("workload") else None,
+        workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
         id=record.text("id"),
     )
     record.finish()
-    if (expected := identity(record.without("id"))) != manifest.id:
-        record.fail("id", f"the content was changed (its hash is {expected[:12]}...); convert the model again")
+    if expected_id != manifest.id:
+        record.fail("id", f"the content was changed (its hash is {expected_id[:12]}...); convert the model again")
     for name, size_bytes in (
-        (BUNDLES, manifest.words * manifest.layout.cluster_stride_bytes),
-        (CHECKSUMS, manifest.words * 8),
+        (BUNDLES, manifest.clusters * manifest.layout.cluster_stride_bytes),
+        (CHECKSUMS, manifest.clusters * 8),
     ):
         if manifest.files[name].bytes != size_bytes:
             record.fail(f"files.{name}.bytes", f"{manifest.files[name].bytes}, but shape and layout need {size_bytes}")
@@ -98,31 +123,40 @@ def _parse_source(record: Record) -> Source:
     return source
 
 
-def _parse_shape(record: Record) -> Shape:
-    shape = Shape(
-        width=record.integer("width", 1, 1 << 20),
-        neurons=record.integer("neurons", 1, 1 << 22),
-        layers=record.integer("layers", 1, 4096),
-        experts=record.integer("experts", 1, 1),
-        query_heads=record.integer("query_heads", 1, 4096),
-        key_heads=record.integer("key_heads", 1, 4096),
-        head_width=record.integer("head_width", 2, 4096),
-        vocabulary=record.integer("vocabulary", 1, 1 << 24),
-        context_tokens=record.integer("context_tokens", 1, 1 << 24),
-        norm_epsilon=record.number("norm_epsilon", 0.0, 1.0),
-        window_tokens=record.integer("window_tokens", 0, 1 << 24),
-    )
+def _parse_model(record: Record) -> ModelSpec:
+    try:
+        model = ModelSpec(
+            family=record.choice("family", *FAMILIES),
+            width=record.integer("width", 1, MAX_WIDTH),
+            neurons=record.integer("neurons", 1, MAX_NEURONS),
+            experts=record.integer("experts", 1, 1),
+            layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
+            query_heads=record.integer("query_heads", 1, MAX_HEADS),
+            key_heads=record.integer("key_heads", 1, MAX_HEADS),
+            head_width=record.integer("head_width", 1, MAX_HEAD_WIDTH),
+            vocabulary=record.integer("vocabulary", 1, MAX_VOCABULARY),
+            context_tokens=record.integer("context_tokens", 1, MAX_CONTEXT_TOKENS),
+            norm=cast(NormKind, record.choice("norm", *NORMS)),
+            norm_epsilon=record.number("norm_epsilon", 0.0, 1.0),
+            positions=cast(Positions, record.choice("positions", *POSITIONS)),
+            head_norm=record.boolean("head_norm"),
+            activation=cast(Activation, record.choice("activation", *ACTIVATIONS)),
+            gated=record.boolean("gated"),
+            qkv_bias=record.boolean("qkv_bias"),
+            output_bias=record.boolean("output_bias"),
+            ffn_bias=record.boolean("ffn_bias"),
+            tied_embeddings=record.boolean("tied_embeddings"),
+        )
+    except SpecError as error:
+        record.fail(error.field, error.complaint)
     record.finish()
-    check_shape(shape, record)
-    return shape
+    return model
 
 
-def check_shape(shape: Shape, record: Record) -> None:
-    """Refuse a shape whose fields contradict each other; `record` names the file and the fields."""
-    if shape.head_width % 2:
-        record.fail("head_width", f"{shape.head_width} is odd; rotary positions need pairs")
-    if shape.query_heads % shape.key_heads:
-        record.fail("query_heads", f"{shape.query_heads} is no multiple of key_heads, {shape.key_heads}")
+def _parse_layer_kind(record: Record) -> LayerKind:
+    kind = LayerKind(record.integer("layers", 1, MAX_LAYERS), record.integer("window_tokens", 0, MAX_CONTEXT_TOKENS))
+    record.finish()
+    return kind
 
 
 def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
@@ -134,66 +168,71 @@ def _parse_end_tokens(record: Record, vocabulary: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _parse_layout(record: Record, shape: Shape, quantization: Quantization) -> Layout:
-    if quantization != "f16" and (shape.width % 32 or shape.query_width % 32):
+def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) -> Layout:
+    if quantization != "f16" and (model.width % 32 or model.query_width % 32):
         record.fail("cluster_neurons", f"{quantization} needs row lengths that are multiples of 32")
-    part_most = 1 << 30
-    gate, up, down = record.record("gate"), record.record("up"), record.record("down")
-    for matrix in (up, down):
-        matrix.choice("part", "rest")
-    scales_part = cast(Part, up.choice("scales_part", "gate", "rest"))
-    down.choice("scales_part", scales_part)
+    matrices = record.record("matrices")
     layout = Layout(
         cluster_neurons=record.integer("cluster_neurons", 1, 1 << 16),
-        clusters=record.integer("clusters", 1, 1 << 22),
-        gate_part_bytes=record.integer("gate_part_bytes", PAGE_BYTES, part_most),
-        rest_part_bytes=record.integer("rest_part_bytes", PAGE_BYTES, part_most),
-        block_neurons=record.integer("block_neurons", 1, 1 << 23),
-        blocks=record.integer("blocks", 1, 1 << 22),
+        clusters=record.integer("clusters", 1, MAX_NEURONS),
+        trigger_part_bytes=record.integer("trigger_part_bytes", PAGE_BYTES, MAX_PART_BYTES),
+        value_part_bytes=record.integer("value_part_bytes", PAGE_BYTES, MAX_PART_BYTES),
+        block_neurons=record.integer("block_neurons", 1, 2 * MAX_NEURONS),
+        blocks=record.integer("blocks", 1, MAX_NEURONS),
         neuron_order=cast(NeuronOrder, record.choice("neuron_order", "source", "frequency")),
-        gate_quants=gate.integer("quants", 0, part_most),
-        gate_scales=gate.integer("scales", 0, part_most),
-        up_quants=up.integer("quants", 0, part_most),
-        up_scales=up.integer("scales", 0, part_most),
-        down_quants=down.integer("quants", 0, part_most),
-        down_scales=down.integer("scales", 0, part_most),
-        scales_part=scales_part,
+        matrices=tuple(_parse_matrix(matrices.record(name), name, model.trigger) for name in model.ffn_matrices),
     )
-    stride = record.integer("cluster_stride_bytes", PAGE_BYTES, 2 * part_most)
-    for part in (record, gate, up, down):
-        part.finish()
-    _check_layout(layout, stride, shape, quantization, record)
+    matrices.finish()
+    stride = record.integer("cluster_stride_bytes", PAGE_BYTES, 2 * MAX_PART_BYTES)
+    record.finish()
+    _check_layout(layout, stride, model, quantization, record)
     return layout
 
 
-def _check_layout(layout: Layout, stride: int, shape: Shape, quantization: Quantization, record: Record) -> None:
+def _parse_matrix(record: Record, name: str, trigger: str) -> MatrixPlace:
+    part = "trigger" if name == trigger else "value"
+    matrix = MatrixPlace(
+        name,
+        cast(Part, record.choice("part", part)),
+        record.integer("quants", 0, MAX_PART_BYTES),
+        cast(Part, record.choice("scales_part", *dict.fromkeys((part, "trigger")))),
+        record.integer("scales", 0, MAX_PART_BYTES),
+    )
+    record.finish()
+    return matrix
+
+
+def _check_layout(layout: Layout, stride: int, model: ModelSpec, quantization: Quantization, record: Record) -> None:
+    if len({matrix.scales_part for matrix in layout.matrices[1:]}) > 1:
+        record.fail("matrices.down.scales_part", "the scales of the value part's matrices lie in one part")
     count = layout.cluster_neurons
-    if layout.gate_part_bytes % PAGE_BYTES or layout.rest_part_bytes % PAGE_BYTES:
-        record.fail("gate_part_bytes", f"parts are whole pages of {PAGE_BYTES} bytes")
+    if layout.trigger_part_bytes % PAGE_BYTES or layout.value_part_bytes % PAGE_BYTES:
+        record.fail("trigger_part_bytes", f"parts are whole pages of {PAGE_BYTES} bytes")
     if stride != layout.cluster_stride_bytes:
         record.fail("cluster_stride_bytes", f"{stride} is not the sum of both parts, {layout.cluster_stride_bytes}")
-    if layout.clusters != -(-shape.neurons // count):
-        record.fail("clusters", f"{layout.clusters} clusters of {count} do not hold {shape.neurons} neurons exactly")
-    if shape.layers * shape.experts * layout.clusters >= 1 << 32:
-        record.fail("clusters", "more clusters than 32-bit word indices")
+    if layout.clusters != -(-model.neurons // count):
+        record.fail("clusters", f"{layout.clusters} clusters of {count} do not hold {model.neurons} neurons exactly")
+    if (all_clusters := model.layers * model.experts * layout.clusters) > MAX_CLUSTERS:
+        record.fail("clusters", f"{all_clusters} clusters in all; at most {MAX_CLUSTERS}")
     if layout.block_neurons % count or layout.blocks != -(-layout.clusters * count // layout.block_neurons):
         record.fail(
             "blocks",
             f"{layout.blocks} blocks of {layout.block_neurons} do not fit {layout.clusters} clusters of {count}",
         )
-    if layout.block_clusters > MOST_BLOCK_CLUSTERS:
-        record.fail("block_neurons", f"{layout.block_clusters} clusters in a block; at most {MOST_BLOCK_CLUSTERS}")
-    used: dict[str, list[tuple[int, int, str]]] = {"gate": [], "rest": []}
-    for part, name, offset, size_bytes in layout.pieces(quantization, shape.width):
+    if layout.block_clusters > MAX_BLOCK_CLUSTERS:
+        record.fail("block_neurons", f"{layout.block_clusters} clusters in a block; at most {MAX_BLOCK_CLUSTERS}")
+    used: dict[str, list[tuple[int, int, str]]] = {"trigger": [], "value": []}
+    for part, name, offset, size_bytes in layout.pieces(quantization, model.width):
         if offset % 2:
-            record.fail(name, f"offset {offset} is odd")
+            record.fail(f"matrices.{name}", f"offset {offset} is odd")
         used[part].append((offset, offset + size_bytes, name))
-    for part, part_bytes in (("gate", layout.gate_part_bytes), ("rest", layout.rest_part_bytes)):
+    for part, part_bytes in (("trigger", layout.trigger_part_bytes), ("value", layout.value_part_bytes)):
         end = 0
         for start, stop, name in sorted(used[part]):
             if start < end or stop > part_bytes:
                 record.fail(
-                    name, f"bytes {start}..{stop} overlap another piece or leave the {part} part of {part_bytes} bytes"
+                    f"matrices.{name}",
+                    f"bytes {start}..{stop} overlap another piece or leave the {part} part of {part_bytes} bytes",
                 )
             end = stop
 
@@ -212,7 +251,7 @@ def _parse_files(record: Record, *, predicted: bool, chats: bool) -> dict[str, F
         sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
             entry.fail("sha256", "expected 64 hexadecimal digits")
-        most_bytes = MOST_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # it is read as a whole
+        most_bytes = MAX_TOKENIZER_BYTES if name == TOKENIZER else 1 << 50  # it is read as a whole
         files[name] = FileEntry(entry.integer("bytes", 0, most_bytes), sha256)
         entry.finish()
     record.finish()
@@ -227,7 +266,7 @@ def _parse_errors(record: Record) -> dict[str, float]:
 
 def _parse_activity(record: Record, layers: int) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
     active = _parse_shares(record, "mean_by_layer", layers)
-    fired = _parse_shares(record, "gate_fired_by_layer", layers) if record.has("gate_fired_by_layer") else None
+    fired = _parse_shares(record, "trigger_fired_by_layer", layers) if record.has("trigger_fired_by_layer") else None
     record.finish()
     return active, fired
 

@@ -4,49 +4,48 @@ from __future__ import annotations
 
 from typing import cast
 
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import (
     QUANTIZATIONS,
-    Activation,
     Hidden,
     Predictor,
     PredictorInput,
     PredictorQuality,
-    Shape,
     Side,
 )
 
-MOST_RANK = 1 << 16
+MAX_RANK = 1 << 16
 
 
-def parse_predictor(record: Record, shape: Shape, activation: Activation) -> Predictor:
+def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
     """The predictor, checked against the model. Raises UserError naming the file and the field."""
-    if activation == "silu":
+    if model.activation == "silu":
         record.fail("sides", "silu neurons always fire; there is nothing to predict")
     predictor = Predictor(
-        rank=record.integer("rank", GROUP_WEIGHTS, MOST_RANK),
+        rank=record.integer("rank", GROUP_WEIGHTS, MAX_RANK),
         quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
         reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward")),
-        sides=_parse_sides(record, activation),
+        sides=_parse_sides(record, model),
         hidden=cast(Hidden, record.choice("hidden", "none", "relu")),
         calibration_tokens=record.integer("calibration_tokens", 0, 1 << 50),
-        by_layer=_parse_quality(record, shape.layers),
+        by_layer=_parse_quality(record, model.layers),
     )
     record.finish()
     if predictor.rank % GROUP_WEIGHTS:
         record.fail("rank", f"{predictor.rank} is no multiple of {GROUP_WEIGHTS}")
-    if predictor.quantization != "f16" and shape.width % GROUP_WEIGHTS:
+    if predictor.quantization != "f16" and model.width % GROUP_WEIGHTS:
         record.fail("quantization", f"{predictor.quantization} needs a width that is a multiple of {GROUP_WEIGHTS}")
     return predictor
 
 
-def _parse_sides(record: Record, activation: Activation) -> tuple[Side, ...]:
-    sides = record.items("sides")
-    if sides not in (["gate"], ["gate", "up"]):
-        record.fail("sides", "expected gate, or gate and up")
-    if "up" in sides and activation != "drelu":
-        record.fail("sides", f"the sign of up decides nothing with {activation}")
+def _parse_sides(record: Record, model: ModelSpec) -> tuple[Side, ...]:
+    sides, both = record.items("sides"), model.activation == "drelu"
+    if sides not in ([model.trigger], ["gate", "up"]):
+        record.fail("sides", f"expected {model.trigger}{', or gate and up' if both else ''}")
+    if len(sides) > 1 and not both:
+        record.fail("sides", f"the sign of up decides nothing with {model.activation}")
     return tuple(sides)
 
 

@@ -39,7 +39,7 @@ class Activity:
     """Shares 0..1 by layer, measured on the text that the predictor was judged on."""
 
     mean_by_layer: tuple[float, ...]
-    gate_fired_by_layer: tuple[float, ...]
+    trigger_fired_by_layer: tuple[float, ...]
 
 
 def write_predictor(
@@ -61,7 +61,7 @@ def write_predictor(
             files={**manifest.files, PREDICTOR: entry},
             predictor=predictor,
             activity_by_layer=activity.mean_by_layer,
-            gate_fired_by_layer=activity.gate_fired_by_layer,
+            trigger_fired_by_layer=activity.trigger_fired_by_layer,
         )
         _write(complete, with_it.sealed().to_bytes())
         if manifest.predictor is not None:
@@ -84,7 +84,7 @@ def _without_predictor(manifest: Manifest) -> Manifest:
 
 
 def _write_tensors(path: Path, manifest: Manifest, predictor: Predictor, layers: Sequence[LayerFactors]) -> None:
-    header, entries = build_header(predictor_tensors(manifest.shape, predictor))
+    header, entries = build_header(predictor_tensors(manifest.model, predictor))
     with path.open("wb") as file:
         file.write(header)
         for number, layer in enumerate(layers):

@@ -67,10 +67,7 @@ class Package:
     @cached_property
     def fixed(self) -> dict[str, TensorEntry]:
         """Where each fixed tensor lies; exactly the tensors that the manifest's shape calls for."""
-        manifest = self.manifest
-        expected = fixed_tensors(
-            manifest.shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings
-        )
+        expected = fixed_tensors(self.manifest.model, self.manifest.quantization)
         return _checked_tensors(self.fixed_path, expected)
 
     @property
@@ -83,7 +80,7 @@ class Package:
         """Where each tensor of the predictor lies in its file; None when the package has no predictor."""
         if self.manifest.predictor is None:
             return None
-        return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.shape, self.manifest.predictor))
+        return _checked_tensors(self.predictor_path, predictor_tensors(self.manifest.model, self.manifest.predictor))
 
     def verify_fixed(self, *, loaded: Collection[str] = ()) -> None:
         """Compare the tokenizer, the fixed tensors, the table of checksums and the predictor, when there is one, with
@@ -110,7 +107,7 @@ class Package:
         return UserError(f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again")
 
     def checksums(self) -> bytes:
-        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's gate part and rest part."""
+        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's trigger part and value part."""
         return self._verified(CHECKSUMS)
 
     def tokenizer(self) -> str:

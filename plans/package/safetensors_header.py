@@ -15,7 +15,7 @@ from neuronpipe.plans.package.fields import Record, open_file, parse_json
 from neuronpipe.plans.package.passing import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
 
-MOST_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = 100 << 20
 DATA_ALIGNMENT_BYTES = 64
 DTYPE_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             size_bytes = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or length > min(size_bytes - 8, MOST_HEADER_BYTES):
+            if size_bytes < 8 or length > min(size_bytes - 8, MAX_HEADER_BYTES):
                 raise UserError(
                     f"{path}: header length {length} does not fit a file of {size_bytes} bytes: damaged or truncated"
                 )

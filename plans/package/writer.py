@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,24 +38,20 @@ class Rows(NamedTuple):
     scales: NDArray[np.uint8]
 
 
-def pack_clusters(layout: Layout, gate: Rows, up: Rows, down: Rows) -> NDArray[np.uint8]:
-    """Clusters as they lie in bundles.bin: uint8 [clusters, stride]. The last one is filled up with zero neurons."""
+def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]:
+    """Clusters as they lie in bundles.bin: uint8 [clusters, stride], of the rows of each of the layout's matrices. The
+    last one is filled up with zero neurons."""
     count = layout.cluster_neurons
-    clusters = -(-len(gate.quants) // count)
+    clusters = -(-len(matrices[0].quants) // count)
     packed = np.zeros((clusters, layout.cluster_stride_bytes), dtype=np.uint8)
-    rest = layout.gate_part_bytes
-    scales = rest if layout.scales_part == "rest" else 0
-    for rows, offset in (
-        (gate.quants, layout.gate_quants),
-        (gate.scales, layout.gate_scales),
-        (up.quants, rest + layout.up_quants),
-        (down.quants, rest + layout.down_quants),
-        (up.scales, scales + layout.up_scales),
-        (down.scales, scales + layout.down_scales),
-    ):
-        filled = np.zeros((clusters * count, rows.shape[1]), dtype=np.uint8)
-        filled[: len(rows)] = rows
-        packed[:, offset : offset + count * rows.shape[1]] = filled.reshape(clusters, -1)
+    for place, rows in zip(layout.matrices, matrices, strict=True):
+        for piece, offset in (
+            (rows.quants, layout.part_offset(place.part) + place.quants),
+            (rows.scales, layout.part_offset(place.scales_part) + place.scales),
+        ):
+            filled = np.zeros((clusters * count, piece.shape[1]), dtype=np.uint8)
+            filled[: len(piece)] = piece
+            packed[:, offset : offset + count * piece.shape[1]] = filled.reshape(clusters, -1)
     return packed
 
 
@@ -68,12 +65,9 @@ class PackageWriter:
     def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool) -> None:
         self._target, self._manifest = target, manifest
         self._directory = PartialDirectory(target, overwrite=overwrite)
-        tensors = fixed_tensors(
-            manifest.shape, manifest.quantization, manifest.attention_bias, manifest.tied_embeddings
-        )
-        self._header, self._entries = build_header(tensors)
+        self._header, self._entries = build_header(fixed_tensors(manifest.model, manifest.quantization))
         self._position = {name: entry.start for name, entry in self._entries.items()}
-        self._words = 0
+        self._clusters = 0
 
     def __enter__(self) -> PackageWriter:
         with ExitStack() as stack:
@@ -101,7 +95,7 @@ class PackageWriter:
     def _require_space(self, path: Path) -> None:
         layout = self._manifest.layout
         needed = max(entry.stop for entry in self._entries.values())
-        needed += self._manifest.words * (layout.cluster_stride_bytes + 8)
+        needed += self._manifest.clusters * (layout.cluster_stride_bytes + 8)
         if (free := shutil.disk_usage(path).free) < needed:
             raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
 
@@ -123,20 +117,20 @@ class PackageWriter:
         self._fixed.seek(start)
         self._fixed.write(np.ascontiguousarray(data).data)
 
-    def neurons(self, gate: Rows, up: Rows, down: Rows) -> None:
-        """The next neurons of a layer: whole clusters, or the layer's last ones."""
-        packed = pack_clusters(self._manifest.layout, gate, up, down)
+    def neurons(self, *matrices: Rows) -> None:
+        """The next neurons of a layer: whole clusters, or the layer's last ones. matrices: in the layout's order."""
+        packed = pack_clusters(self._manifest.layout, matrices)
         self._bundles.write(packed.data)
         self._checksums.write(cluster_checksums(packed, self._manifest.layout).data)
-        self._words += len(packed)
+        self._clusters += len(packed)
 
     def complete(
         self, tokenizer: bytes, quantization_error: dict[str, float], chat_template: str | None = None
     ) -> Package:
         """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it."""
         missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
-        if missing or self._words != self._manifest.words:
-            raise ValueError(f"incomplete: {missing[:3]}, {self._words} of {self._manifest.words} clusters")
+        if missing or self._clusters != self._manifest.clusters:
+            raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
         for file in (self._fixed, self._bundles, self._checksums):
             file.close()
         path = self._directory.path

@@ -23,11 +23,11 @@ HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # (10); the cache's free slots (10) and one list to warm up (4).
 CLUSTER_BOOKKEEPING_BYTES = 73
 TRACE_RING_BYTES = MIB // 8  # 4096 spans of 32 bytes, in each process
-REQUEST_RING_BYTES = MIB // 16 + 128  # 16384 entries of 4 bytes and two cache lines, of each member
+REQUEST_RING_BYTES = MIB // 16 + 128  # 16384 entries of 4 bytes and two cache lines, of each participant
 # The smallest limit is reckoned with these; a larger one buys more.
 PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
-LEAST_CHUNK_TOKENS = 8
-LEAST_DEPTH = 8
+MIN_CHUNK_TOKENS = 8
+MIN_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,29 +66,29 @@ class Account:
 
 def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
     """Bytes of the largest read that one cluster makes: of both parts, or of the larger one."""
-    return layout.cluster_stride_bytes if bundle else max(layout.gate_part_bytes, layout.rest_part_bytes)
+    return layout.cluster_stride_bytes if bundle else max(layout.trigger_part_bytes, layout.value_part_bytes)
 
 
 def slot_sizes(manifest: Manifest) -> tuple[int, int]:
     """(gate, rest) bytes of a slot, as services/memory.py lays the segment out."""
-    return manifest.gate_slot_bytes, manifest.rest_slot_bytes
+    return manifest.trigger_slot_bytes, manifest.value_slot_bytes
 
 
 def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, staging_bytes: int) -> Account:
     """What this seating takes for this package, with prompts cut into such chunks and such staging buffers."""
-    shape, layout = manifest.shape, manifest.layout
+    model, layout = manifest.model, manifest.layout
     sequences, workers = seating.sequences, seating.workers
     hidden_floats = layout.blocks * layout.block_neurons
-    row_floats = 2 * shape.width + 2 * shape.query_width + hidden_floats
-    sum_floats = layout.blocks * shape.width
+    row_floats = 2 * model.width + 2 * model.query_width + hidden_floats
+    sum_floats = layout.blocks * model.width
     # Prefill is also asked for the logits of `logit_rows` tokens at once: its buffers hold whichever is more.
     prefill_tokens = max(prefill_chunk_tokens, seating.logit_rows)
     private = 4 * (prefill_tokens * row_floats + min(prefill_tokens, PARTIAL_TOKENS) * sum_floats)
-    private += seating.prefill_threads * prefill_tokens * _member_bytes(manifest)
-    private += workers * sequences * _member_bytes(manifest)
-    private += 16 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each member
-    private += 8 * shape.vocabulary  # the coordinator's scratch for sampling
-    exchange = 4 * (sequences * (row_floats + sum_floats) + seating.logit_rows * shape.vocabulary) + MIB // 4
+    private += seating.prefill_threads * prefill_tokens * _participant_bytes(manifest)
+    private += workers * sequences * _participant_bytes(manifest)
+    private += 16 * seating.context_tokens * (workers + seating.prefill_threads)  # attention scores of each participant
+    private += 8 * model.vocabulary  # the coordinator's scratch for sampling
+    exchange = 4 * (sequences * (row_floats + sum_floats) + seating.logit_rows * model.vocabulary) + MIB // 4
     predictor = 0
     if seating.mode == "predicted" and manifest.predictor is not None:
         predictor = manifest.files[PREDICTOR].bytes + PAGE_BYTES
@@ -101,9 +101,9 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
         + GATEWAY_BYTES * seating.gateways
         + tokenizer,
         fixed_bytes=manifest.files["fixed.safetensors"].bytes + PAGE_BYTES,  # and the segment's header page
-        kv_bytes=shape.layers * sequences * shape.key_heads * 2 * seating.context_tokens * shape.head_width * 2,
+        kv_bytes=model.layers * sequences * model.key_heads * 2 * seating.context_tokens * model.head_width * 2,
         exchange_bytes=exchange,
-        residency_bytes=manifest.words * CLUSTER_BOOKKEEPING_BYTES + MIB // 8,
+        residency_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES + MIB // 8,
         private_bytes=private,
         predictor_bytes=predictor,
         trace_bytes=TRACE_RING_BYTES * seating.processes,
@@ -112,11 +112,11 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
     )
 
 
-def _member_bytes(manifest: Manifest) -> int:
-    """Of one member and token: prepared vectors (in two types, with predictors of another one) and results of rows."""
-    shape, layout = manifest.shape, manifest.layout
-    longest = max(shape.width, shape.query_width)
-    return 2 * 4 * longest + 4 * max(shape.head_width, 2 * layout.block_neurons, 64)
+def _participant_bytes(manifest: Manifest) -> int:
+    """Of one participant and token: prepared vectors (in two types, if predictors have another), rows' results."""
+    model, layout = manifest.model, manifest.layout
+    longest = max(model.width, model.query_width)
+    return 2 * 4 * longest + 4 * max(model.head_width, 2 * layout.block_neurons, 64)
 
 
 def _prediction_bytes(tokens: int, rank: int, neurons: int) -> int:
@@ -129,8 +129,8 @@ def least_account(manifest: Manifest, seating: Seating) -> Account:
     return account(
         manifest,
         seating,
-        prefill_chunk_tokens=min(LEAST_CHUNK_TOKENS, seating.context_tokens),
-        staging_bytes=LEAST_DEPTH * largest_read_bytes(manifest.layout, bundle=True),
+        prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, seating.context_tokens),
+        staging_bytes=MIN_DEPTH * largest_read_bytes(manifest.layout, bundle=True),
     )
 
 

@@ -72,10 +72,10 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
     """What one token reads in this mode."""
     active = _mean(manifest.activity_by_layer) or ASSUMED_ACTIVITY
     fired = active
-    if manifest.activation == "silu":
+    if manifest.model.activation == "silu":
         active = fired = 1.0
-    elif manifest.activation == "drelu":
-        fired = _mean(manifest.gate_fired_by_layer) or min(1.0, active / UP_POSITIVE)
+    elif manifest.model.activation == "drelu":
+        fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, active / UP_POSITIVE)
     gates = 1.0
     if mode == "predicted" and manifest.predictor is not None:
         gates = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))

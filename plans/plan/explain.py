@@ -37,7 +37,7 @@ def explain(plan: Plan) -> str:
     lines += [f"  {name:<16}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / most)}" for name, size in parts]
     lines.append(
         f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
-        f"{m.gate_slots} gate slots, {m.rest_slots} up/down slots"
+        f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
     )
     lines += [
         "",
@@ -53,7 +53,7 @@ def explain(plan: Plan) -> str:
         f"flash  {f.engine}, {f.depth} reads at once, {f.prefetch_depth} of them guesses at most; "
         f"{'bundles whole' if f.bundle else 'gate and up/down apart'}",
         f"  reads up to {f.most_read_bytes >> 10} KiB, joined over gaps up to {f.merge_gap_bytes >> 10} KiB; "
-        f"{f.stock_gates} gate and {f.stock_rests} up/down slots kept free",
+        f"{f.reserved_triggers} gate and {f.reserved_values} up/down slots kept free",
         f"  warm-up by {f.warm_up_reads or 'ordinary'} reads"
         + (f" of {f.warm_up_read_bytes >> 10} KiB at once" if f.warm_up_reads else ""),
         "",

@@ -17,7 +17,7 @@ from neuronpipe.plans.package.fields import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 
 VERSION = 3
-MOST_PLAN_BYTES = 16 << 20
+MAX_PLAN_BYTES = 16 << 20
 
 
 Mode = Literal["exact", "predicted"]
@@ -44,7 +44,7 @@ class Compute:
     sequences: int  # KV slots: most sequences of one step
     context_tokens: int
     prefill_chunk_tokens: int
-    prefill_threads: int  # members of the prefill process
+    prefill_threads: int  # participants of the prefill process
     logit_rows: int
     decode_window_blocks: int  # blocks a decode worker has open at once
     prefill_window_blocks: int
@@ -75,12 +75,12 @@ class Memory:
     trace_bytes: int
     requests_bytes: int
     staging_bytes: int  # where the loader's reads land
-    gate_slots: int
-    rest_slots: int
+    trigger_slots: int
+    value_slots: int
     slots_bytes: int
     ffn_bytes: int  # of all slots, were everything resident
-    pinned_gates_per_layer: int  # the first clusters of each layer stay for good
-    pinned_rests_per_layer: int
+    pinned_triggers_per_layer: int  # the first clusters of each layer stay for good
+    pinned_values_per_layer: int
     least_bytes: int  # the smallest limit this package accepts with these seats
 
     def total_bytes(self) -> int:
@@ -117,8 +117,8 @@ class Flash:
     prefetch_depth: int  # guesses are read while fewer reads than this are in flight
     warm_up_reads: int  # long reads in flight while memory warms up; 0: it is read as everything else
     warm_up_read_bytes: int  # of one of them; also the size of each of their staging buffers
-    stock_gates: int  # free slots that the cache keeps ready in the loader
-    stock_rests: int
+    reserved_triggers: int  # free slots that the cache keeps ready in the loader
+    reserved_values: int
 
     @property
     def staging_bytes(self) -> int:
@@ -201,7 +201,7 @@ def parse_plan(text: str, where: str) -> Plan:
 def read_plan(path: Path) -> Plan:
     """Read a plan file."""
     try:
-        text = read_file(path, MOST_PLAN_BYTES).decode()
+        text = read_file(path, MAX_PLAN_BYTES).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot be read as a plan: {error}") from None
     return parse_plan(text, str(path))

@@ -8,8 +8,8 @@ from typing import Literal
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.account import (
-    LEAST_CHUNK_TOKENS,
     MIB,
+    MIN_CHUNK_TOKENS,
     PARTIAL_TOKENS,
     Account,
     Seating,
@@ -86,10 +86,10 @@ def _as_baseline(wanted: Wanted) -> Wanted:
 class _Planning:
     def __init__(self, manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> None:
         self._manifest, self._device, self._wanted = manifest, device, wanted
-        context_tokens = manifest.shape.context_tokens if wanted.context_tokens is None else wanted.context_tokens
-        if not 1 <= context_tokens <= manifest.shape.context_tokens:
+        context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
+        if not 1 <= context_tokens <= manifest.model.context_tokens:
             raise UserError(
-                f"--context {context_tokens}: this package's context is {manifest.shape.context_tokens} tokens"
+                f"--context {context_tokens}: this package's context is {manifest.model.context_tokens} tokens"
             )
         workers = sum(seat.role == "decode" for seat in device.seats)
         self._seating = Seating(
@@ -156,8 +156,8 @@ class _Planning:
             prefetch_depth=read.prefetch_depth,
             warm_up_reads=read.warm_up_reads,
             warm_up_read_bytes=read.warm_up_read_bytes,
-            stock_gates=regions.stock_gates,
-            stock_rests=regions.stock_rests,
+            reserved_triggers=regions.reserved_triggers,
+            reserved_values=regions.reserved_values,
         )
         return Plan(
             version=VERSION,
@@ -179,7 +179,7 @@ class _Planning:
         return reading(
             self._manifest.layout,
             self._device.flash,
-            rest_per_gate=self._rates.ups / self._rates.gates if self._rates.gates else 1.0,
+            values_per_trigger=self._rates.ups / self._rates.gates if self._rates.gates else 1.0,
             bundle=self._seating.mode == "predicted" and "bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(room, int(STAGING_SHARE * self._usable_bytes)),
@@ -193,12 +193,12 @@ class _Planning:
             fits = one.total_bytes() + least_slots <= self._usable_bytes
             if fits and one.private_bytes <= PREFILL_SHARE * self._usable_bytes:
                 return tokens
-        return min(LEAST_CHUNK_TOKENS, context)
+        return min(MIN_CHUNK_TOKENS, context)
 
     def _regions(self, others: Account, least_slots: int) -> Regions:
         manifest, wanted = self._manifest, self._wanted
         budget = usable = self._usable_bytes - others.total_bytes()
-        ffn_bytes = manifest.words * sum(slot_sizes(manifest))
+        ffn_bytes = manifest.clusters * sum(slot_sizes(manifest))
         if wanted.ffn_resident_share is not None:
             budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
         regions = fill(
@@ -221,16 +221,16 @@ class _Planning:
         )
 
     def _memory(self, others: Account, regions: Regions) -> Memory:
-        gate_bytes, rest_bytes = slot_sizes(self._manifest)
+        trigger_bytes, value_bytes = slot_sizes(self._manifest)
         return Memory(
             limit_bytes=self._limit_bytes,
             **dataclasses.asdict(others),
-            gate_slots=regions.gates,
-            rest_slots=regions.rests,
-            slots_bytes=regions.gates * gate_bytes + regions.rests * rest_bytes,
-            ffn_bytes=self._manifest.words * (gate_bytes + rest_bytes),
-            pinned_gates_per_layer=regions.pinned_gates,
-            pinned_rests_per_layer=regions.pinned_rests,
+            trigger_slots=regions.gates,
+            value_slots=regions.rests,
+            slots_bytes=regions.gates * trigger_bytes + regions.rests * value_bytes,
+            ffn_bytes=self._manifest.clusters * (trigger_bytes + value_bytes),
+            pinned_triggers_per_layer=regions.pinned_triggers,
+            pinned_values_per_layer=regions.pinned_values,
             least_bytes=least_limit_bytes(self._manifest, self._seating),
         )
 

@@ -6,10 +6,10 @@ import dataclasses
 
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
-from neuronpipe.plans.plan.account import LEAST_DEPTH, largest_read_bytes
+from neuronpipe.plans.plan.account import MIN_DEPTH, largest_read_bytes
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
-MOST_READ_BYTES = 1 << 20
+MAX_READ_BYTES = 1 << 20
 # Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
 WARM_UP_READS = 16
 PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
@@ -18,7 +18,7 @@ UNMEASURED_DEPTH = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The plan's `flash`, less the engine and the stock."""
+    """The plan's `flash`, less the engine and the reserves."""
 
     depth: int
     bundle: bool
@@ -39,37 +39,38 @@ def reading(
     layout: Layout,
     curve: FlashCurve | None,
     *,
-    rest_per_gate: float,
+    values_per_trigger: float,
     bundle: bool,
     prefetch: bool,
     staging_most_bytes: int,
 ) -> Reading:
-    """rest_per_gate: of the gate parts that are read, the share whose rest part is wanted too. bundle: False when
-    bundles are out of the question. staging_most_bytes: at least LEAST_DEPTH times the largest read of one cluster."""
+    """values_per_trigger: of the trigger parts that are read, the share whose value part is wanted too. bundle: False
+    when bundles are out of the question. staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster.
+    """
     reasons = []
-    depth = _knee_depth(curve, layout.rest_part_bytes) if curve else UNMEASURED_DEPTH
+    depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
     if bundle and curve:
         whole = _read_us(curve, layout.cluster_stride_bytes, depth)
-        gate, rest = (_read_us(curve, size, depth) for size in (layout.gate_part_bytes, layout.rest_part_bytes))
-        bundle = whole <= gate + rest_per_gate * rest
+        gate, rest = (_read_us(curve, size, depth) for size in (layout.trigger_part_bytes, layout.value_part_bytes))
+        bundle = whole <= gate + values_per_trigger * rest
         reasons.append(
             f"{'bundles are read whole' if bundle else 'the gate is read first, the rest if it fired'}: "
-            f"{whole:.1f} us for both parts, {gate:.1f} + {rest_per_gate:.2f} x {rest:.1f} us one after the other"
+            f"{whole:.1f} us for both parts, {gate:.1f} + {values_per_trigger:.2f} x {rest:.1f} us one after the other"
         )
     least = largest_read_bytes(layout, bundle=bundle)
     depth = max(1, min(depth, staging_most_bytes // least))
     wanted = _knee_size(curve, depth) if curve else least
-    most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MOST_READ_BYTES))
+    most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES))
     gap = min(_gap_bytes(curve, depth), most - least) if curve else 0
     if curve:
         reasons.append(
-            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {layout.rest_part_bytes >> 10} KiB; "
+            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {layout.value_part_bytes >> 10} KiB; "
             f"a gap of {gap >> 10} KiB costs less than another read"
         )
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
     left = (staging_most_bytes - depth * most) // WARM_UP_READS // PAGE_BYTES * PAGE_BYTES
-    warm_up_read = min(left, MOST_READ_BYTES) if left > most else 0
+    warm_up_read = min(left, MAX_READ_BYTES) if left > most else 0
     return Reading(
         depth=depth,
         bundle=bundle,
@@ -91,7 +92,7 @@ def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
     """The fewest reads at once that come close to the best."""
     speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
     best = max(speeds.values())
-    return max(LEAST_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
+    return max(MIN_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
 
 
 def _knee_size(curve: FlashCurve, depth: int) -> int:
@@ -110,6 +111,6 @@ def _gap_bytes(curve: FlashCurve, depth: int) -> int:
         return 0
     small_us, large_us = _read_us(curve, small, depth), _read_us(curve, large, depth)
     if large_us <= small_us:
-        return MOST_READ_BYTES
+        return MAX_READ_BYTES
     bytes_per_us = (large - small) / (large_us - small_us)
     return max(0, int(small_us * bytes_per_us) - small) // PAGE_BYTES * PAGE_BYTES

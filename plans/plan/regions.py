@@ -17,10 +17,10 @@ from neuronpipe.plans.plan.plan import Mode
 # What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
 PINNED_FROM = 0.5
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
-LEAST_STOCK = 64
+MIN_STOCK = 64
 # Of the slots: the cache frees more in a fraction of a layer's time, and a slot kept free holds nothing. With a fifth
 # kept free, exact mode at half resident missed three quarters of what fired.
-MOST_STOCK = 1 / 32
+MAX_STOCK = 1 / 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Regions:
 
     gates: int
     rests: int
-    pinned_gates: int  # of each layer
-    pinned_rests: int
+    pinned_triggers: int  # of each layer
+    pinned_values: int
     window: int  # blocks open at once, of a layer
-    stock_gates: int
-    stock_rests: int
+    reserved_triggers: int
+    reserved_values: int
     reasons: tuple[str, ...]
 
 
@@ -45,7 +45,7 @@ def touched(share: float, neurons: int) -> float:
 def fill(
     manifest: Manifest, rates: Rates, *, mode: Mode, workers: int, budget: int, cache: bool, window_tokens: int
 ) -> Regions | None:
-    """Share `budget` bytes out between gate and rest slots; None when it is too small for one block per worker.
+    """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
     cache: False keeps only what a step needs. window_tokens: keep no more than so many tokens use (0: whatever fits).
     """
@@ -55,10 +55,10 @@ def fill(
 class _Filling:
     def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int) -> None:
         self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
-        self._layers = manifest.shape.layers * manifest.shape.experts
-        self._all = manifest.words
-        self._gate_bytes, self._rest_bytes = slot_sizes(manifest)
-        self._both_bytes = self._gate_bytes + self._rest_bytes
+        self._layers = manifest.model.layers * manifest.model.experts
+        self._all = manifest.clusters
+        self._trigger_bytes, self._value_bytes = slot_sizes(manifest)
+        self._both_bytes = self._trigger_bytes + self._value_bytes
 
     def fill(self, budget: int, *, cache: bool, window_tokens: int) -> Regions | None:
         if cache and not window_tokens and budget >= self._all * self._both_bytes:
@@ -77,22 +77,22 @@ class _Filling:
             reasons.append(f"slots for what {window_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         elif self._mode == "predicted":
             gates = rests = min(budget // self._both_bytes, self._all)
-        elif budget >= self._all * self._gate_bytes + moving * self._rest_bytes:
+        elif budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
             gates = self._all
-            rests = min(self._all, (budget - gates * self._gate_bytes) // self._rest_bytes)
+            rests = min(self._all, (budget - gates * self._trigger_bytes) // self._value_bytes)
         else:
-            gates, rests = min(self._all, (budget - moving * self._rest_bytes) // self._gate_bytes), moving
-        pinned_gates, pinned_rests = self._pinned(gates, rests, moving) if cache and not window_tokens else (0, 0)
+            gates, rests = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
+        pinned_triggers, pinned_values = self._pinned(gates, rests, moving) if cache and not window_tokens else (0, 0)
         if cache and not window_tokens:
-            reasons.append(self._said(gates, rests, pinned_gates, pinned_rests))
+            reasons.append(self._said(gates, rests, pinned_triggers, pinned_values))
         return Regions(
             gates=gates,
             rests=rests,
-            pinned_gates=pinned_gates,
-            pinned_rests=pinned_rests,
+            pinned_triggers=pinned_triggers,
+            pinned_values=pinned_values,
             window=window,
-            stock_gates=self._stock(gates, self._rates.gates, moving),
-            stock_rests=self._stock(rests, self._rates.ups, moving),
+            reserved_triggers=self._stock(gates, self._rates.gates, moving),
+            reserved_values=self._stock(rests, self._rates.ups, moving),
             reasons=tuple(reasons),
         )
 
@@ -100,11 +100,11 @@ class _Filling:
         return Regions(
             gates=self._all,
             rests=self._all,
-            pinned_gates=self._layout.clusters,
-            pinned_rests=self._layout.clusters,
+            pinned_triggers=self._layout.clusters,
+            pinned_values=self._layout.clusters,
             window=self._layout.blocks,
-            stock_gates=0,
-            stock_rests=0,
+            reserved_triggers=0,
+            reserved_values=0,
             reasons=("everything is resident: nothing is read after start-up",),
         )
 
@@ -138,27 +138,27 @@ class _Filling:
         return max(0, gates - moving) // self._layers, 0
 
     def _stock(self, slots: int, share: float, moving: int) -> int:
-        """Twice what one token is expected to miss, within MOST_STOCK and half of what may move; none where nothing is
+        """Twice what one token is expected to miss, within MAX_STOCK and half of what may move; none where nothing is
         evicted."""
         if slots == self._all:
             return 0
         wanted = touched(share, self._layout.cluster_neurons) * self._all
         missed = wanted * (1 - self._rates.activations_within(slots / self._all))
-        return min(moving // 2, max(LEAST_STOCK, min(int(STOCK_FACTOR * missed), int(MOST_STOCK * slots))))
+        return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))
 
-    def _said(self, gates: int, rests: int, pinned_gates: int, pinned_rests: int) -> str:
+    def _said(self, gates: int, rests: int, pinned_triggers: int, pinned_values: int) -> str:
         clusters = self._layout.clusters
         if self._mode == "predicted":
             return (
-                f"{gates} of {self._all} bundles fit; the {pinned_gates} hottest of the {clusters} of each layer stay "
-                f"(they fire in {PINNED_FROM:.0%} of all tokens), the others stay while they are used"
+                f"{gates} of {self._all} bundles fit; the {pinned_triggers} hottest of the {clusters} of each layer "
+                f"stay (they fire in {PINNED_FROM:.0%} of all tokens), the others stay while they are used"
             )
         if gates == self._all:
             return (
                 f"all gates are resident; {rests} of {self._all} up/down parts fit, "
-                f"the {pinned_rests} hottest of each layer stay"
+                f"the {pinned_values} hottest of each layer stay"
             )
         return (
-            f"{pinned_gates} of {clusters} gates per layer stay, the others are read for every token: "
+            f"{pinned_triggers} of {clusters} gates per layer stay, the others are read for every token: "
             "memory does not hold all gates"
         )

@@ -26,31 +26,33 @@ def expected(
     speed: MemorySpeed | None,
 ) -> Expected:
     """One token at half of the context."""
-    shape, layout = manifest.shape, manifest.layout
-    row_bytes = quant_bytes(manifest.quantization, shape.width) + scale_bytes(manifest.quantization, shape.width)
-    neurons = shape.layers * shape.experts * shape.neurons
+    model, layout = manifest.model, manifest.layout
+    row_bytes = quant_bytes(manifest.quantization, model.width) + scale_bytes(manifest.quantization, model.width)
+    neurons = model.layers * model.experts * model.neurons
     sequential = memory.fixed_bytes + memory.predictor_bytes
-    if not manifest.tied_embeddings:
-        sequential -= shape.vocabulary * row_bytes  # of the embedding one row is read
-    seen_tokens = min(compute.context_tokens // 2, shape.window_tokens or compute.context_tokens)
-    sequential += shape.layers * shape.key_heads * 2 * seen_tokens * shape.head_width * 2
-    gate_bytes, rest_bytes = rates.gates * neurons * row_bytes, (rates.ups + rates.downs) * neurons * row_bytes
-    gates_wanted = touched(rates.gates, layout.cluster_neurons) * manifest.words
-    rests_wanted = touched(rates.ups, layout.cluster_neurons) * manifest.words
+    if not manifest.model.tied_embeddings:
+        sequential -= model.vocabulary * row_bytes  # of the embedding one row is read
+    half = compute.context_tokens // 2
+    seen_tokens = sum(min(half, window or half) for window in model.windows_tokens)  # of all layers
+    sequential += seen_tokens * model.key_heads * 2 * model.head_width * 2
+    value_rows = rates.downs + (rates.ups if model.gated else 0)
+    trigger_bytes, value_bytes = rates.gates * neurons * row_bytes, value_rows * neurons * row_bytes
+    triggers_wanted = touched(rates.gates, layout.cluster_neurons) * manifest.clusters
+    values_wanted = touched(rates.ups, layout.cluster_neurons) * manifest.clusters
     if rates.gates == 1.0:  # all of them, one after the other
-        sequential, in_pieces, pieces = sequential + int(gate_bytes), int(rest_bytes), rests_wanted
+        sequential, in_pieces, pieces = sequential + int(trigger_bytes), int(value_bytes), values_wanted
     else:
-        in_pieces, pieces = int(gate_bytes + rest_bytes), gates_wanted + rests_wanted
+        in_pieces, pieces = int(trigger_bytes + value_bytes), triggers_wanted + values_wanted
     piece_bytes = max(1, int(in_pieces / pieces)) if pieces else row_bytes
 
-    gate_misses = int(gates_wanted * _missed(rates, memory.gate_slots, manifest.words, compute.mode))
-    rest_misses = int(rests_wanted * _missed(rates, memory.rest_slots, manifest.words, "predicted"))
+    trigger_misses = int(triggers_wanted * _missed(rates, memory.trigger_slots, manifest.clusters, compute.mode))
+    value_misses = int(values_wanted * _missed(rates, memory.value_slots, manifest.clusters, "predicted"))
     if flash.bundle:
-        reads, read_bytes = gate_misses, gate_misses * layout.cluster_stride_bytes
-        rest_misses = min(rest_misses, gate_misses)
+        reads, read_bytes = trigger_misses, trigger_misses * layout.cluster_stride_bytes
+        value_misses = min(value_misses, trigger_misses)
     else:
-        reads = gate_misses + rest_misses
-        read_bytes = gate_misses * layout.gate_part_bytes + rest_misses * layout.rest_part_bytes
+        reads = trigger_misses + value_misses
+        read_bytes = trigger_misses * layout.trigger_part_bytes + value_misses * layout.value_part_bytes
 
     sequential_ms = 1e3 * sequential / speed.sequential_bytes_per_s if speed else None
     neuron_ms = 1e3 * in_pieces / speed.piece_bytes_per_s(piece_bytes) if speed else None
@@ -77,7 +79,7 @@ def expected(
         flash_ms_per_token=_rounded(flash_ms),
         exposed_flash_ms_per_token=_rounded(exposed_ms),
         tokens_per_s=_rounded(tokens_per_s),
-        miss_rate=round((gate_misses + rest_misses) / max(1.0, gates_wanted + rests_wanted), 4),
+        miss_rate=round((trigger_misses + value_misses) / max(1.0, triggers_wanted + values_wanted), 4),
     )
 
 

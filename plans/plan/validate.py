@@ -25,12 +25,12 @@ from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")
 SINGLE_ROLES = ("coordinator", "loader", "cache", "prefill")
-MOST_WORKERS = 64
-MOST_SEQUENCES = 64
-MOST_TOKENS_AT_ONCE = 4096
-MOST_SPIN_US = 1_000_000
-MOST_DEPTH = 4096
-MOST_READ_BYTES = 1 << 26
+MAX_WORKERS = 64
+MAX_SEQUENCES = 64
+MAX_TOKENS_AT_ONCE = 4096
+MAX_SPIN_US = 1_000_000
+MAX_DEPTH = 4096
+MAX_READ_BYTES = 1 << 26
 
 
 def validate(plan: Plan, manifest: Manifest, where: str) -> None:
@@ -61,7 +61,7 @@ class _Check:
     def _seats(self) -> None:
         seats = self._plan.compute.seats
         workers = len(self._plan.compute.decode_workers())
-        self._within("compute.seats", workers, 1, MOST_WORKERS)
+        self._within("compute.seats", workers, 1, MAX_WORKERS)
         expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
         expected += [(GATEWAY, 0)] if any(seat.role == GATEWAY for seat in seats) else []
         decode = [seat.index for seat in seats if seat.role == "decode"]
@@ -79,11 +79,11 @@ class _Check:
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks
         for name, most in (
-            ("context_tokens", self._manifest.shape.context_tokens),
-            ("sequences", MOST_SEQUENCES),
-            ("prefill_chunk_tokens", min(MOST_TOKENS_AT_ONCE, compute.context_tokens)),
-            ("prefill_threads", MOST_WORKERS),
-            ("logit_rows", MOST_TOKENS_AT_ONCE),
+            ("context_tokens", self._manifest.model.context_tokens),
+            ("sequences", MAX_SEQUENCES),
+            ("prefill_chunk_tokens", min(MAX_TOKENS_AT_ONCE, compute.context_tokens)),
+            ("prefill_threads", MAX_WORKERS),
+            ("logit_rows", MAX_TOKENS_AT_ONCE),
             ("decode_window_blocks", blocks),
             ("prefill_window_blocks", blocks),
         ):
@@ -93,7 +93,7 @@ class _Check:
                 "compute.prefill_chunk_tokens",
                 f"{compute.prefill_chunk_tokens}, but where a window is less than a layer, {PARTIAL_TOKENS} at most",
             )
-        self._within("compute.spin_us", compute.spin_us, 0, MOST_SPIN_US)
+        self._within("compute.spin_us", compute.spin_us, 0, MAX_SPIN_US)
         if compute.mode == "predicted" and self._manifest.predictor is None:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
         if compute.logit_rows < compute.sequences:
@@ -103,44 +103,44 @@ class _Check:
         flash = self._plan.flash
         if flash.engine not in ENGINES:
             self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
-        self._within("flash.depth", flash.depth, 1, MOST_DEPTH)
+        self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
         self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
         least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle)
-        self._within("flash.most_read_bytes", flash.most_read_bytes, least, MOST_READ_BYTES)
+        self._within("flash.most_read_bytes", flash.most_read_bytes, least, MAX_READ_BYTES)
         if flash.most_read_bytes % PAGE_BYTES:
             self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
         self._within("flash.merge_gap_bytes", flash.merge_gap_bytes, 0, flash.most_read_bytes)
-        self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MOST_DEPTH - flash.depth)
+        self._within("flash.warm_up_reads", flash.warm_up_reads, 0, MAX_DEPTH - flash.depth)
         least_long = flash.most_read_bytes if flash.warm_up_reads else 0
-        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, least_long, MOST_READ_BYTES)
+        self._within("flash.warm_up_read_bytes", flash.warm_up_read_bytes, least_long, MAX_READ_BYTES)
         if flash.warm_up_read_bytes % PAGE_BYTES:
             self._fail("flash.warm_up_read_bytes", f"{flash.warm_up_read_bytes} is not a number of whole pages")
 
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        words, layers = self._manifest.words, self._manifest.shape.layers * self._manifest.shape.experts
+        words, layers = self._manifest.clusters, self._manifest.model.layers * self._manifest.model.experts
         open_clusters = max(
-            # Members meet between layers: windows of a whole layer are one window.
-            layout.clusters if window == layout.blocks else min(words, members * window * layout.block_clusters)
-            for members, window in (
+            # Participants meet between layers: windows of a whole layer are one window.
+            layout.clusters if window == layout.blocks else min(words, participants * window * layout.block_clusters)
+            for participants, window in (
                 (len(compute.decode_workers()), compute.decode_window_blocks),
                 (compute.prefill_threads, compute.prefill_window_blocks),
             )
         )
-        for part, slots, pinned, stock in (
-            ("gate", memory.gate_slots, memory.pinned_gates_per_layer, flash.stock_gates),
-            ("rest", memory.rest_slots, memory.pinned_rests_per_layer, flash.stock_rests),
+        for part, slots, pinned, reserved in (
+            ("trigger", memory.trigger_slots, memory.pinned_triggers_per_layer, flash.reserved_triggers),
+            ("value", memory.value_slots, memory.pinned_values_per_layer, flash.reserved_values),
         ):
             self._within(f"memory.{part}_slots", slots, 1, words)
             self._within(f"memory.pinned_{part}s_per_layer", pinned, 0, layout.clusters)
-            self._within(f"flash.stock_{part}s", stock, 0, slots)
-            needed = open_clusters + pinned * layers + stock
-            if slots < min(words, needed) or (slots == words and stock):
+            self._within(f"flash.reserved_{part}s", reserved, 0, slots)
+            needed = open_clusters + pinned * layers + reserved
+            if slots < min(words, needed) or (slots == words and reserved):
                 self._fail(
                     f"memory.{part}_slots",
                     f"{slots}, but {open_clusters} clusters may be open, "
-                    f"{pinned * layers} are pinned and {stock} are kept free",
+                    f"{pinned * layers} are pinned and {reserved} are kept free",
                 )
 
     def _bytes(self) -> None:
@@ -161,10 +161,10 @@ class _Check:
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             staging_bytes=flash.staging_bytes,
         )
-        gate_bytes, rest_bytes = slot_sizes(self._manifest)
+        trigger_bytes, value_bytes = slot_sizes(self._manifest)
         expected = dataclasses.asdict(others) | {
-            "slots_bytes": memory.gate_slots * gate_bytes + memory.rest_slots * rest_bytes,
-            "ffn_bytes": self._manifest.words * (gate_bytes + rest_bytes),
+            "slots_bytes": memory.trigger_slots * trigger_bytes + memory.value_slots * value_bytes,
+            "ffn_bytes": self._manifest.clusters * (trigger_bytes + value_bytes),
             "least_bytes": least_limit_bytes(self._manifest, seating),
         }
         for name, value in expected.items():

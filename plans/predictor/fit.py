@@ -28,8 +28,8 @@ POWER_STEPS = 2
 SPARE_DIRECTIONS = 16
 PRIOR_FIRINGS = 2.0
 BISECTIONS = 24
-LEAST_DEVIATION = 1e-6
-LEAST_ACTIVITY = 0.003
+MIN_DEVIATION = 1e-6
+MIN_ACTIVITY = 0.003
 NEVER = np.float32(-1e30)  # a bias that no score reaches
 
 
@@ -48,10 +48,8 @@ class Calibration:
 def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall: float) -> LayerFactors:
     """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text. Raises UserError
     when there are no numbers to encode."""
-    weight = np.sqrt(layer.active.mean(axis=0) + LEAST_ACTIVITY)  # what fires often costs more when it is missed
-    deviation = {
-        side: np.maximum(values.std(axis=0), LEAST_DEVIATION) / weight for side, values in layer.values.items()
-    }
+    weight = np.sqrt(layer.active.mean(axis=0) + MIN_ACTIVITY)  # what fires often costs more when it is missed
+    deviation = {side: np.maximum(values.std(axis=0), MIN_DEVIATION) / weight for side, values in layer.values.items()}
     scaled = np.concatenate(
         [(values - values.mean(axis=0)) / deviation[side] for side, values in layer.values.items()], axis=1
     )
@@ -98,7 +96,7 @@ def _orthonormal(basis: Array) -> Array:
     """Orthonormal columns of the same span, by products alone: an order faster than Householder's for tall matrices.
     Directions below the precision of their inner products become zero."""
     size, turn = np.linalg.eigh((basis.T @ basis).astype(np.float64))
-    inverse = np.where(size > LEAST_DEVIATION * size[-1], 1 / np.sqrt(np.maximum(size, 1e-300)), 0)
+    inverse = np.where(size > MIN_DEVIATION * size[-1], 1 / np.sqrt(np.maximum(size, 1e-300)), 0)
     return np.asarray(basis @ (turn * inverse).astype(np.float32))
 
 
@@ -107,7 +105,7 @@ def carried_over(rows: Array, reads: Array, target: Array) -> Array:
     leaves by ridge regression, so that a short text does not invent relations."""
     source, wanted = reads - reads.mean(axis=0), target - target.mean(axis=0)
     power = np.square(source).sum(axis=0)
-    slope = (source * wanted).sum(axis=0) / np.maximum(power, LEAST_DEVIATION)
+    slope = (source * wanted).sum(axis=0) / np.maximum(power, MIN_DEVIATION)
     left = (wanted - source * slope) @ rows.T
     tokens, width = source.shape
     ridge = np.float32(power.mean() * max(0.01, width / tokens))
@@ -168,15 +166,15 @@ def thresholds(
 def _constant(value: Array) -> Array:
     """1 for a neuron whose value is always the same and above zero, -1 where it is not above zero, 0 for all others."""
     sign = np.where(value[0] > 0, np.float32(1), np.float32(-1))
-    return np.where(value.std(axis=0) <= LEAST_DEVIATION, sign, np.float32(0))
+    return np.where(value.std(axis=0) <= MIN_DEVIATION, sign, np.float32(0))
 
 
 def _line(score: Array, value: Array) -> tuple[Array, Array, Array]:
     """slope, offset and error's deviation of value ≈ slope · score + offset, each [neurons]."""
     score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
-    spread = np.maximum(score.var(axis=0), LEAST_DEVIATION**2)
+    spread = np.maximum(score.var(axis=0), MIN_DEVIATION**2)
     slope = ((score - score_mean) * (value - value_mean)).mean(axis=0) / spread
-    slope = np.maximum(slope, LEAST_DEVIATION)
+    slope = np.maximum(slope, MIN_DEVIATION)
     offset = value_mean - slope * score_mean
-    error = np.sqrt(np.maximum(value.var(axis=0) - np.square(slope) * spread, LEAST_DEVIATION**2))
+    error = np.sqrt(np.maximum(value.var(axis=0) - np.square(slope) * spread, MIN_DEVIATION**2))
     return slope, offset, error

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 NAME = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
-LEAST_NORM_WEIGHT = 1e-6
+MIN_NORM_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ImportedPredictor:
         [width] of the norm whose output is read, None when fc1 was trained on normed vectors."""
         first, second = self._read(number, 1), self._read(number, 2)
         if norm is not None:
-            known = np.abs(norm) > LEAST_NORM_WEIGHT
+            known = np.abs(norm) > MIN_NORM_WEIGHT
             first = np.where(known, first / np.where(known, norm, 1), 0).astype(np.float32)
         missing = self.rank - len(first)
         return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
@@ -65,22 +65,22 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
             f"{path}: the package's neurons are stored by frequency, a predictor's rows are in the source's order; "
             "convert the model again without --frequencies"
         )
-    shape = manifest.shape
+    model = manifest.model
     entries: dict[tuple[int, int], TensorEntry] = {}
     for name, entry in read_header(path).items():
         if match := NAME.fullmatch(name):
             if entry.dtype not in PLAIN_BYTES or len(entry.shape) != 2:
                 raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(PLAIN_BYTES)}")
             entries[int(match[1]), int(match[2])] = entry
-    for layer in range(shape.layers):
+    for layer in range(model.layers):
         for matrix in (1, 2):
             if (layer, matrix) not in entries:
                 raise UserError(f"{path}: fc{matrix} of layer {layer} is missing; names end in N.fc{matrix}.weight")
         first, second = entries[layer, 1].shape, entries[layer, 2].shape
-        if first[1] != shape.width or second != (shape.neurons, first[0]):
+        if first[1] != model.width or second != (model.neurons, first[0]):
             raise UserError(
-                f"{path}: layer {layer}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {shape.width} "
-                f"and {shape.neurons} neurons"
+                f"{path}: layer {layer}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {model.width} "
+                f"and {model.neurons} neurons"
             )
-    most = max(entries[layer, 1].shape[0] for layer in range(shape.layers))
+    most = max(entries[layer, 1].shape[0] for layer in range(model.layers))
     return ImportedPredictor(path, entries, -(-most // GROUP_WEIGHTS) * GROUP_WEIGHTS)

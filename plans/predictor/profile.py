@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
 from neuronpipe.plans.package.predictor import DEFAULT_RECALL
@@ -23,7 +24,7 @@ from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-SIDES: dict[str, tuple[Side, ...]] = {"gate": ("gate",), "both": ("gate", "up")}
+BOTH_SIDES: tuple[Side, ...] = ("gate", "up")
 
 Progress = Callable[[int, int], None]
 
@@ -68,19 +69,19 @@ def profile(
     imported_reads_normed: bool = False,
     progress: Progress | None = None,
 ) -> Profiled:
-    """Fit, judge and write a predictor. sides: `gate`, `both` or `auto`: with drelu both sides are tried, and the gate
+    """Fit, judge and write a predictor. sides: `trigger`, `both` or `auto`: with drelu both are tried, and the trigger
     alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor is taken
     instead, with its own rank, and only its thresholds are fitted; imported_reads_normed: it was trained on normed
     vectors, not on the residual stream. Raises UserError."""
-    manifest, shape = package.manifest, package.manifest.shape
-    if manifest.activation == "silu":
+    model = package.manifest.model
+    if model.activation == "silu":
         raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
-    if rank % GROUP_WEIGHTS or not 0 < rank <= shape.width:
-        raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {shape.width}")
+    if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
+        raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
     if imported is not None:
-        candidates = [Candidate(SIDES["gate"], imported.rank, "relu")]
+        candidates = [Candidate((model.trigger,), imported.rank, "relu")]
     else:
-        candidates = _candidates(sides, rank, shape.width, shape.neurons, manifest.activation == "drelu")
+        candidates = _candidates(sides, rank, model)
     package.verify_fixed()
     weights = PackageWeights(package)
     cut = texts.calibration_tokens
@@ -90,17 +91,17 @@ def profile(
     def tell(tokens: int) -> None:
         """So many tokens of all layers: of both texts to fit and judge, then of the one held out to rate the result."""
         if progress is not None:
-            progress(tokens, shape.layers * (both + held_out))
+            progress(tokens, model.layers * (both + held_out))
 
     tell(0)
     mean: list[float] = []
-    gate_fired: list[float] = []
+    trigger_fired: list[float] = []
 
     def observe(run: LayerRun) -> None:
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         active = run.inner != 0
         mean.append(round(float(active.mean()), 6))
-        gate_fired.append(round(float((run.gate_values > 0).mean()), 6))
+        trigger_fired.append(round(float((run.values[model.trigger] > 0).mean()), 6))
         for candidate in candidates:
             calibration = _calibration(run, inputs, active, cut, candidate.sides)
             if imported is None:
@@ -108,7 +109,7 @@ def profile(
             else:
                 norm = f"layers.{run.layer}.{'ffn_norm' if reads == 'feed_forward' else 'attention_norm'}"
                 first, second = imported.layer(run.layer, None if imported_reads_normed else weights.vector(norm))
-                sides_rows: dict[Side, Rows] = {"gate": encode(quantization, second)}
+                sides_rows: dict[Side, Rows] = {model.trigger: encode(quantization, second)}
                 factors = thresholds(encode(quantization, first), sides_rows, calibration, quantization, recall, "relu")
             predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[cut:])
             candidate.factors.append(factors)
@@ -122,42 +123,41 @@ def profile(
     predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality))
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
-        tell(shape.layers * both + run.layer * held_out)
+        tell(model.layers * both + run.layer * held_out)
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         return predicted_neurons(quantization, best.factors[run.layer], best.hidden, inputs)
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
     return Profiled(
-        write_predictor(package, predictor, best.factors, Activity(tuple(mean), tuple(gate_fired))),
+        write_predictor(package, predictor, best.factors, Activity(tuple(mean), tuple(trigger_fired))),
         candidates,
         _perplexity(exact, hidden[cut:], texts.held_out),
         _perplexity(exact, predicted_hidden, texts.held_out),
     )
 
 
-def _candidates(sides: str, rank: int, width: int, neurons: int, drelu: bool) -> list[Candidate]:
-    if sides == "both" and not drelu:
+def _candidates(sides: str, rank: int, model: ModelSpec) -> list[Candidate]:
+    trigger, width, neurons = (model.trigger,), model.width, model.neurons
+    if sides == "both" and model.activation != "drelu":
         raise UserError("--sides both: only with drelu does the sign of up decide anything")
-    if sides != "auto":
-        return [Candidate(SIDES[sides], rank)]
-    if not drelu:
-        return [Candidate(SIDES["gate"], rank)]
+    if sides == "both":
+        return [Candidate(BOTH_SIDES, rank)]
+    if sides == "trigger" or model.activation != "drelu":
+        return [Candidate(trigger, rank)]
     same_bytes = rank * (width + 2 * neurons) // (width + neurons) // GROUP_WEIGHTS * GROUP_WEIGHTS
-    return [Candidate(SIDES["both"], rank), Candidate(SIDES["gate"], min(same_bytes, width))]
+    return [Candidate(BOTH_SIDES, rank), Candidate(trigger, min(same_bytes, width))]
 
 
 def _calibration(
     run: LayerRun, inputs: NDArray[np.float32], active: NDArray[np.bool_], cut: int, sides: tuple[Side, ...]
 ) -> Calibration:
-    weights: dict[Side, NDArray[np.float32]] = {"gate": run.gate, "up": run.up}
-    values: dict[Side, NDArray[np.float32]] = {"gate": run.gate_values[:cut], "up": run.up_values[:cut]}
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
         feed_forward=feed_forward,
-        weights={side: weights[side] for side in sides},
-        values={side: values[side] for side in sides},
+        weights={side: run.weights[side] for side in sides},
+        values={side: run.values[side][:cut] for side in sides},
         active=active[:cut],
     )
 

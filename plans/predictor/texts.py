@@ -11,9 +11,9 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
 
-MOST_WINDOW_TOKENS = 512
+MAX_WINDOW_TOKENS = 512
 HELD_OUT_PART = 4  # one in so many windows is held out
-LEAST_TOKENS = 512
+MIN_TOKENS = 512
 
 Window = Sequence[int]
 
@@ -42,8 +42,8 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
         .encode(text)
         .ids[: tokens + tokens // HELD_OUT_PART]
     )
-    if len(ids) < LEAST_TOKENS:
-        raise UserError(f"{path}: {len(ids)} tokens; a predictor needs {LEAST_TOKENS} or more")
+    if len(ids) < MIN_TOKENS:
+        raise UserError(f"{path}: {len(ids)} tokens; a predictor needs {MIN_TOKENS} or more")
     length = _window_tokens(package.manifest)
     windows = [ids[start : start + length] for start in range(0, len(ids), length)]
     cut = max(1, len(windows) - max(1, len(windows) // (HELD_OUT_PART + 1)))
@@ -80,4 +80,4 @@ def from_workload(manifest: Manifest, tokens: int) -> Texts:
 
 
 def _window_tokens(manifest: Manifest) -> int:
-    return min(MOST_WINDOW_TOKENS, manifest.shape.context_tokens)
+    return min(MAX_WINDOW_TOKENS, manifest.model.context_tokens)

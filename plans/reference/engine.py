@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from neuronpipe.plans.package.manifest import Activation, Shape
+from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.weights import Array, PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -27,13 +27,23 @@ def _relu(x: Array) -> Array:
     return np.maximum(x, np.float32(0))
 
 
-# The inner activations of a neuron from its gate and up values. A neuron fires when the result is not zero.
-ACTIVATION: dict[Activation, Callable[[Array, Array], Array]] = {
+# The inner activations of a neuron from its gate and up values, or from its up value alone. A neuron fires when the
+# result is not zero.
+GATED: dict[Activation, Callable[[Array, Array], Array]] = {
     "relu": lambda gate, up: _relu(gate) * up,
     "drelu": lambda gate, up: _relu(gate) * _relu(up),
     "relu2": lambda gate, up: np.square(_relu(gate)) * up,
     "silu": lambda gate, up: gate * (1 + np.tanh(gate / 2)) / 2 * up,  # gate * sigmoid(gate), without overflow
 }
+
+
+UNGATED: dict[Activation, Callable[[Array], Array]] = {"relu": _relu, "relu2": lambda up: np.square(_relu(up))}
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
+    """(x - mean) / deviation * weight + bias over the last axis."""
+    centred = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    return rms_norm(centred, weight, epsilon) + bias
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
@@ -67,16 +77,15 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One layer while it is computed: the normed inputs of attention and feed-forward [tokens, width], Gate and Up
-    [neurons, width] and their values [tokens, neurons], and the inner activations (zero: the neuron did not fire)."""
+    """One layer while it is computed: the normed inputs of attention and feed-forward [tokens, width], the matrices
+    before Down, `gate` (where there is one) and `up`, [neurons, width], their values [tokens, neurons], and the inner
+    activations (zero: the neuron did not fire)."""
 
     layer: int
     attention_input: Array
     feed_forward_input: Array
-    gate: Array
-    up: Array
-    gate_values: Array
-    up_values: Array
+    weights: Mapping[str, Array]
+    values: Mapping[str, Array]
     inner: Array
 
 
@@ -103,12 +112,15 @@ class ReferenceEngine:
     def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
         """The residual stream after the last layer [tokens of all texts, width], every text from its own start, and the
         firing counts int64 [layers, neurons]."""
-        shape = self._manifest.shape
+        model = self._manifest.model
         for tokens in texts:
-            self._check(tokens, shape)
+            self._check(tokens, model)
         x = self._weights.matrix("embedding")[np.concatenate([np.asarray(tokens) for tokens in texts])]
-        fired = np.empty((shape.layers, shape.neurons), dtype=np.int64)
-        for layer in range(shape.layers):
+        if model.positions == "learned":
+            table = self._weights.vector("position_embedding").reshape(-1, model.width)
+            x = x + np.concatenate([table[: len(tokens)] for tokens in texts])
+        fired = np.empty((model.layers, model.neurons), dtype=np.int64)
+        for layer in range(model.layers):
             attention_input = self._normed(f"layers.{layer}.attention_norm", x)
             x = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
             change, fired[layer] = self._feed_forward(layer, attention_input, x)
@@ -117,39 +129,64 @@ class ReferenceEngine:
 
     def logits(self, hidden: Array) -> Array:
         """Logits [tokens, vocabulary] of the residual stream after the last layer."""
-        output = self._weights.matrix("embedding" if self._manifest.tied_embeddings else "output")
+        output = self._weights.matrix("embedding" if self._manifest.model.tied_embeddings else "output")
         return self._normed("output_norm", hidden) @ output.T
 
     def _normed(self, name: str, x: Array) -> Array:
-        return rms_norm(x, self._weights.vector(name), self._manifest.shape.norm_epsilon)
+        model, weight = self._manifest.model, self._weights.vector(name)
+        if model.norm == "layer":
+            return layer_norm(x, weight, self._weights.vector(f"{name}.bias"), model.norm_epsilon)
+        return rms_norm(x, weight, model.norm_epsilon)
 
-    def _check(self, tokens: Sequence[int], shape: Shape) -> None:
-        if not 1 <= len(tokens) <= shape.context_tokens:
-            raise UserError(f"{len(tokens)} tokens: this package takes 1 to {shape.context_tokens}")
+    def _check(self, tokens: Sequence[int], model: ModelSpec) -> None:
+        if not 1 <= len(tokens) <= model.context_tokens:
+            raise UserError(f"{len(tokens)} tokens: this package takes 1 to {model.context_tokens}")
         for token in tokens:
-            if not 0 <= token < shape.vocabulary:
-                raise UserError(f"token {token}: this package has ids 0 to {shape.vocabulary - 1}")
+            if not 0 <= token < model.vocabulary:
+                raise UserError(f"token {token}: this package has ids 0 to {model.vocabulary - 1}")
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
-        shape, weights, name = self._manifest.shape, self._weights, f"layers.{layer}"
+        model, weights, name = self._manifest.model, self._weights, f"layers.{layer}"
         qkv = normed @ weights.matrix(f"{name}.qkv").T
-        if self._manifest.attention_bias:
+        if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
-        frequency, mixed = weights.vector("rope.inverse_frequency"), []
-        for text in np.split(qkv.reshape(len(normed), -1, shape.head_width), np.cumsum(lengths)[:-1]):
-            queries, keys, values = np.split(text, (shape.query_heads, shape.query_heads + shape.key_heads), axis=1)
-            angles = np.arange(len(text), dtype=np.float32)[:, None] * frequency
-            mixed.append(attend(rotate(queries, angles), rotate(keys, angles), values, shape.window_tokens))
-        return np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
+        mixed = []
+        for text in np.split(qkv.reshape(len(normed), -1, model.head_width), np.cumsum(lengths)[:-1]):
+            queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
+            queries, keys = self._placed(f"{name}.query_norm", queries), self._placed(f"{name}.key_norm", keys)
+            mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
+        attention = np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
+        return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
+
+    def _placed(self, norm: str, heads: Array) -> Array:
+        """Queries or keys [tokens, heads, head_width] as attention compares them: normed and rotated, by the model."""
+        model = self._manifest.model
+        if model.head_norm:
+            heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
+        if model.positions != "rotary":
+            return heads
+        frequency = self._weights.vector("rope.inverse_frequency")
+        return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
 
     def _feed_forward(self, layer: int, attention_input: Array, x: Array) -> tuple[Array, np.ndarray]:
-        normed = self._normed(f"layers.{layer}.ffn_norm", x)
-        gate, up, down = self._weights.neurons(layer)
-        gate_values, up_values = normed @ gate.T, normed @ up.T
-        inner = ACTIVATION[self._manifest.activation](gate_values, up_values)
-        run = LayerRun(layer, attention_input, normed, gate, up, gate_values, up_values, inner)
+        model, name = self._manifest.model, f"layers.{layer}"
+        normed = self._normed(f"{name}.ffn_norm", x)
+        *before, down = self._weights.neurons(layer)
+        weights = dict(zip(model.ffn_matrices, before, strict=False))
+        values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
+        if model.ffn_bias:
+            values["up"] = values["up"] + self._weights.vector(f"{name}.up.bias")
+        inner = (
+            GATED[model.activation](values["gate"], values["up"])
+            if model.gated
+            else UNGATED[model.activation](values["up"])
+        )
+        run = LayerRun(layer, attention_input, normed, weights, values, inner)
         if self._observe is not None:
             self._observe(run)
         if self._mask is not None:
             inner = np.where(self._mask(run), inner, np.float32(0))
-        return inner @ down, np.count_nonzero(inner, axis=0)
+        change = inner @ down
+        if model.ffn_bias:
+            change = change + self._weights.vector(f"{name}.down.bias")
+        return change, np.count_nonzero(inner, axis=0)

@@ -40,19 +40,22 @@ class PackageWeights:
         entry = self._package.fixed[name]
         return np.asarray(self._fixed[entry.start : entry.stop].reshape(entry.shape[0], -1))
 
-    def neurons(self, layer: int, expert: int = 0) -> tuple[Array, Array, Array]:
-        """Gate, Up and transposed Down of one layer, each [neurons, width], in the package's order."""
+    def neurons(self, layer: int, expert: int = 0) -> tuple[Array, ...]:
+        """The matrices of one layer's feed-forward, gate (where there is one), up and transposed down, each [neurons,
+        width], in the package's order."""
         manifest, layout = self._manifest, self._manifest.layout
-        first = layout.word(layer, expert, manifest.shape.experts, 0)
+        first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
         clusters = self._bundles[start:stop].reshape(layout.clusters, -1)
         self._require_checksums(clusters, first, layer)
-        rest = layout.gate_part_bytes
-        scales = rest if layout.scales_part == "rest" else 0
-        gate = self._pieces(clusters, layout.gate_quants, layout.gate_scales)
-        up = self._pieces(clusters, rest + layout.up_quants, scales + layout.up_scales)
-        down = self._pieces(clusters, rest + layout.down_quants, scales + layout.down_scales)
-        return gate, up, down
+        return tuple(
+            self._pieces(
+                clusters,
+                layout.part_offset(matrix.part) + matrix.quants,
+                layout.part_offset(matrix.scales_part) + matrix.scales,
+            )
+            for matrix in layout.matrices
+        )
 
     def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int) -> None:
         layout = self._manifest.layout
@@ -65,7 +68,7 @@ class PackageWeights:
             )
 
     def _pieces(self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int) -> Array:
-        quantization, width = self._manifest.quantization, self._manifest.shape.width
+        quantization, width = self._manifest.quantization, self._manifest.model.width
         count = self._manifest.layout.cluster_neurons
 
         def piece(offset: int, row_bytes: int) -> NDArray[np.uint8]:
@@ -76,4 +79,4 @@ class PackageWeights:
             piece(quants_offset, quant_bytes(quantization, width)),
             piece(scales_offset, scale_bytes(quantization, width)),
         )
-        return decode(quantization, rows)[: self._manifest.shape.neurons]
+        return decode(quantization, rows)[: self._manifest.model.neurons]

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 CURVES = Path(__file__).with_name("bamboo_activation_cdf.json")
 CURVES_MEAN_ACTIVITY = 0.1475  # their steepest slope is 6.78: a neuron that always fires
-MEAN_ACTIVITY, LEAST_ACTIVITY, MOST_ACTIVITY = 0.10, 0.06, 0.22
-LEAST_P, MOST_P = 1e-4, 0.9995
+MEAN_ACTIVITY, MIN_ACTIVITY, MAX_ACTIVITY = 0.10, 0.06, 0.22
+MIN_P, MAX_P = 1e-4, 0.9995
 UP_GIVEN_GATE = 0.8  # published: gate and up of a neuron fire together in 80 %
 SHARED = 0.7  # correlation of a neuron's up value with its gate value
 BISECTIONS = 40
@@ -33,7 +33,7 @@ def activity_by_layer(layers: int, random: np.random.Generator) -> Shares:
     low, high = 0.0, 4.0
     for _ in range(BISECTIONS):
         power = (low + high) / 2
-        shares = LEAST_ACTIVITY + (MOST_ACTIVITY - LEAST_ACTIVITY) * np.concatenate(([0.0], middle**power, [1.0]))
+        shares = MIN_ACTIVITY + (MAX_ACTIVITY - MIN_ACTIVITY) * np.concatenate(([0.0], middle**power, [1.0]))
         low, high = (power, high) if shares.mean() > MEAN_ACTIVITY else (low, power)
     return np.asarray(shares[:layers])
 
@@ -44,13 +44,13 @@ def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
     curve = curves[round(layer * (len(curves) - 1) / max(1, layers - 1))]
     y = np.asarray(curve["y"])
     mass = np.interp(np.arange(neurons + 1) / neurons, curve["x"], (y - y[0]) / (y[-1] - y[0]))
-    p = np.sort(np.clip(CURVES_MEAN_ACTIVITY * neurons * np.diff(mass), LEAST_P, MOST_P))[::-1]
+    p = np.sort(np.clip(CURVES_MEAN_ACTIVITY * neurons * np.diff(mass), MIN_P, MAX_P))[::-1]
     points, low, high = quantile(p), -3.0, 3.0
     for _ in range(BISECTIONS):
         shift = (low + high) / 2
         moved = share_below(points + shift)
         low, high = (shift, high) if moved.mean() < mean else (low, shift)
-    return np.clip(moved, LEAST_P, MOST_P)
+    return np.clip(moved, MIN_P, MAX_P)
 
 
 def thresholds(p: Shares) -> tuple[Shares, Shares]:
@@ -61,7 +61,7 @@ def thresholds(p: Shares) -> tuple[Shares, Shares]:
     points = np.linspace(-6.0, 6.0, 1201)
     density = np.exp(-np.square(points) / 2)
     density /= density.sum()
-    grid = np.unique(np.concatenate((np.geomspace(LEAST_P, 0.5, 60), 1 - np.geomspace(1 - MOST_P, 0.5, 60))))
+    grid = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))
     ups = np.array([_up_threshold(share, max(UP_GIVEN_GATE, share**0.5), points, density) for share in grid])
     return gate, np.interp(p, grid, ups)
 
@@ -83,7 +83,7 @@ def overlap(p: Shares, preset: Preset, distance: int) -> float:
     points = np.linspace(-6.0, 6.0, 601)
     density = np.exp(-np.square(points) / 2)
     density /= density.sum()
-    grid = np.unique(np.concatenate((np.geomspace(LEAST_P, 0.5, 40), 1 - np.geomspace(1 - MOST_P, 0.5, 40))))
+    grid = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 40), 1 - np.geomspace(1 - MAX_P, 0.5, 40))))
     cuts = -quantile(grid)
     both = np.zeros(len(grid))
     for likely, correlation in correlations(preset, distance):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
-from neuronpipe.plans.package.manifest import Shape
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.engine import attend, rotate
 from neuronpipe.plans.reference.quantized import product
@@ -35,9 +35,9 @@ class LayerMaker:
     states are independent: their statistics are those of every preset over all contexts."""
 
     def __init__(
-        self, shape: Shape, places: Coordinates, inverse_frequency: Array, sequences: list[int], independent: slice
+        self, model: ModelSpec, places: Coordinates, inverse_frequency: Array, sequences: list[int], independent: slice
     ) -> None:
-        self._shape, self._places = shape, places
+        self._model, self._places = model, places
         self._frequency, self._sequences, self._independent = inverse_frequency, sequences, independent
 
     def _scales(self, rows: int, columns: int, where: slice, scale: NDArray[np.floating] | float) -> Array:
@@ -47,19 +47,19 @@ class LayerMaker:
 
     def attention(self, normed: Array, state_power: float, random: np.random.Generator) -> tuple[Rows, Rows, Array]:
         """qkv and attention_output, and what they add to the residual stream [tokens, width]."""
-        shape, state = self._shape, self._places.state
-        quants = np.full((shape.qkv_rows, shape.width // 2), codes.ZEROS)
-        quants[:, codes.code_bytes(state)] = codes.random_codes(shape.qkv_rows, state.stop - state.start, random)
+        model, state = self._model, self._places.state
+        quants = np.full((model.qkv_rows, model.width // 2), codes.ZEROS)
+        quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)
         unit = 1 / (codes.DEVIATION * float(np.sqrt(np.square(normed[:, state]).sum(axis=1).mean())))
-        parts = np.full((shape.qkv_rows, 1), unit * QUERY_DEVIATION)
-        parts[(shape.query_heads + shape.key_heads) * shape.head_width :] = unit
-        qkv = Rows(quants, codes.scale_bytes_of(self._scales(shape.qkv_rows, shape.width, state, parts)))
-        values = product("q4", qkv, normed).reshape(len(normed), -1, shape.head_width)
+        parts = np.full((model.qkv_rows, 1), unit * QUERY_DEVIATION)
+        parts[(model.query_heads + model.key_heads) * model.head_width :] = unit
+        qkv = Rows(quants, codes.scale_bytes_of(self._scales(model.qkv_rows, model.width, state, parts)))
+        values = product("q4", qkv, normed).reshape(len(normed), -1, model.head_width)
         mixed = np.concatenate([self._attend(text) for text in np.split(values, np.cumsum(self._sequences)[:-1])])
         written = self._places.attention
-        output = np.full((shape.width, shape.query_width // 2), codes.ZEROS)
-        output[written] = codes.random_codes(written.stop - written.start, shape.query_width, random)
-        scales = np.zeros((shape.width, shape.query_width // GROUP_WEIGHTS), dtype=np.float32)
+        output = np.full((model.width, model.query_width // 2), codes.ZEROS)
+        output[written] = codes.random_codes(written.stop - written.start, model.query_width, random)
+        scales = np.zeros((model.width, model.query_width // GROUP_WEIGHTS), dtype=np.float32)
         scales[written] = 1.0
         plain = product("q4", Rows(output[written], codes.scale_bytes_of(scales[written])), mixed)
         scales *= np.sqrt(ATTENTION_POWER * state_power / plain.var(axis=0).sum())
@@ -69,19 +69,17 @@ class LayerMaker:
         return qkv, rows, change
 
     def _attend(self, heads: Array) -> Array:
-        shape = self._shape
-        queries, keys, values = np.split(heads, (shape.query_heads, shape.query_heads + shape.key_heads), axis=1)
+        model = self._model
+        queries, keys, values = np.split(heads, (model.query_heads, model.query_heads + model.key_heads), axis=1)
         angles = np.arange(len(heads), dtype=np.float32)[:, None] * self._frequency
-        return attend(rotate(queries, angles), rotate(keys, angles), values, shape.window_tokens).reshape(
-            len(heads), -1
-        )
+        return attend(rotate(queries, angles), rotate(keys, angles), values, window_tokens=0).reshape(len(heads), -1)
 
     def gate_and_up(
         self, normed: Array, shares: NDArray[np.float64], random: np.random.Generator
     ) -> tuple[Drawn, Drawn]:
         """Rows whose biases make neuron i active in a share p_i of the independent tokens, and their values."""
-        shape, neurons = self._shape, self._shape.neurons
-        read = slice(self._places.attention.start, shape.width)
+        model, neurons = self._model, self._model.neurons
+        read = slice(self._places.attention.start, model.width)
         columns = read.stop - read.start
         groups = random.permutation(neurons) // GROUP_NEURONS
         base = codes.random_codes(-(-neurons // GROUP_NEURONS), columns, random)
@@ -101,11 +99,11 @@ class LayerMaker:
         return self._biased(gate, biases[0], steady), self._biased(up, biases[1], steady)
 
     def _unbiased(self, code: codes.Bytes, read: slice, normed: Array) -> Drawn:
-        quants = np.full((len(code), self._shape.width // 2), codes.ZEROS)
+        quants = np.full((len(code), self._model.width // 2), codes.ZEROS)
         quants[:, codes.code_bytes(read)] = code
         quants[:, codes.code_bytes(self._places.steady)] = codes.ONES
         size = float(np.sqrt(np.square(normed[:, self._places.state]).sum(axis=1).mean()))
-        scales = self._scales(len(code), self._shape.width, read, 1 / (codes.DEVIATION * size))
+        scales = self._scales(len(code), self._model.width, read, 1 / (codes.DEVIATION * size))
         rows = Rows(quants, codes.scale_bytes_of(scales))
         return Drawn(rows, product("q4", rows, normed))
 
@@ -124,17 +122,17 @@ class LayerMaker:
     def down(self, inner: Array, state_power: float, random: np.random.Generator) -> tuple[Rows, Array]:
         """Transposed Down, and what the layer adds to the residual stream [tokens, width]. A neuron that fires often
         has smaller weights, so that what changes from token to token is as large as what does not."""
-        neurons, written = self._shape.neurons, self._places.feed_forward
-        quants = np.full((neurons, self._shape.width // 2), codes.ZEROS)
+        neurons, written = self._model.neurons, self._places.feed_forward
+        quants = np.full((neurons, self._model.width // 2), codes.ZEROS)
         drawn = codes.random_codes(neurons, written.stop - written.start, random)
         quants[:, codes.code_bytes(written)] = drawn
         size = inner.std(axis=0) / np.maximum(np.sqrt(np.square(inner).mean(axis=0)), 1e-6)
         weights = _decoded(drawn) * size[:, None]
         plain = inner @ weights
         factor = np.sqrt(FEED_FORWARD_POWER * state_power / plain.var(axis=0).sum())
-        scales = codes.scale_bytes_of(self._scales(neurons, self._shape.width, written, (size * factor)[:, None]))
+        scales = codes.scale_bytes_of(self._scales(neurons, self._model.width, written, (size * factor)[:, None]))
         stored = (size * factor).astype("<f2").astype(np.float32)
-        change = np.zeros((len(inner), self._shape.width), dtype=np.float32)
+        change = np.zeros((len(inner), self._model.width), dtype=np.float32)
         change[:, written] = inner @ (_decoded(drawn) * stored[:, None])
         return Rows(quants, scales), change
 

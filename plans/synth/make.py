@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout
 from neuronpipe.plans.package.manifest import (
     Manifest,
     Predictor,
     PredictorInput,
     PredictorQuality,
-    Shape,
     Source,
     Workload,
 )
@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 def synthesize(
     name: str,
-    shape: Shape,
+    model: ModelSpec,
     target: Path,
     *,
     seed: int = 0,
@@ -53,21 +53,20 @@ def synthesize(
 ) -> Package:
     """Write a package of this shape with its predictor. progress is called with bytes of neurons written and all of
     them. Raises UserError for what the disk refuses."""
-    places, work = coordinates(shape.width), workload(shape, seed)
+    places, work = coordinates(model.width), workload(model, seed)
     random = np.random.default_rng(seed)
-    requested = activity_by_layer(shape.layers, random)
-    layout = compute_layout("q4", shape.width, shape.neurons, "frequency")
+    requested = activity_by_layer(model.layers, random)
+    layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "frequency")
     manifest = Manifest(
-        name=name, source=Source("synthetic", name, "drelu"), activation="drelu", quantization="q4", shape=shape,
-        attention_bias=False, tied_embeddings=False, end_tokens=(), layout=layout, files={}, quantization_error={},
-        activity_by_layer=None, workload=work,
+        name=name, source=Source("synthetic", name, "drelu"), model=model, quantization="q4", end_tokens=(),
+        layout=layout, files={}, quantization_error={}, activity_by_layer=None, workload=work,
     )  # fmt: skip
-    frequency = (ROPE_BASE ** (-np.arange(0, shape.head_width, 2) / shape.head_width)).astype(np.float32)
+    frequency = (ROPE_BASE ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
     texts = _calibration_texts(work)
     tokens = len(texts[0])
     held_out = np.tile(np.arange(tokens) >= tokens - tokens // HELD_OUT_PART, len(texts))
     independent = slice(len(held_out) - INDEPENDENT_TEXTS * tokens, len(held_out))
-    maker = LayerMaker(shape, places, frequency, [tokens] * len(texts), independent)
+    maker = LayerMaker(model, places, frequency, [tokens] * len(texts), independent)
     step = WRITE_NEURONS // layout.cluster_neurons * layout.cluster_neurons
     factors: list[LayerFactors] = []
     quality: list[PredictorQuality] = []
@@ -75,26 +74,26 @@ def synthesize(
     fired: list[float] = []
     with PackageWriter(target, manifest, overwrite=overwrite) as writer:
         writer.vector("rope.inverse_frequency", frequency)
-        table, output = embeddings(shape, places, work, random)
+        table, output = embeddings(model, places, work, random)
         encoded = _write_table(writer, "embedding", table)
         _write_table(writer, "output", output)
         ids = np.concatenate([np.asarray(text) for text in texts])
         x = decode("q4", Rows(encoded.quants[ids], encoded.scales[ids]))
         del table, output, encoded
-        ones = np.ones(shape.width, dtype=np.float32)
+        ones = np.ones(model.width, dtype=np.float32)
         writer.vector("output_norm", ones)
-        state_power = STATE_POWER * shape.width
-        for layer in range(shape.layers):
+        state_power = STATE_POWER * model.width
+        for layer in range(model.layers):
             prefix = f"layers.{layer}"
             for vector in ("attention_norm", "ffn_norm"):
                 writer.vector(f"{prefix}.{vector}", ones)
-            before = rms_norm(x, ones, shape.norm_epsilon)
+            before = rms_norm(x, ones, model.norm_epsilon)
             qkv, attention_output, change = maker.attention(before, state_power, random)
             writer.matrix(f"{prefix}.qkv", qkv)
             writer.matrix(f"{prefix}.attention_output", attention_output)
             x = x + change
-            normed = rms_norm(x, ones, shape.norm_epsilon)
-            shares = active_shares(layer, shape.layers, shape.neurons, float(requested[layer]))
+            normed = rms_norm(x, ones, model.norm_epsilon)
+            shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
             gate, up = maker.gate_and_up(normed, shares, random)
             inner = np.maximum(gate.values, 0) * np.maximum(up.values, 0)
             active = inner != 0
@@ -103,24 +102,24 @@ def synthesize(
             down, change = maker.down(inner, state_power, random)
             del inner
             for start in range(
-                0, shape.neurons, step := WRITE_NEURONS // layout.cluster_neurons * layout.cluster_neurons
+                0, model.neurons, step := WRITE_NEURONS // layout.cluster_neurons * layout.cluster_neurons
             ):
                 some = slice(start, start + step)
                 writer.neurons(*(Rows(r.quants[some], r.scales[some]) for r in (gate.rows, up.rows, down)))
                 if progress is not None:
-                    written = layer * shape.neurons + min(start + step, shape.neurons)
+                    written = layer * model.neurons + min(start + step, model.neurons)
                     stride = layout.cluster_stride_bytes / layout.cluster_neurons
-                    progress(int(written * stride), int(shape.layers * shape.neurons * stride))
+                    progress(int(written * stride), int(model.layers * model.neurons * stride))
             read = before if reads == "attention" else normed
-            fitted = _fit(gate, read, normed, active, ~held_out, rank_of(shape.width), predictor_quantization)
+            fitted = _fit(gate, read, normed, active, ~held_out, rank_of(model.width), predictor_quantization)
             predicted = predicted_neurons(predictor_quantization, fitted, "none", read[held_out])
             factors.append(fitted)
             quality.append(judge(predicted, active[held_out]))
             x = x + change
-        package = writer.complete(tokenizer_json(work, shape.vocabulary), {})
+        package = writer.complete(tokenizer_json(work, model.vocabulary), {})
         calibrated = int((~held_out).sum())
         predictor = Predictor(
-            rank_of(shape.width), predictor_quantization, reads, ("gate",), "none", calibrated, tuple(quality)
+            rank_of(model.width), predictor_quantization, reads, ("gate",), "none", calibrated, tuple(quality)
         )
         write_predictor(package, predictor, factors, Activity(tuple(mean), tuple(fired)))
         return writer.publish()

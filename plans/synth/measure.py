@@ -31,17 +31,17 @@ Progress = Callable[[int, int], None]
 
 def measure(package: Package, preset: str, tokens: int, progress: Progress | None = None) -> dict[str, Any]:
     """Statistics of one preset as JSON values: `layers`, a list, and `mean` over them. Raises UserError."""
-    manifest, shape = package.manifest, package.manifest.shape
+    manifest, model = package.manifest, package.manifest.model
     work = manifest.workload
     if work is None:
         raise UserError(f"{package.path}: workload: this is no synthetic package, so nothing was requested of it")
     if preset not in work.presets:
         raise UserError(f"--preset {preset}: this package has {', '.join(work.presets)}")
     first, most = work.presets[preset]
-    most = min(most, shape.context_tokens)
+    most = min(most, model.context_tokens)
     if not 2 * WARM_UP_TOKENS <= tokens <= most:
         raise UserError(f"--tokens {tokens}: takes {2 * WARM_UP_TOKENS} to {most}")
-    requested = activity_by_layer(shape.layers, np.random.default_rng(work.seed))
+    requested = activity_by_layer(model.layers, np.random.default_rng(work.seed))
     predictor = StoredPredictor(package) if manifest.predictor is not None else None
     earlier: deque[NDArray[np.float32]] = deque(maxlen=EARLIER_LAYERS)
     layers: list[dict[str, Any]] = []
@@ -49,7 +49,7 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
     def observe(run: LayerRun) -> None:
         some = slice(WARM_UP_TOKENS, None)
         active = (run.inner != 0)[some]
-        wanted = active_shares(run.layer, shape.layers, shape.neurons, float(requested[run.layer]))
+        wanted = active_shares(run.layer, model.layers, model.neurons, float(requested[run.layer]))
         shares = active.mean(axis=0)
         found = {
             "layer": run.layer,
@@ -63,8 +63,8 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
                 f"overlap_{d}": {"requested": overlap(wanted, PRESETS[preset], d), "measured": _overlap(active, d)}
                 for d in DISTANCES
             },
-            "gate_fired": float((run.gate_values[some] > 0).mean()),
-            "up_given_gate": float(active.sum() / max(1, (run.gate_values[some] > 0).sum())),
+            "gate_fired": float((run.values["gate"][some] > 0).mean()),
+            "up_given_gate": float(active.sum() / max(1, (run.values["gate"][some] > 0).sum())),
             "input_cosine": _cosine(run.feed_forward_input, earlier[-1]) if earlier else None,
             "earlier_input_precision": [_gate_precision(run, inputs, some) for inputs in reversed(earlier)],
             "predictor": None,
@@ -75,7 +75,7 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
         layers.append(found)
         earlier.append(run.feed_forward_input)
         if progress is not None:
-            progress(len(layers) * tokens, shape.layers * tokens)
+            progress(len(layers) * tokens, model.layers * tokens)
 
     ReferenceEngine(package, observe=observe).hidden([range(first, first + tokens)])
     return {"preset": preset, "tokens": tokens, "layers": layers, "mean": _means(layers)}
@@ -100,8 +100,8 @@ def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], some: slice) -> float:
     """Of the gates that fire on an earlier layer's input, those that fire on the layer's own."""
-    guessed = (inputs @ run.gate.T)[some] > 0
-    return float((guessed & (run.gate_values[some] > 0)).sum() / max(1, guessed.sum()))
+    guessed = (inputs @ run.weights["gate"].T)[some] > 0
+    return float((guessed & (run.values["gate"][some] > 0)).sum() / max(1, guessed.sum()))
 
 
 PAIRS = ("activity", "neurons_for_80_percent", "always_on", "overlap_1", "overlap_10")

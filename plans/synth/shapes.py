@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 
 GROUP = 32
 
 
-def _shape(width: int, neurons: int, layers: int, heads: tuple[int, int, int], vocabulary: int, context: int) -> Shape:
+def _shape(
+    width: int, neurons: int, layers: int, heads: tuple[int, int, int], vocabulary: int, context: int
+) -> ModelSpec:
     query_heads, key_heads, head_width = heads
-    return Shape(
-        width, neurons, layers, 1, query_heads, key_heads, head_width, vocabulary, context, norm_epsilon=1e-5,
-        window_tokens=0,
-    )  # fmt: skip
+    return ModelSpec(
+        family="llama",
+        width=width,
+        neurons=neurons,
+        layer_kinds=(LayerKind(layers),),
+        query_heads=query_heads,
+        key_heads=key_heads,
+        head_width=head_width,
+        vocabulary=vocabulary,
+        context_tokens=context,
+        norm_epsilon=1e-5,
+        activation="drelu",
+    )
 
 
 SHAPES = {

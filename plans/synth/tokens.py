@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from neuronpipe.plans.package.manifest import Shape, Workload
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.manifest import Workload
 from neuronpipe.plans.synth.shapes import Coordinates, rank_of
 from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
 from numpy.typing import NDArray
@@ -16,9 +17,9 @@ DECAYS_PER_RANK = 8
 EVEN_SHARE = 0.005
 
 
-def workload(shape: Shape, seed: int) -> Workload:
+def workload(model: ModelSpec, seed: int) -> Workload:
     """Every preset has an equal part of the vocabulary."""
-    tokens = shape.vocabulary // len(PRESETS)
+    tokens = model.vocabulary // len(PRESETS)
     return Workload(seed, {name: (number * tokens, tokens) for number, name in enumerate(PRESETS)})
 
 
@@ -44,17 +45,17 @@ def spectrum(width: int, places: Coordinates) -> NDArray[np.float32]:
 
 
 def embeddings(
-    shape: Shape, places: Coordinates, work: Workload, random: np.random.Generator
+    model: ModelSpec, places: Coordinates, work: Workload, random: np.random.Generator
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Embedding and output rows [vocabulary, width]. Output row k+1 holds the code of token k, the last of a preset
     leads to its first: greedy decoding walks the trajectory."""
     identity_width = places.identity.stop - places.identity.start
-    table = np.zeros((shape.vocabulary, shape.width), dtype=np.float32)
+    table = np.zeros((model.vocabulary, model.width), dtype=np.float32)
     output = np.zeros_like(table)
-    table[:, places.steady] = np.sqrt(STEADY_POWER * shape.width / (places.steady.stop - places.steady.start))
-    codes = random.choice(np.array([-1, 1], dtype=np.float32), (shape.vocabulary, identity_width))
-    table[:, places.identity] = codes * np.sqrt(IDENTITY_POWER * shape.width / identity_width)
-    deviation = np.sqrt(spectrum(shape.width, places))
+    table[:, places.steady] = np.sqrt(STEADY_POWER * model.width / (places.steady.stop - places.steady.start))
+    codes = random.choice(np.array([-1, 1], dtype=np.float32), (model.vocabulary, identity_width))
+    table[:, places.identity] = codes * np.sqrt(IDENTITY_POWER * model.width / identity_width)
+    deviation = np.sqrt(spectrum(model.width, places))
     output[:, places.identity] = codes
     for name, (first, count) in work.presets.items():
         table[first : first + count, places.state] = (

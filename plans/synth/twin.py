@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
-from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ SPECIAL_PIECES = ("<unk>", "<s>", "</s>")
 Progress = Callable[[int, int], None]
 BYTE_PIECES = tuple(f"<0x{value:02X}>" for value in range(256))
 LETTERS = (SPACE, *"0123456789")
-LEAST_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
+MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
 
 
 class _Tensor(NamedTuple):
@@ -36,18 +36,18 @@ class _Tensor(NamedTuple):
     encoding: str
 
 
-def write_twin(path: Path, shape: Shape, seed: int, progress: Progress | None = None) -> None:
+def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
     """Write the twin of a shape, tensor by tensor, in three times the RAM of its largest; same seed, same bytes.
     progress is called with bytes written and all of them.
 
     The file appears whole or not at all. Raises UserError for a shape that the encodings or the architecture do not
     cover, and for what the disk refuses.
     """
-    _require(path, shape)
-    tensors = tuple(_tensors(shape))
+    _require(path, model)
+    tensors = tuple(_tensors(model))
     with whole_file(path) as place:
         writer = GGUFWriter(place, "llama")
-        _describe(writer, shape)
+        _describe(writer, model)
         for tensor in tensors:
             dimensions = (tensor.rows, tensor.columns) if tensor.rows else (tensor.columns,)
             kind = GGMLQuantizationType[tensor.encoding]
@@ -64,39 +64,37 @@ def write_twin(path: Path, shape: Shape, seed: int, progress: Progress | None = 
         writer.close()
 
 
-def _require(path: Path, shape: Shape) -> None:
-    if shape.experts != 1:
-        raise UserError(f"{path}: experts is {shape.experts}: a twin has one")
-    if shape.window_tokens:
-        raise UserError(f"{path}: window_tokens is {shape.window_tokens}: a twin attends to all tokens")
-    if shape.vocabulary < LEAST_VOCABULARY:
-        raise UserError(f"{path}: vocabulary is {shape.vocabulary}; a twin's tokenizer needs {LEAST_VOCABULARY}")
+def _require(path: Path, model: ModelSpec) -> None:
+    if any(model.windows_tokens):
+        raise UserError(f"{path}: layer_kinds: has windows of {max(model.windows_tokens)} tokens: a twin has none")
+    if model.vocabulary < MIN_VOCABULARY:
+        raise UserError(f"{path}: vocabulary is {model.vocabulary}; a twin's tokenizer needs {MIN_VOCABULARY}")
     for field, columns, encoding in (
-        ("width", shape.width, "Q6_K"),
-        ("neurons", shape.neurons, "Q4_0"),
-        ("query_heads * head_width", shape.query_width, "Q4_0"),
+        ("width", model.width, "Q6_K"),
+        ("neurons", model.neurons, "Q4_0"),
+        ("query_heads * head_width", model.query_width, "Q4_0"),
     ):
         if columns % (block := BLOCK_WEIGHTS_BYTES[encoding][0]):
             raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
 
 
-def _tensors(shape: Shape) -> Iterator[_Tensor]:
+def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
     """All tensors of the architecture, in the order in which a step reads them."""
-    width, key_width = shape.width, shape.key_heads * shape.head_width
-    yield _Tensor("token_embd.weight", shape.vocabulary, width, "Q4_0")
-    for layer in range(shape.layers):
+    width, key_width = model.width, model.key_heads * model.head_width
+    yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
+    for layer in range(model.layers):
         block = f"blk.{layer}"
         yield _Tensor(f"{block}.attn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.attn_q.weight", shape.query_width, width, "Q4_0")
+        yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, "Q4_0")
         yield _Tensor(f"{block}.attn_k.weight", key_width, width, "Q4_0")
         yield _Tensor(f"{block}.attn_v.weight", key_width, width, "Q4_0")
-        yield _Tensor(f"{block}.attn_output.weight", width, shape.query_width, "Q4_0")
+        yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, "Q4_0")
         yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.ffn_gate.weight", shape.neurons, width, "Q4_0")
-        yield _Tensor(f"{block}.ffn_up.weight", shape.neurons, width, "Q4_0")
-        yield _Tensor(f"{block}.ffn_down.weight", width, shape.neurons, "Q4_0")
+        yield _Tensor(f"{block}.ffn_gate.weight", model.neurons, width, "Q4_0")
+        yield _Tensor(f"{block}.ffn_up.weight", model.neurons, width, "Q4_0")
+        yield _Tensor(f"{block}.ffn_down.weight", width, model.neurons, "Q4_0")
     yield _Tensor("output_norm.weight", 0, width, "F32")
-    yield _Tensor("output.weight", shape.vocabulary, width, "Q6_K")
+    yield _Tensor("output.weight", model.vocabulary, width, "Q6_K")
 
 
 def _bytes(tensor: _Tensor) -> int:
@@ -121,24 +119,24 @@ def _random(tensor: _Tensor, generator: np.random.Generator) -> NDArray[np.uint8
     return blocks.reshape(-1)
 
 
-def _describe(writer: GGUFWriter, shape: Shape) -> None:
+def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
     """Metadata as the stock converter writes it, and a sentencepiece vocabulary whose words are numbers."""
     writer.add_name(NAME)
     writer.add_file_type(LlamaFileType.MOSTLY_Q4_0)
-    writer.add_vocab_size(shape.vocabulary)
-    writer.add_context_length(shape.context_tokens)
-    writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.neurons)
-    writer.add_head_count(shape.query_heads)
-    writer.add_head_count_kv(shape.key_heads)
-    writer.add_key_length(shape.head_width)
-    writer.add_value_length(shape.head_width)
-    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_vocab_size(model.vocabulary)
+    writer.add_context_length(model.context_tokens)
+    writer.add_embedding_length(model.width)
+    writer.add_block_count(model.layers)
+    writer.add_feed_forward_length(model.neurons)
+    writer.add_head_count(model.query_heads)
+    writer.add_head_count_kv(model.key_heads)
+    writer.add_key_length(model.head_width)
+    writer.add_value_length(model.head_width)
+    writer.add_rope_dimension_count(model.head_width)
     writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(shape.norm_epsilon)
+    writer.add_layer_norm_rms_eps(model.norm_epsilon)
     # Numbers count up, so every one is a shorter one and a digit: sentencepiece's merges reach all of them.
-    words = [f"{SPACE}{number}" for number in range(shape.vocabulary - LEAST_VOCABULARY)]
+    words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
     pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * len(BYTE_PIECES), *[NORMAL] * (len(LETTERS) + len(words))]
     writer.add_tokenizer_model("llama")

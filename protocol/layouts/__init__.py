@@ -14,8 +14,8 @@ def examples() -> tuple[Layout, ...]:
     """Every layout with small lengths, for the specification and for tests."""
     return (
         fixed(file_bytes=100, predictor_bytes=50),
-        slots(gate_slots=3, gate_slot_bytes=2816, rest_slots=2, rest_slot_bytes=8192),
-        residency(words=10, members=3),
+        slots(trigger_slots=3, trigger_slot_bytes=2816, value_slots=2, value_slot_bytes=8192),
+        residency(clusters=10, participants=3),
         kv(layers=2, sequences=2, key_heads=1, context_tokens=8, head_width=4),
         exchange(
             tokens=2,

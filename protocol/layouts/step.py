@@ -48,8 +48,8 @@ def exchange(
 ) -> Layout:
     """What the decode workers compute together. tokens: most in one decode step; query_width: query_heads *
     head_width; neurons: of a layer's blocks, padding included; rank: of the predictor, 0 in exact mode; claims:
-    counters of the work that members take piece by piece; logit_rows: most tokens of one step, of either kind, whose
-    logits are wanted."""
+    counters of the work that participants take piece by piece; logit_rows: most tokens of one step, of either kind,
+    whose logits are wanted."""
     fields = Fields(
         "exchange",
         5,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
 REQUEST_ENTRIES = 16384
-"""Entries of a member's ring of requests: what a whole layer of a 7B model misses. A power of two."""
+"""Entries of a participant's ring of requests: what a whole layer of a 7B model misses. A power of two."""
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
@@ -18,19 +18,19 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
     return fields.layout()
 
 
-def slots(*, gate_slots: int, gate_slot_bytes: int, rest_slots: int, rest_slot_bytes: int) -> Layout:
+def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, value_slot_bytes: int) -> Layout:
     """Neuron slots: what is resident of bundles.bin, of each part the bytes that are used, in whole cache lines."""
     fields = Fields(
         "slots",
         2,
         {
-            "gate_slots": gate_slots,
-            "gate_slot_bytes": gate_slot_bytes,
-            "rest_slots": rest_slots,
-            "rest_slot_bytes": rest_slot_bytes,
+            "trigger_slots": trigger_slots,
+            "trigger_slot_bytes": trigger_slot_bytes,
+            "value_slots": value_slots,
+            "value_slot_bytes": value_slot_bytes,
         },
     )
-    for part in ("gate", "rest"):
+    for part in ("trigger", "value"):
         fields.add(
             f"{part}_slots",
             "u8",
@@ -43,11 +43,11 @@ def slots(*, gate_slots: int, gate_slot_bytes: int, rest_slots: int, rest_slot_b
     return fields.layout()
 
 
-def residency(*, words: int, members: int, entries: int = REQUEST_ENTRIES) -> Layout:
-    """Which cluster is where, and which are wanted. words: layers * experts * clusters, for each part; members: workers
-    with a window and a ring of requests, decode workers first, then prefill workers; entries: of a ring, a power of
-    two."""
-    fields = Fields("residency", 3, {"words": words, "members": members, "entries": entries})
+def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
+    """Which cluster is where, and which are wanted. clusters: layers * experts * clusters, for each part; participants:
+    workers with a window and a ring of requests, decode workers first, then prefill workers; ring_entries: of a ring, a
+    power of two."""
+    fields = Fields("residency", 3, {"clusters": clusters, "participants": participants, "ring_entries": ring_entries})
     fields.add(
         "arrivals",
         "u32",
@@ -72,11 +72,11 @@ def residency(*, words: int, members: int, entries: int = REQUEST_ENTRIES) -> La
         to="loader, monitor",
         ordering="word 0 is the generation of the last Reset, stored (release) before it is sent",
     )
-    for part in ("gate", "rest"):
+    for part in ("trigger", "value"):
         fields.add(
-            f"{part}_words",
+            f"{part}_entries",
             "u32",
-            "words",
+            "clusters",
             by="loader, cache; decode and prefill the reference bit",
             to="decode, prefill, loader, cache",
             ordering="atomic; the table of states says who may change what",
@@ -85,35 +85,35 @@ def residency(*, words: int, members: int, entries: int = REQUEST_ENTRIES) -> La
         "windows",
         "u64",
         2,
-        "members",
-        by="each member its own, of either part",
+        "participants",
+        by="each participant its own, of either part",
         to="cache",
         ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
     )
     fields.add(
         "request_tails",
         "u32",
-        "members",
+        "participants",
         LINE_WORDS,
-        by="each member its own",
+        by="each participant its own",
         to="loader",
         ordering="word 0 counts entries ever put; sequentially consistent, between the entries and a look at `asleep`",
     )
     fields.add(
         "request_heads",
         "u32",
-        "members",
+        "participants",
         LINE_WORDS,
         by="loader",
-        to="each member its own",
+        to="each participant its own",
         ordering="word 0 counts entries ever taken; release, after they were read",
     )
     fields.add(
         "requests",
         "u32",
-        "members",
-        "entries",
-        by="each member its own, from its tail on",
+        "participants",
+        "ring_entries",
+        by="each participant its own, from its tail on",
         to="loader",
         ordering="the tail is advanced after the entries are there, the head after they were read",
     )
@@ -121,7 +121,7 @@ def residency(*, words: int, members: int, entries: int = REQUEST_ENTRIES) -> La
         "asleep",
         "u32",
         LINE_WORDS,
-        by="loader 1 before it sleeps, 0 after; a member 0 when it rings",
+        by="loader 1 before it sleeps, 0 after; a participant 0 when it rings",
         to="decode, prefill",
         ordering="word 0, sequentially consistent; the loader looks at every tail between setting it and sleeping",
     )

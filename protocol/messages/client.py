@@ -96,7 +96,7 @@ class Finished(Message):
     memory: bytes by what they are used for; "peak" and "limit" are of the whole run
     flash: figures of this request: bytes and reads of the loader meanwhile, share of clusters missed, ...
     prefill: what its prefill steps took in sum: steps, tokens, ms from sending to the last answer, read_bytes and reads
-        of the loader meanwhile, answers of members, and the counters of these
+        of the loader meanwhile, answers of participants, and the counters of these
     decode: the same of its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact" or "predicted"
@@ -223,7 +223,7 @@ class Status(Message):
     tokens: tokens generated
     uptime_s: since the coordinator started
     flash_bytes: read since the loader started
-    rest_share: share of the time in which the run rests, by `Ease`
+    throttle_share: share of the time in which the run pauses, by `Throttle`
     cached_tokens: prompt tokens that were not computed, as in `Finished`
     warm_up: absent until the cache has asked for something, and with a loader that does not tell
     """
@@ -243,6 +243,6 @@ class Status(Message):
     tokens: int
     uptime_s: float
     flash_bytes: int = 0
-    rest_share: float = 0.0
+    throttle_share: float = 0.0
     cached_tokens: int = 0
     warm_up: WarmUp | None = None

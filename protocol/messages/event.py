@@ -26,7 +26,7 @@ class Life(Message):
 class StepEvent(Message):
     """Steps of one kind, decode or prefill, were done, and their tokens were told. The event is sent once 25 ms have
     passed since the first of them was sent: one that takes much longer has its own. Where both kinds are told at once,
-    prefill comes first. Figures are sums over the steps; counts and times of waiting are of their members' counters.
+    prefill comes first. Figures are sums over the steps; counts and waiting times are from the participants' counters.
 
     step: number of the last one
     batch: tokens computed: sequences of a decode step, tokens of a prefill
@@ -40,8 +40,8 @@ class StepEvent(Message):
     looked_up: cluster parts that computing came to: the misses among them
     rows: of gates, ups and downs together, read from slots
     positions: whose keys and values were read, of each layer and head
-    flash_ms: of it waited for flash, a mean over the members
-    meet_ms: of it waited for other members, likewise
+    flash_ms: of it waited for flash, a mean over the participants
+    barrier_ms: of it waited for other participants, likewise
     steps: how many they are
     gaps_ms: what `tbt_ms` sums up, one by one, without the zeros
     """
@@ -59,6 +59,6 @@ class StepEvent(Message):
     rows: int = 0
     positions: int = 0
     flash_ms: float = 0.0
-    meet_ms: float = 0.0
+    barrier_ms: float = 0.0
     steps: int = 1
     gaps_ms: tuple[float, ...] = ()

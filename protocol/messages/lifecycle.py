@@ -81,8 +81,8 @@ class Beat(Message):
     state: what the process says of itself
     step: the step under way, or the last one done; any number that grows with the work where there are no steps
     busy_ms: for how long it has been at it; 0 when idle
-    counters: figures of this role, for monitors; of a loader: reads in_flight, gate_waiting and rest_waiting cluster
-        parts, gate_free and rest_free slots
+    counters: figures of this role, for monitors; of a loader: reads in_flight, trigger_waiting and value_waiting
+        cluster parts, trigger_free and value_free slots
     """
 
     role: str

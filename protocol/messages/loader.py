@@ -31,7 +31,7 @@ class Grant(Message):
     """From the cache: these slots are free and now the loader's, until it has put a cluster into them.
 
     generation: that of the last `Reset`
-    part: 0 gate, 1 rest
+    part: 0 trigger, 1 value
     slots: slot numbers, little-endian uint32
     """
 
@@ -48,7 +48,7 @@ class Warm(Message):
     """From the cache: load these clusters when nothing more urgent waits.
 
     generation: that of the last `Reset`
-    parts: 1 gate, 2 rest, 3 both, in one read
+    parts: 1 trigger, 2 value, 3 both, in one read
     clusters: residency word indices, little-endian uint32
     pinned: whether they are never to be evicted
     """

@@ -9,7 +9,7 @@ from neuronpipe.protocol.messages.lifecycle import FailureCode
 
 @message
 class StepDone(Message):
-    """This worker's share of the step is done. When all members have said so the logits are complete.
+    """This worker's share of the step is done. When all participants have said so the logits are complete.
 
     step: as in `Step`
     epoch: as in `Step`
@@ -42,7 +42,7 @@ class Prefilled(Message):
 @message
 class StepAbandoned(Message):
     """The worker left the step: the epoch word changed, or the loader would not take its demand; nothing it wrote
-    counts. When the epoch is still the present one the coordinator advances it, so that the other members leave too.
+    counts. When the epoch is still the present one the coordinator advances it, so that the others leave too.
 
     step: as in the request
     epoch: as in the request

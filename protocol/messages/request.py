@@ -123,8 +123,8 @@ class AskStatus(Message):
 
 
 @message
-class Ease(Message):
-    """Rest between steps: the device is too hot, or is wanted for something else. Not answered; the last one counts.
+class Throttle(Message):
+    """Pause between steps: the device is too hot, or is wanted for something else. Not answered; the last one counts.
 
     share: of the time that is to be rested, from 0 to 0.95; after each step the pause is its time * share / (1 - share)
     for_s: for how long this holds, at most 600; who goes on wanting it asks again

@@ -99,7 +99,7 @@ class Snapshot(Message):
     dram_bytes_per_s: what computing had to read from memory of late, by its counters
     dram_bytes_per_token: likewise
     flash_wait: share of step time that workers waited for flash, of late
-    member_wait: share of step time that workers waited for each other, of late
+    participant_wait: share of step time that workers waited for each other, of late
     fired: of each layer, the share of its neurons that fired, of late
     resident: of each layer, the share of its cluster parts that are in memory
     strip_ms: stretch of time that the strip shows
@@ -141,7 +141,7 @@ class Snapshot(Message):
     dram_bytes_per_s: float = 0.0
     dram_bytes_per_token: float | None = None
     flash_wait: float | None = None
-    member_wait: float | None = None
+    participant_wait: float | None = None
     fired: tuple[float, ...] = ()
     resident: tuple[float, ...] = ()
     strip_ms: float = 0.0

@@ -10,55 +10,55 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal
 
-MOST_IDS_PER_MESSAGE: Final = 1 << 20  # 4 MiB packed; a frame holds 16
+MAX_IDS_PER_MESSAGE: Final = 1 << 20  # 4 MiB packed; a frame holds 16
 
 
 def packed(ids: array[int]) -> Iterator[bytes]:
     """Word or slot numbers as little-endian uint32, in pieces that fit a message each; none for none."""
-    for start in range(0, len(ids), MOST_IDS_PER_MESSAGE):
-        yield ids[start : start + MOST_IDS_PER_MESSAGE].tobytes()
+    for start in range(0, len(ids), MAX_IDS_PER_MESSAGE):
+        yield ids[start : start + MAX_IDS_PER_MESSAGE].tobytes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
-    """One part's slots, from the plan. `stock`: free slots that the loader should have ahead of need."""
+    """One part's slots, from the plan. `reserve`: free slots that the loader should have ahead of need."""
 
     part: Literal[0, 1]
     slots: int
-    stock: int
-    words: int
+    reserve: int
+    clusters: int
     clusters_per_layer: int
     pinned_per_layer: int
 
     @property
     def holds_everything(self) -> bool:
         """Whether nothing is ever evicted."""
-        return self.slots >= self.words
+        return self.slots >= self.clusters
 
     @property
     def warm_per_layer(self) -> int:
         """Clusters of each layer worth loading before anybody asks, the pinned ones among them: the first, where the
         converter puts the hottest."""
-        layers = self.words // self.clusters_per_layer
+        layers = self.clusters // self.clusters_per_layer
         pinned = min(self.pinned_per_layer, self.clusters_per_layer)
-        room = self.slots - self.stock - layers * pinned
+        room = self.slots - self.reserve - layers * pinned
         return min(self.clusters_per_layer, pinned + max(0, room) // layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Clusters to load when nothing more urgent waits. parts: 1 gate, 2 rest, 3 both."""
+    """Clusters to load when nothing more urgent waits. parts: 1 triggers, 2 values, 3 both."""
 
     parts: Literal[1, 2, 3]
-    words: array[int]
+    clusters: array[int]
     pinned: bool
 
 
-def warm_ups(gate: Region, rest: Region) -> Iterator[WarmUp]:
+def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
     """What to load at the start, pinned clusters first. Clusters of which both parts are wanted are asked for together:
     their bytes are neighbours, and the file is read from end to end once."""
-    pinned = [min(one.pinned_per_layer, one.clusters_per_layer) for one in (gate, rest)]
-    warm = [gate.warm_per_layer, rest.warm_per_layer]
+    pinned = [min(one.pinned_per_layer, one.clusters_per_layer) for one in (triggers, values)]
+    warm = [triggers.warm_per_layer, values.warm_per_layer]
     for starts, ends, keep in (((0, 0), pinned, True), (pinned, warm, False)):
         both = max(starts), min(ends)
         ranges: tuple[tuple[Literal[1, 2, 3], range], ...] = (
@@ -70,9 +70,9 @@ def warm_ups(gate: Region, rest: Region) -> Iterator[WarmUp]:
         )
         for parts, wanted in ranges:
             if wanted:
-                layers = range(0, gate.words, gate.clusters_per_layer)
-                words = array("I", (first + n for first in layers for n in wanted))
-                yield WarmUp(parts=parts, words=words, pinned=keep)
+                layers = range(0, triggers.clusters, triggers.clusters_per_layer)
+                clusters = array("I", (first + n for first in layers for n in wanted))
+                yield WarmUp(parts=parts, clusters=clusters, pinned=keep)
 
 
 class FreeSlots:
@@ -102,14 +102,14 @@ class FreeSlots:
         return taken
 
     def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> array[int]:
-        """Slots to hand to the loader, so that it has its stock and one for each waiting cluster.
+        """Slots to hand to the loader, so that it has its reserve and one for each waiting cluster.
 
         free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our
         own free slots go first; then `evict(n)` gives up to n more.
         """
         if self.region.holds_everything:
             return self.take(len(self._free))
-        want = max(0, self.region.stock + waiting - free - (self._granted - received))
+        want = max(0, self.region.reserve + waiting - free - (self._granted - received))
         granted = self.take(want)
         if len(granted) < want:
             evicted = evict(want - len(granted))

@@ -15,19 +15,19 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
-from neuronpipe.protocol.messages.cache import ResetDone, Stock
+from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.services import trace
 from neuronpipe.services.cache.core import FreeSlots, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import GATE, REST
+from neuronpipe.services.parts import TRIGGER, VALUE
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 
 RETRY_MS = 1
 LOST_AFTER_S = 1.0
-NAMES = ("gate_words", "rest_words")
+NAMES = ("trigger_entries", "value_entries")
 
 
 class CacheService:
@@ -39,40 +39,40 @@ class CacheService:
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
-        memory, layout, words = job.plan.memory, job.package.manifest.layout, job.package.manifest.words
+        memory, layout, clusters = job.plan.memory, job.package.manifest.layout, job.package.manifest.clusters
         self._regions = [
             FreeSlots(
                 Region(
-                    part=GATE,
-                    slots=memory.gate_slots,
-                    stock=job.plan.flash.stock_gates,
-                    words=words,
+                    part=TRIGGER,
+                    slots=memory.trigger_slots,
+                    reserve=job.plan.flash.reserved_triggers,
+                    clusters=clusters,
                     clusters_per_layer=layout.clusters,
-                    pinned_per_layer=memory.pinned_gates_per_layer,
+                    pinned_per_layer=memory.pinned_triggers_per_layer,
                 )
             ),
             FreeSlots(
                 Region(
-                    part=REST,
-                    slots=memory.rest_slots,
-                    stock=job.plan.flash.stock_rests,
-                    words=words,
+                    part=VALUE,
+                    slots=memory.value_slots,
+                    reserve=job.plan.flash.reserved_values,
+                    clusters=clusters,
                     clusters_per_layer=layout.clusters,
-                    pinned_per_layer=memory.pinned_rests_per_layer,
+                    pinned_per_layer=memory.pinned_values_per_layer,
                 )
             ),
         ]
-        self._words = [self._memory.view("residency", name) for name in NAMES]
-        self._pointers = [ffi.from_buffer("uint32_t[]", words) for words in self._words]
+        self._entries = [self._memory.view("residency", name) for name in NAMES]
+        self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]
         windows = self._memory.view("residency", "windows")
-        self._members = len(windows) // 2
+        self._participants = len(windows) // 2
         self._windows = ffi.from_buffer("uint64_t[]", windows)
         self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False
         self._reset_at = 0.0
-        self._stock: Stock | None = None
+        self._counts: SlotCounts | None = None
         self._hungry = False
 
     def serve(self) -> None:
@@ -91,8 +91,8 @@ class CacheService:
         self._link.send(Reset(generation=self._generation))
 
     def _before_wait(self) -> int | None:
-        if self._hungry and self._stock is not None:
-            self._feed(self._stock)
+        if self._hungry and self._counts is not None:
+            self._feed(self._counts)
         return RETRY_MS if self._hungry else None
 
     def _from_loader(self) -> None:
@@ -100,11 +100,11 @@ class CacheService:
             self._take(message)
 
     def _take(self, message: Message) -> None:
-        assert isinstance(message, ResetDone | Stock)
+        assert isinstance(message, ResetDone | SlotCounts)
         if message.generation == self._generation:
             if not self._settled:
-                self._start()  # a Stock says it as well: the ResetDone before it may have been lost
-            if isinstance(message, Stock):
+                self._start()  # a SlotCounts says it as well: the ResetDone before it may have been lost
+            if isinstance(message, SlotCounts):
                 self._feed(message)
         elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
             self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
@@ -112,28 +112,28 @@ class CacheService:
     def _start(self) -> None:
         """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
         self._settled = True
-        for region, words in zip(self._regions, self._words, strict=True):
-            state, slot = lib.NP_WORD_STATE_MASK, lib.NP_WORD_SLOT_MASK
-            region.restart(word & slot for word in words if word & state == lib.NP_WORD_PRESENT)
-        self._feed(Stock(generation=self._generation, gate_free=0, rest_free=0))
-        for warm in warm_ups(self._regions[GATE].region, self._regions[REST].region):
+        for region, entries in zip(self._regions, self._entries, strict=True):
+            state, slot = lib.NP_ENTRY_STATE_MASK, lib.NP_ENTRY_SLOT_MASK
+            region.restart(entry & slot for entry in entries if entry & state == lib.NP_ENTRY_PRESENT)
+        self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
+        for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
             self._warm(warm)
         self._service.become_available()
 
     def _warm(self, warm: WarmUp) -> None:
-        for part, bit in ((GATE, 1), (REST, 2)):
+        for part, bit in ((TRIGGER, 1), (VALUE, 2)):
             if warm.parts & bit:
-                self._grant(part, self._regions[part].take(len(warm.words)))
-        for piece in packed(warm.words):
+                self._grant(part, self._regions[part].take(len(warm.clusters)))
+        for piece in packed(warm.clusters):
             self._link.send(Warm(generation=self._generation, parts=warm.parts, clusters=piece, pinned=warm.pinned))
 
-    def _feed(self, stock: Stock) -> None:
-        """Bring the loader's stock up to what the plan wants, and to what is waiting."""
-        self._stock = stock
+    def _feed(self, counts: SlotCounts) -> None:
+        """Bring the loader's free slots up to what the plan wants, and to what is waiting."""
+        self._counts = counts
         self._hungry = False
         said = (
-            (stock.gate_free, stock.gate_waiting, stock.gate_granted),
-            (stock.rest_free, stock.rest_waiting, stock.rest_granted),
+            (counts.trigger_free, counts.trigger_waiting, counts.trigger_granted),
+            (counts.value_free, counts.value_waiting, counts.value_granted),
         )
         for part, (free, waiting, received) in enumerate(said):
             granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
@@ -149,10 +149,10 @@ class CacheService:
         slots: Any = ffi.new("uint32_t[]", want)
         taken = lib.np_clock_take(
             self._pointers[part],
-            len(self._words[part]),
+            len(self._entries[part]),
             self._hands[part],
-            self._windows + part * self._members,
-            self._members,
+            self._windows + part * self._participants,
+            self._participants,
             want,
             slots,
         )

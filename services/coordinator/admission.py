@@ -12,9 +12,9 @@ from neuronpipe.services.coordinator.text import Tokenizer
 
 Problem = tuple[RefusalCode, str]
 
-WAITING_PER_SEQUENCE, WAITING_LEAST = 4, 64
-LOGPROBS_MOST = 20
-BIAS_MOST = PENALTY_MOST = 100.0
+WAITING_PER_SEQUENCE, MIN_WAITING = 4, 64
+MAX_LOGPROBS = 20
+MAX_BIAS = MAX_PENALTY = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Admission:
 
     def _problem_with(self, ask: Generate | Score, waiting: int) -> Problem | None:
         """What is wrong with a request, before its text is looked at."""
-        if waiting >= WAITING_PER_SEQUENCE * self._limits.sequences + WAITING_LEAST:
+        if waiting >= WAITING_PER_SEQUENCE * self._limits.sequences + MIN_WAITING:
             return "busy", f"{waiting} requests are waiting already; try again later"
         return self._problem_with_options(ask) if isinstance(ask, Generate) else None
 
@@ -61,10 +61,10 @@ class Admission:
             ("top_k", 0 <= ask.top_k < 2**31),
             ("top_p", 0 < ask.top_p <= 1),
             ("min_p", 0 <= ask.min_p <= 1),
-            ("repetition_penalty", 1 / PENALTY_MOST <= ask.repetition_penalty <= PENALTY_MOST),
-            ("frequency_penalty", abs(ask.frequency_penalty) <= PENALTY_MOST),
-            ("presence_penalty", abs(ask.presence_penalty) <= PENALTY_MOST),
-            ("logprobs", ask.logprobs is None or 0 <= ask.logprobs <= LOGPROBS_MOST),
+            ("repetition_penalty", 1 / MAX_PENALTY <= ask.repetition_penalty <= MAX_PENALTY),
+            ("frequency_penalty", abs(ask.frequency_penalty) <= MAX_PENALTY),
+            ("presence_penalty", abs(ask.presence_penalty) <= MAX_PENALTY),
+            ("logprobs", ask.logprobs is None or 0 <= ask.logprobs <= MAX_LOGPROBS),
         ):
             if not good:
                 return "bad_request", f"{name} is out of range: {getattr(ask, name)}"
@@ -77,8 +77,8 @@ class Admission:
                     "bad_request",
                     f"logit_bias: token {entry.token} is outside the vocabulary of {self._limits.vocabulary}",
                 )
-            if not abs(entry.bias) <= BIAS_MOST:
-                return "bad_request", f"logit_bias: {entry.bias} for token {entry.token} is not within {BIAS_MOST:g}"
+            if not abs(entry.bias) <= MAX_BIAS:
+                return "bad_request", f"logit_bias: {entry.bias} for token {entry.token} is not within {MAX_BIAS:g}"
         if ask.grammar is not None:
             try:
                 self._grammars.start(ask.grammar)

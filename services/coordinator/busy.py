@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from neuronpipe.services.coordinator.sequences import Generation, Work
 
 RECENT_TOKENS = 16
-LEAST_S, MOST_S = 1, 60
+MIN_S, MAX_S = 1, 60
 
 
 def retry_after_s(works: Iterable[Work]) -> int:
     """Seconds until the first of these texts must have ended, as far as one can tell."""
     ends = [end for work in works if isinstance(work, Generation) and (end := _ends_in_s(work)) is not None]
-    return max(LEAST_S, min(MOST_S, math.ceil(min(ends, default=LEAST_S))))
+    return max(MIN_S, min(MAX_S, math.ceil(min(ends, default=MIN_S))))
 
 
 def _ends_in_s(work: Generation) -> float | None:

@@ -3,9 +3,9 @@
 One step is outstanding at a time, a prefill chunk or a decode step over every generating sequence:
 
     state       event                       next
-    idle        work is ready               step sent, every member of the step busy
-    busy        StepDone of every member    logits read: Sample or Likelihoods; its answer makes the core idle
-    busy        EpochChanged                void: wait until every member left the step and every seat is ready
+    idle        work is ready               step sent, every participant of the step busy
+    busy        StepDone of every participant    logits read: Sample or Likelihoods; its answer makes the core idle
+    busy        EpochChanged                void: wait until every participant left the step and every seat is ready
     void        all settled                 the same step again, under the new epoch
     idle        Leaving                     Dismiss: no step before the seats have other processes that are ready
 
@@ -39,10 +39,10 @@ from neuronpipe.services.coordinator.events import (
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.outstanding import Outstanding
 from neuronpipe.services.coordinator.requests import Requests
-from neuronpipe.services.coordinator.rest import Rest
 from neuronpipe.services.coordinator.results import Results
 from neuronpipe.services.coordinator.schedule import Schedule
 from neuronpipe.services.coordinator.text import Tokenizer
+from neuronpipe.services.coordinator.throttle import Throttle
 
 
 class Core:
@@ -54,7 +54,7 @@ class Core:
         self.requests = Requests(limits, tokenizer, grammars)
         self.schedule = Schedule(limits, decoders, self.requests)
         self._results = Results(limits, tokenizer, self.requests)
-        self.rest = Rest()
+        self.throttle = Throttle()
         self.epoch = 0
         self.ready: set[Seat] = set()
         self._leaving: frozenset[Seat] = frozenset()
@@ -98,7 +98,7 @@ class Core:
                 (work,) = self._end_step(now).works
                 actions += self._results.measured(work, event, now)
             case Eased(share, until):
-                self.rest.ask(share, until)
+                self.throttle.set(share, until)
             case Ending():
                 self._step = None
                 actions += self.requests.end_all()
@@ -124,12 +124,12 @@ class Core:
             return self._proceed(now)
         actions: list[Action] = [*self.requests.end_cancelled(now)]
         self.requests.seat_waiting()
-        if self.requests.logits_are_read or now < self.rest.resume_at:
+        if self.requests.logits_are_read or now < self.throttle.resume_at:
             return actions
         step = self.schedule.next_step(self.epoch)
         if step is None:
             return actions
-        self.rest.step_begins(now)
+        self.throttle.step_begins(now)
         return actions + self._send(step)
 
     def _send(self, step: Outstanding) -> list[Action]:
@@ -137,7 +137,7 @@ class Core:
         return [step.action]
 
     def _left(self, event: Left) -> list[Action]:
-        """A member left a step. Only the outstanding step under its own epoch counts as done."""
+        """A participant left a step. Only the outstanding step under its own epoch counts as done."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
@@ -158,6 +158,6 @@ class Core:
     def _end_step(self, now: float) -> Outstanding:
         """The shell has read the logits."""
         assert self._step is not None
-        self.rest.step_ends(now)
+        self.throttle.step_ends(now)
         step, self._step = self._step, None
         return step

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Set
 
 from neuronpipe.protocol.messages.client import Likely, RefusalCode, Token
-from neuronpipe.services.coordinator.admission import BIAS_MOST
+from neuronpipe.services.coordinator.admission import MAX_BIAS
 from neuronpipe.services.coordinator.events import Draw, Rating, Sampled
 from neuronpipe.services.coordinator.grammar import GrammarError
 from neuronpipe.services.coordinator.sequences import Generation, Work
@@ -28,7 +28,7 @@ def draw_of(row: int, work: Work, end_tokens: Set[int]) -> Draw:
     if ask.repetition_penalty != 1 or ask.frequency_penalty or ask.presence_penalty:
         draw = dataclasses.replace(draw, text=tuple(work.tokens), prompt_tokens=work.prompt_tokens)
     if ask.logit_bias or ask.ignore_end:
-        biases = {entry.token: entry.bias if entry.bias > -BIAS_MOST else -math.inf for entry in ask.logit_bias}
+        biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}
         if ask.ignore_end:
             biases |= dict.fromkeys(end_tokens, -math.inf)
         draw = dataclasses.replace(draw, biases=tuple(sorted(biases.items())))

@@ -39,7 +39,7 @@ class EpochChanged:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A member is through with a step: done, or abandoned because of the epoch."""
+    """A participant is through with a step: done, or abandoned because of the epoch."""
 
     seat: Seat
     step: int
@@ -50,7 +50,7 @@ class Left:
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """A member cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
+    """A participant cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
 
     seat: Seat
     step: int
@@ -169,7 +169,7 @@ class Likelihoods:
 
 @dataclasses.dataclass(frozen=True)
 class Abandon:
-    """Advance the epoch: the other members of a broken step must not wait for the one that gave up."""
+    """Advance the epoch: the other participants of a broken step must not wait for the one that gave up."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Meter:
         self._sent: Step | Prefill | None = None
         self._sent_ns = 0
         self._sent_flash = (0, 0)
-        self._counters: Cost = {}  # of the members of the step under way
+        self._counters: Cost = {}  # of the participants of the step under way
         self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # last step, when sent, its cost, its counters
         self._drawn = 0
         self._gap_ms = 0.0
@@ -58,11 +58,11 @@ class Meter:
             self._drawn_ns = self._sent_ns  # clients are told of the step before from now on
 
     def answered(self, counters: Cost) -> None:
-        """A member is done with it."""
+        """A participant is done with it."""
         add_cost(self._counters, {**counters, "answers": 1.0})
 
     def step_done(self) -> Cost:
-        """Every member is. What the step took since it was sent: milliseconds, and the loader's work."""
+        """Every participant is. What the step took since it was sent: milliseconds, and the loader's work."""
         assert self._sent is not None
         self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=len(self._sent.tokens), step=self._step)
         (bytes_now, reads_now), (bytes_then, reads_then) = self.flash_now(), self._sent_flash
@@ -116,8 +116,8 @@ class Meter:
         total: Cost = {}
         add_cost(total, finished.prefill)
         add_cost(total, finished.decode)
-        looked_up = total.get("gate_clusters", 0.0) + total.get("rest_clusters", 0.0)
-        missed = total.get("gate_missed", 0.0) + total.get("rest_missed", 0.0)
+        looked_up = total.get("trigger_clusters", 0.0) + total.get("value_clusters", 0.0)
+        missed = total.get("trigger_missed", 0.0) + total.get("value_missed", 0.0)
         flash = {
             "bytes": float(bytes_now - bytes_before),
             "reads": float(reads_now - reads_before),

@@ -16,19 +16,19 @@ class Outstanding:
     def __init__(self, action: SendStep, works: list[Work]) -> None:
         self.action = action
         self.works = works  # in the order of the logit rows; none where all were refused
-        self.reading = False  # every member is done, and the shell looks at the logits
+        self.reading = False  # every participant is done, and the shell looks at the logits
         self._void = False
         self._busy: set[Seat] = set(action.seats)
         self._cost: Cost = {}  # this time it was sent
 
     @property
     def abandoned(self) -> bool:
-        """Whether it does not count, and every member has left it: it may be sent again."""
+        """Whether it does not count, and every participant has left it: it may be sent again."""
         return self._void and not self._busy and not self.reading
 
     @property
     def computed(self) -> bool:
-        """Whether it counts, and every member is done."""
+        """Whether it counts, and every participant is done."""
         return not self._void and not self._busy
 
     def again(self, epoch: int) -> Outstanding:
@@ -37,7 +37,7 @@ class Outstanding:
         return Outstanding(SendStep(self.action.seats, message), self.works)
 
     def is_meant(self, event: Left | Broken) -> bool:
-        """Whether a member speaks of this step, as it was last sent."""
+        """Whether a participant speaks of this step, as it was last sent."""
         return (event.step, event.epoch) == (self.action.message.step, self.action.message.epoch)
 
     def epoch_changed(self, lost: Iterable[Seat]) -> None:
@@ -46,13 +46,13 @@ class Outstanding:
         self._void = not self.reading
 
     def left(self, event: Left) -> None:
-        """A member is through with it."""
+        """A participant is through with it."""
         self._busy.discard(event.seat)
         self._void |= not event.done
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
     def refused(self, seat: Seat) -> None:
-        """A member cannot compute it; its works have been told."""
+        """A participant cannot compute it; its works have been told."""
         self.works = []
         self._busy.discard(seat)
 

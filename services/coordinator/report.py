@@ -59,7 +59,7 @@ class Report:
             tokens=tokens,
             uptime_s=round(now - self._started_at, 3),
             flash_bytes=self._meter.flash_now()[0],
-            rest_share=self._core.rest.share(now),
+            throttle_share=self._core.throttle.share(now),
             cached_tokens=self._core.requests.cached_tokens,
             warm_up=self._meter.warm_up_now(),
         )

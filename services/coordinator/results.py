@@ -22,7 +22,7 @@ class Results:
         self._requests = requests
 
     def read_logits(self, step: Outstanding) -> Sample | Likelihoods:
-        """Every member is done: the works have more keys and values now. Asks for what the logits say."""
+        """Every participant is done: the works have more keys and values now. Asks for what the logits say."""
         step.reading = True
         message = step.action.message
         count = len(message.tokens) if isinstance(message, Prefill) else 1

@@ -21,7 +21,7 @@ from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
-from neuronpipe.protocol.messages.request import AskStatus, Cancel, Ease, Generate, Next, Score
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle
 from neuronpipe.protocol.version import VERSION
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
@@ -73,14 +73,14 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         manifest, compute = job.package.manifest, job.plan.compute
-        shape = manifest.shape
+        model = manifest.model
         limits = Limits(
             mode=compute.mode,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             logit_rows=compute.logit_rows,
-            vocabulary=shape.vocabulary,
+            vocabulary=model.vocabulary,
             end_tokens=frozenset(manifest.end_tokens),
             plan_id=job.plan.id,
         )
@@ -89,10 +89,10 @@ class CoordinatorService:
         services = [place for place in places if place[0] not in ("coordinator", GATEWAY)]
         self._seats = Seats(services)
         tokenizer = FileTokenizer(job.package.tokenizer())
-        grammars = Grammars(tokenizer, shape.vocabulary, limits.end_tokens)
+        grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
         self._core = Core(limits, [(role, index) for role, index, _ in services], tokenizer, grammars)
         self._core.epoch = self._epoch.load()
-        self._sampler = Sampler(self._memory.view("exchange", "logits"), shape.vocabulary)
+        self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._board = self._memory.view("board", "processes")
         self._leaving = self._memory.view("board", "leaving")
         self._leaving_seen = b""
@@ -106,7 +106,7 @@ class CoordinatorService:
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
         self._step_events = StepEvents(self._events)
-        neurons = shape.layers * shape.experts * shape.neurons
+        neurons = model.layers * model.experts * model.neurons
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
         self._report = Report(job, self._core, self._seats, self._meter, self._board, self._lines)
 
@@ -148,7 +148,7 @@ class CoordinatorService:
         """For how long nothing but a message can give it something to do."""
         if self._core.busy:
             return BUSY_MS
-        pause_ms = 1000 * (self._core.rest.resume_at - time.monotonic())
+        pause_ms = 1000 * (self._core.throttle.resume_at - time.monotonic())
         limit_ms = EVERY_MS if self._step_events.waiting else IDLE_MS
         return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
 
@@ -159,7 +159,7 @@ class CoordinatorService:
                 if isinstance(message, Generate):
                     self._meter.request_came(peer, message.request)
                 self._handle(Asked(peer.encode(), message))
-            case Ease(share=share, for_s=for_s):
+            case Throttle(share=share, for_s=for_s):
                 self._handle(Eased(share, time.monotonic() + for_s))
             case AskStatus():
                 self._send(peer, self._report.status(self._tokens, ending=self._ending))
@@ -254,7 +254,7 @@ class CoordinatorService:
         pending: list[Event] = [event]
         while pending:
             actions = self._core.handle(pending.pop(0), time.monotonic())
-            actions.sort(key=lambda action: isinstance(action, Tell))  # members compute while clients are told
+            actions.sort(key=lambda action: isinstance(action, Tell))  # participants compute while clients are told
             for action in actions:
                 answer = self._do(action)
                 if answer is not None:
@@ -269,7 +269,7 @@ class CoordinatorService:
             case SendStep(seats, message):
                 began_ns = trace.now()
                 self._meter.sending(message)
-                self._epoch.reset_meeting()
+                self._epoch.reset_barrier()
                 assigned = [self._assign(f"{role}-{index}", message) for role, index in seats]
                 self._meter.sent(began_ns, len(seats))
                 if not all(assigned):

@@ -1,4 +1,4 @@
-"""What monitors are told of steps, from what these took and what their members counted: not of each by itself.
+"""What monitors are told of steps, from what these took and what their participants counted: not of each by itself.
 
 A small model makes a thousand steps a second, and an event for each, sent to every monitor, would take a good part of
 their time. Steps within EVERY_MS share an event.
@@ -23,7 +23,7 @@ class DoneStep:
 
     sent_ns: when it was sent
     took: as `Meter.step_done` measured it
-    counters: sums over the members that answered, and under "answers" how many these were
+    counters: sums over the participants that answered, and under "answers" how many these were
     tokens: that were drawn
     gap_ms: the longest time since the token before of any of them; 0 where all were the first of their texts
     """
@@ -78,16 +78,16 @@ def step_event(steps: Sequence[DoneStep]) -> StepEvent:
         batch=sum(len(one.message.tokens) for one in steps),
         prefill=isinstance(steps[-1].message, Prefill),
         ms=round(sum(one.took["ms"] for one in steps), 3),
-        misses=count("gate_missed", "rest_missed"),
+        misses=count("trigger_missed", "value_missed"),
         read_bytes=int(sum(one.took["read_bytes"] for one in steps)),
         tokens=sum(one.tokens for one in steps),
         tbt_ms=round(sum(gaps_ms), 3),
         reads=int(sum(one.took["reads"] for one in steps)),
-        looked_up=count("gate_clusters", "rest_clusters"),
+        looked_up=count("trigger_clusters", "value_clusters"),
         rows=count("gate_rows", "up_rows", "down_rows"),
         positions=sum(_positions(one.message) for one in steps),
         flash_ms=mean_ms("flash_ms"),
-        meet_ms=mean_ms("meet_ms"),
+        barrier_ms=mean_ms("barrier_ms"),
         steps=len(steps),
         gaps_ms=gaps_ms,
     )

@@ -11,7 +11,7 @@ from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Outcome, Worker, place_of
+from neuronpipe.services.worker import Outcome, Worker, engine_config
 
 
 class DecodeService:
@@ -22,15 +22,15 @@ class DecodeService:
 
     def __init__(self, job: Job, activity: array[int] | None = None) -> None:
         compute, seat = job.plan.compute, job.seat
-        place = place_of(
+        config = engine_config(
             job.plan,
-            members=len(compute.decode_workers()),
-            member=seat.index,
+            participants=len(compute.decode_workers()),
+            participant=seat.index,
             max_tokens=compute.sequences,
             window_blocks=compute.decode_window_blocks,
             blocks=job.package.manifest.layout.blocks,
         )
-        self._worker = Worker(job, RunMemory.open("decode", job.segments), [place], seat.index, activity)
+        self._worker = Worker(job, RunMemory.open("decode", job.segments), [config], seat.index, activity)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1)
 

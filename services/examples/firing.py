@@ -21,7 +21,7 @@ class FiringLog(DecodeService):
     def __init__(self, job: Job) -> None:
         layout = job.package.manifest.layout
         self._row = layout.blocks * layout.block_neurons
-        self._counts = array("I", bytes(4 * self._row * job.package.manifest.shape.layers))
+        self._counts = array("I", bytes(4 * self._row * job.package.manifest.model.layers))
         super().__init__(job, activity=self._counts)
 
     def compute(self, step: Step) -> Outcome:

@@ -32,7 +32,7 @@
 enum { SLOT = 0x00ffffff, STATE = 0x03000000, ABSENT = 0, LOADING = 0x01000000, PRESENT = 0x02000000, FAILED = 0x03000000 };
 enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, KNOWN_BITS = 0x07ffffff };
 enum { LINE = 16, BEAT_MS = 250, HELLO_MS = 1000, STOCK_MS = 50, SLEEP_MS = 250, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
-enum { MOST_IO_ERRORS = 3, MOST_WRONG_SUMS = 2 };
+enum { MAX_IO_ERRORS = 3, MAX_WRONG_SUMS = 2 };
 enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPED = 5 };
 
 /* Clusters of one part that wait to be read, each at most once. */
@@ -52,7 +52,7 @@ typedef struct {
 } part;
 
 static part parts[2];
-static size_t word_count, stride_bytes, members, entries;
+static size_t word_count, stride_bytes, participants, entries;
 static uint32_t *heads, *tails, *requests, *asleep, *arrivals, *loaded, *sums, crc_table[256];
 static const uint32_t *epoch;
 static uint64_t *board;
@@ -145,7 +145,7 @@ static int load(int number, uint32_t cluster, uint32_t flags)
             __atomic_add_fetch(&board[BOARD_WRONG_SUMS], 1, __ATOMIC_RELAXED);
             wrong_sums++;
         }
-        if (io_errors == MOST_IO_ERRORS || wrong_sums == MOST_WRONG_SUMS) {
+        if (io_errors == MAX_IO_ERRORS || wrong_sums == MAX_WRONG_SUMS) {
             p->free_slots[p->free_count++] = slot;
             __atomic_store_n(word, FAILED | (__atomic_load_n(epoch, __ATOMIC_ACQUIRE) & SLOT), __ATOMIC_RELEASE);
             return 1;
@@ -157,7 +157,7 @@ static int load(int number, uint32_t cluster, uint32_t flags)
 static int take_requests(void)
 {
     int taken = 0;
-    for (size_t m = 0; m < members; m++) {
+    for (size_t m = 0; m < participants; m++) {
         const uint32_t tail = __atomic_load_n(&tails[m * LINE], __ATOMIC_SEQ_CST);
         uint32_t head = __atomic_load_n(&heads[m * LINE], __ATOMIC_RELAXED);
         if (tail == head)
@@ -226,8 +226,8 @@ static void tell_stock(int idle)
     if (!due)
         return;
     pack p;
-    pack_map(&p, 7, "Stock");
-    static const char *const names[] = {"generation", "gate_free", "rest_free", "gate_waiting", "rest_waiting", "gate_granted", "rest_granted"};
+    pack_map(&p, 7, "SlotCounts");
+    static const char *const names[] = {"generation", "trigger_free", "value_free", "trigger_waiting", "value_waiting", "trigger_granted", "value_granted"};
     for (int n = 0; n < 7; n++)
         pack_number(&p, names[n], figures[n]);
     memcpy(told, figures, sizeof told);
@@ -412,12 +412,12 @@ static void open_part(int number, const segment *slots, const segment *residency
 {
     part *p = &parts[number];
     size_t shape[2];
-    p->slots = segment_field(slots, number ? "rest_slots" : "gate_slots", shape);
+    p->slots = segment_field(slots, number ? "value_slots" : "trigger_slots", shape);
     p->slot_count = shape[0];
     p->slot_bytes = shape[1];
-    p->words = segment_field(residency, number ? "rest_words" : "gate_words", shape);
+    p->words = segment_field(residency, number ? "value_entries" : "trigger_entries", shape);
     word_count = shape[0];
-    p->part_bytes = json_number(manifest, number ? "layout/rest_part_bytes" : "layout/gate_part_bytes");
+    p->part_bytes = json_number(manifest, number ? "layout/value_part_bytes" : "layout/trigger_part_bytes");
     p->part_offset = number ? parts[0].part_bytes : 0;
     p->free_slots = calloc(p->slot_count + 1, sizeof *p->free_slots);
     if (!p->free_slots || p->part_bytes < p->slot_bytes)
@@ -451,7 +451,7 @@ static void open_all(const char *run, const char *package)
     tails = segment_field(&residency, "request_tails", NULL);
     heads = segment_field(&residency, "request_heads", NULL);
     requests = segment_field(&residency, "requests", shape);
-    members = shape[0];
+    participants = shape[0];
     entries = shape[1];
     open_part(0, &slots, &residency, manifest);
     open_part(1, &slots, &residency, manifest);

@@ -8,8 +8,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-enum { GREETING_BYTES = 64, MORE = 1, LONG = 2, COMMAND = 4, MOST_FRAME_BYTES = 16 << 20, MOST_DEPTH = 16 };
-static const char MAGIC[] = "NP1";
+enum { GREETING_BYTES = 64, MORE = 1, LONG = 2, COMMAND = 4, MAX_FRAME_BYTES = 16 << 20, MAX_DEPTH = 16 };
+static const char MAGIC[] = "NP2";
 
 /* ---- sockets ------------------------------------------------------------------------------------------------------- */
 static int address_of(struct sockaddr_un *address, const char *path)
@@ -172,7 +172,7 @@ const uint8_t *wire_next(wire *w, size_t *bytes)
         if (w->have < head)
             return NULL;
         const uint64_t size = flags & LONG ? big_endian(w->in + 1, 8) : w->in[1];
-        if (size > MOST_FRAME_BYTES) {
+        if (size > MAX_FRAME_BYTES) {
             wire_close(w);
             return NULL;
         }
@@ -373,7 +373,7 @@ value unpack_field(const uint8_t *map, size_t bytes, const char *name)
         return (value){0};
     value found = {0};
     while (entries-- && !c.broken) {
-        const value key = take(&c, MOST_DEPTH), content = take(&c, MOST_DEPTH);
+        const value key = take(&c, MAX_DEPTH), content = take(&c, MAX_DEPTH);
         if (value_is(key, name))
             found = content;
     }

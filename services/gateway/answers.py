@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.coordinator import MOST_SENT, Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MAX_SENT, Coordinator, Mailbox
 from neuronpipe.services.gateway.forms import DONE, Form, usage
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, too_long
@@ -103,7 +103,7 @@ class Answer:
         of these can be refused any more. Who has waited for long is not left without headers for them."""
         finished: dict[int, Finished] = {}
         form, begun = self._form, set[int]()
-        unaccepted, events = min(len(self._asks), MOST_SENT), b""
+        unaccepted, events = min(len(self._asks), MAX_SENT), b""
         while len(finished) < len(self._asks):
             taken = await mailbox.take(None if pass_on is None else COMMENT_S)
             for number, message in taken:

@@ -24,7 +24,7 @@ from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.pages import page_routes
 from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
-from neuronpipe.services.gateway.requests import MOST_TEXTS, MOST_TOKENS, ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.requests import MAX_TEXTS, MAX_TOKENS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -80,7 +80,7 @@ class Gateway:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
         prompt = self._chat.prompt(body.messages)
-        limit = body.max_completion_tokens or body.max_tokens or MOST_TOKENS
+        limit = body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         return self._answer(body, [prompt.text], limit, ChatForm, frame=prompt.frame)
 
     async def completions(self, request: Request) -> Answer:
@@ -99,8 +99,8 @@ class Gateway:
     ) -> Answer:
         if body.model not in (None, self._name):
             raise self._unknown(body.model)
-        if len(prompts) * body.n > MOST_TEXTS:
-            said = f"n: {body.n} texts for each of {len(prompts)} prompts are more than the {MOST_TEXTS} of one request"
+        if len(prompts) * body.n > MAX_TEXTS:
+            said = f"n: {body.n} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one request"
             raise Problem(400, "invalid_value", said, param="n")
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
         grammar = body.grammar

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from neuronpipe.services.gateway.problems import MOST_QUOTED, Problem, quoted
+from neuronpipe.services.gateway.problems import MAX_QUOTED, Problem, quoted
 from neuronpipe.services.gateway.requests import KINDS, NOT_SERVED
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request
 
-MOST_BODY_BYTES = 4 << 20
-MOST_PASSED_OVER_BYTES = 64 << 20  # read and dropped: a client that is still sending would not see the answer
+MAX_BODY_BYTES = 4 << 20
+MAX_PASSED_OVER_BYTES = 64 << 20  # read and dropped: a client that is still sending would not see the answer
 BODY_S = 30.0
 CODES = {
     "missing": "missing_required_parameter",
@@ -49,16 +49,16 @@ async def _bytes(request: Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
                 received_bytes += len(piece)
-                if received_bytes <= MOST_BODY_BYTES:
+                if received_bytes <= MAX_BODY_BYTES:
                     body += piece
-                elif received_bytes > MOST_PASSED_OVER_BYTES:
+                elif received_bytes > MAX_PASSED_OVER_BYTES:
                     break
     except TimeoutError:
         raise Problem(408, "body_too_slow", f"the body took more than {BODY_S:.0f} s", headers=_CLOSE) from None
     except ClientDisconnect:
         raise Problem(400, "disconnected", "the body is not complete") from None
-    if received_bytes > MOST_BODY_BYTES:
-        raise Problem(413, "body_too_large", f"the body has more than {MOST_BODY_BYTES} bytes", headers=_CLOSE)
+    if received_bytes > MAX_BODY_BYTES:
+        raise Problem(413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
     return bytes(body)
 
 
@@ -91,4 +91,4 @@ def _message(error: ErrorDetails) -> str:
 def _path(place: tuple[int | str, ...]) -> str:
     """The way to a field, without the kinds that its value could have had. The client's own keys are part of it."""
     names = (str(part) for part in place if part not in KINDS and part != "[key]")
-    return ".".join(name if len(name) <= MOST_QUOTED else name[: MOST_QUOTED - 1] + "…" for name in names)
+    return ".".join(name if len(name) <= MAX_QUOTED else name[: MAX_QUOTED - 1] + "…" for name in names)

@@ -12,13 +12,13 @@ from typing import Any
 from neuronpipe.services.gateway.problems import Problem, unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_CONNECTIONS = 512
+MAX_CONNECTIONS = 512
 HEAD_S = 5.0
-MOST_HEAD_BYTES = 32 << 10
+MAX_HEAD_BYTES = 32 << 10
 STALLED_S = 30.0
 REQUEST_ID = b"x-request-id"
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
-CROWDED = unavailable("too_many_connections", f"{MOST_CONNECTIONS} connections are open already; try again")
+CROWDED = unavailable("too_many_connections", f"{MAX_CONNECTIONS} connections are open already; try again")
 
 
 class BoundedProtocol(H11Protocol):
@@ -32,7 +32,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Turn away one too many; give the others a while to say what they want."""
         super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS:
             transport.write(_whole(CROWDED))
             transport.close()
             return

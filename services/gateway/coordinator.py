@@ -42,9 +42,9 @@ ASK_AGAIN_S = 0.25
 LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 BUSY_AGAIN_S = 1.0
-MOST_SENT = 64  # texts at the coordinator: so many may wait there in any run
-MOST_TEXTS = 1024  # under way or waiting: with so many no further request is taken on
-MOST_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
+MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run
+MAX_TEXTS = 1024  # under way or waiting: with so many no further request is taken on
+MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
 
 
@@ -181,7 +181,7 @@ class Coordinator:
             if text is None:
                 continue
             self._turns.drop(text.mailbox)
-            if text.sent and self._unheard < MOST_UNHEARD:
+            if text.sent and self._unheard < MAX_UNHEARD:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
 
@@ -241,7 +241,7 @@ class Coordinator:
                 await asyncio.sleep(POLL_S)
 
     def _require_room(self) -> None:
-        if len(self._texts) >= MOST_TEXTS:
+        if len(self._texts) >= MAX_TEXTS:
             raise Problem(
                 429,
                 "rate_limit_exceeded",
@@ -251,15 +251,15 @@ class Coordinator:
             )
         if self._busy is not None and self._loop.time() < self._busy_until:
             raise from_refusal(self._busy)
-        if self._unheard >= MOST_UNHEARD:
+        if self._unheard >= MAX_UNHEARD:
             raise unavailable("starting", "the run's coordinator is being restarted; try again")
 
     def _send_waiting(self) -> bool:
         """Send texts that wait, as many as the coordinator has room for; whether there were any."""
         sent = False
         while (
-            len(self._texts) - len(self._turns) < MOST_SENT
-            and self._unheard < MOST_UNHEARD
+            len(self._texts) - len(self._turns) < MAX_SENT
+            and self._unheard < MAX_UNHEARD
             and self._loop.time() >= self._busy_until
             and (text := self._turns.take()) is not None
         ):
@@ -271,11 +271,11 @@ class Coordinator:
     def _ask_status(self) -> None:
         """One question serves all who wait."""
         now = self._loop.time()
-        if self._unheard >= MOST_UNHEARD:
+        if self._unheard >= MAX_UNHEARD:
             self._receive()
-        if self._unheard >= MOST_UNHEARD and now - self._unheard_since >= LOST_S:
+        if self._unheard >= MAX_UNHEARD and now - self._unheard_since >= LOST_S:
             self._connect_again()
-        if self._unheard < MOST_UNHEARD and now - self._asked_at >= POLL_S:
+        if self._unheard < MAX_UNHEARD and now - self._asked_at >= POLL_S:
             self._asked_at = now
             self._send(AskStatus())
 

@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, REQUEST_ID, request_id
+from neuronpipe.services.gateway.connections import MAX_HEAD_BYTES, REQUEST_ID, request_id
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, LOOPBACK_NAMES, Listener, is_loopback
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, quoted
@@ -62,9 +62,9 @@ class Door:
 
     def _check(self, scope: Scope) -> None:
         head_bytes = len(scope["raw_path"]) + len(scope["query_string"])
-        if head_bytes + sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEAD_BYTES:
+        if head_bytes + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
             close = (("connection", "close"),)
-            raise Problem(431, "head_too_large", f"more than {MOST_HEAD_BYTES} bytes of headers", headers=close)
+            raise Problem(431, "head_too_large", f"more than {MAX_HEAD_BYTES} bytes of headers", headers=close)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
         if self._loopback_only and _name(host) not in LOOPBACK_NAMES:

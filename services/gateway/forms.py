@@ -19,7 +19,7 @@ from neuronpipe.services.gateway.problems import Problem
 
 REASONS = {"length": "length", "context": "length", "stop": "stop", "end": "stop"}
 DONE = b"data: [DONE]\n\n"
-MOST_KEPT_CHARACTERS = 64 << 20
+MAX_KEPT_CHARACTERS = 64 << 20
 
 Rating = tuple[str, ...]
 """What is said of one rated token, as JSON: an item for each of a form's lists."""
@@ -97,7 +97,7 @@ class Form(ABC):
         rating = self._rating(token, self._place(number, token))
         self._kept.setdefault(number, []).append(rating)
         self._kept_characters += sum(map(len, rating))
-        if self._kept_characters > MOST_KEPT_CHARACTERS:
+        if self._kept_characters > MAX_KEPT_CHARACTERS:
             said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
             raise Problem(400, "answer_too_large", said, param="logprobs")
 

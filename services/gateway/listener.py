@@ -13,7 +13,7 @@ from neuronpipe.services.reach import EVERYWHERE, reached_at
 
 BACKLOG = 128
 KEY_VARIABLE = "NEURONPIPE_KEY"
-LEAST_KEY_CHARACTERS = 16
+MIN_KEY_CHARACTERS = 16
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -54,9 +54,9 @@ def chosen_key(given: str | None) -> str | None:
     key = os.environ.get(KEY_VARIABLE) if given is None else given
     if key is None:
         return None
-    if len(key) < LEAST_KEY_CHARACTERS or not all("!" <= c <= "~" for c in key):
+    if len(key) < MIN_KEY_CHARACTERS or not all("!" <= c <= "~" for c in key):
         raise UserError(
-            f"the key: expected {LEAST_KEY_CHARACTERS} or more visible ASCII characters without blanks; "
+            f"the key: expected {MIN_KEY_CHARACTERS} or more visible ASCII characters without blanks; "
             "make one with `openssl rand -hex 16`"
         )
     return key

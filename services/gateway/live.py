@@ -20,7 +20,7 @@ from neuronpipe.services.monitor.observer import Observer
 from starlette.types import Receive, Scope, Send
 
 EVERY_S = 0.25
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 
 
 class Live:
@@ -37,9 +37,9 @@ class Live:
     def view(self) -> View:
         """For one who wants to look. Raises Problem when too many do, or the server is ending."""
         self._require_no_end()
-        if len(self._viewers) >= MOST_VIEWERS:
+        if len(self._viewers) >= MAX_VIEWERS:
             raise Problem(
-                429, "rate_limit_exceeded", f"{MOST_VIEWERS} look already", kind="rate_limit_error", retry_after_s=5
+                429, "rate_limit_exceeded", f"{MAX_VIEWERS} look already", kind="rate_limit_error", retry_after_s=5
             )
         return View(self)
 

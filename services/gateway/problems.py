@@ -18,12 +18,12 @@ REFUSALS = {
 }
 
 
-MOST_QUOTED = 80
+MAX_QUOTED = 80
 
 
 def quoted(said: str) -> str:
     """What a client said, cut to a length that an error can carry."""
-    return repr(said if len(said) <= MOST_QUOTED else said[: MOST_QUOTED - 1] + "…")
+    return repr(said if len(said) <= MAX_QUOTED else said[: MAX_QUOTED - 1] + "…")
 
 
 class Problem(Exception):

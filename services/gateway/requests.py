@@ -23,13 +23,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-MOST_STOPS = 16
-MOST_CHOICES = 128
-MOST_PROMPTS = 128
-MOST_TEXTS = 1024
-MOST_TOKENS = 1 << 24
-MOST_LOGPROBS = 20
-MOST_BIASES = 4096
+MAX_STOPS = 16
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
+MAX_TEXTS = 1024
+MAX_TOKENS = 1 << 24
+MAX_LOGPROBS = 20
+MAX_BIASES = 4096
 OFF = -1
 IGNORED = "accepted, and without effect"
 NOT_SERVED = "not_served"
@@ -44,7 +44,7 @@ def _none(tools: list[Any]) -> list[Any]:
 def _to_the_end(tokens: int) -> int:
     if tokens == 0:
         raise PydanticCustomError("too_few", "expected 1 or more, or -1 for as many as fit the context")
-    return MOST_TOKENS if tokens == OFF else tokens
+    return MAX_TOKENS if tokens == OFF else tokens
 
 
 # What a value is where it may be one of several things: errors then speak of that one.
@@ -69,20 +69,20 @@ def _text_or(many: str) -> Callable[[Any], str | None]:
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
-    Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MOST_STOPS), Tag(TEXTS)],
+    Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
     _one_of("expected a text, or a list of texts", _text_or(TEXTS)),
 ]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_TOKENS)]], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[
     Annotated[str, Tag(TEXT)]
     | Annotated[TokenIds, Tag(TOKENS)]
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS), Tag(TEXTS)]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS), Tag(TOKEN_LISTS)],
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
     _one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
 ]
-MostTokens = Annotated[int, Field(ge=OFF, le=MOST_TOKENS), AfterValidator(_to_the_end)]
+MostTokens = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
 NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), AfterValidator(_none)]
 
 
@@ -137,7 +137,7 @@ class Sampling(Body):
     """What chat and plain completions share."""
 
     model: str | None = Field(None, description="name of the model; the one that is served when not given")
-    n: int = Field(1, ge=1, le=MOST_CHOICES, description="texts per prompt; with a seed, text i is drawn with seed + i")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="texts per prompt; with a seed, text i is drawn with seed + i")
     temperature: float = Field(1.0, ge=0, le=100, description="0 takes the most likely token")
     top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this probability")
     top_k: int = Field(0, ge=OFF, lt=1 << 31, description="draw from this many likeliest tokens; 0 or -1: from all")
@@ -151,7 +151,7 @@ class Sampling(Body):
     frequency_penalty: Penalty = Field(0.0, description="off a token's logit for each time it stands in the answer")
     presence_penalty: Penalty = Field(0.0, description="off a token's logit if it stands in the answer")
     logit_bias: dict[TokenKey, Penalty] = Field(
-        default={}, max_length=MOST_BIASES, description="token id to what is added to its logit; -100 bans it"
+        default={}, max_length=MAX_BIASES, description="token id to what is added to its logit; -100 bans it"
     )
     ignore_eos: bool = Field(False, description="never draw an end token")
     response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
@@ -203,7 +203,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(
         None,
         ge=0,
-        le=MOST_LOGPROBS,
+        le=MAX_LOGPROBS,
         description="rate each token, and name this many likely ones beside it, and itself",
     )
     best_of: int | None = Field(None, description="only as many as `n`")
@@ -266,7 +266,7 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = Field(
         None,
         ge=0,
-        le=MOST_LOGPROBS,
+        le=MAX_LOGPROBS,
         description="name this many likely tokens beside each, and itself; only with `logprobs`",
     )
     tools: NoTools = Field(default=[], description="only none")

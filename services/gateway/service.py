@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from neuronpipe.services.gateway.server import Server
 
 KEEP_ALIVE_S = 15
-MOST_GROWTH_BYTES = 512 << 20
+MAX_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -58,7 +58,7 @@ def serve(
 async def _serve(package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
-    from neuronpipe.services.gateway.connections import MOST_HEAD_BYTES, BoundedProtocol
+    from neuronpipe.services.gateway.connections import MAX_HEAD_BYTES, BoundedProtocol
     from neuronpipe.services.gateway.coordinator import Coordinator
     from neuronpipe.services.gateway.server import Server
 
@@ -77,7 +77,7 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
@@ -99,6 +99,6 @@ def _limit_memory() -> None:
     request alone."""
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = size_bytes + MOST_GROWTH_BYTES
+    wanted = size_bytes + MAX_GROWTH_BYTES
     if soft == resource.RLIM_INFINITY or soft > wanted:
         resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))

@@ -1,6 +1,6 @@
 """Chat templates: Jinja in a sandbox. A template comes with a package, so it is a stranger's program.
 
-It cannot reach Python's objects or change what it is given (jinja2's sandbox), and is stopped after MOST_STEPS lines of
+It cannot reach Python's objects or change what it is given (jinja2's sandbox), and is stopped after MAX_STEPS lines of
 what it compiles to. What it multiplies or joins is measured first; for whatever grows in other ways the process has a
 limit of its address space, and running into it is this template's failure and nothing else's.
 """
@@ -21,10 +21,10 @@ from jinja2.filters import do_indent
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_STEPS = 200_000
-MOST_CHARACTERS = 8 << 20
-MOST_EXPONENT = 64
-MOST_INDENT = 64
+MAX_STEPS = 200_000
+MAX_CHARACTERS = 8 << 20
+MAX_EXPONENT = 64
+MAX_INDENT = 64
 PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate"})
 UNWANTED_FILTERS = ("center", "filesizeformat", "format", "pprint", "random", "urlize", "wordwrap", "xmlattr")
 
@@ -55,14 +55,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         """Compute what is known to stay small."""
-        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= MOST_EXPONENT):
-            raise TemplateError(f"an exponent beyond {MOST_EXPONENT}")
+        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= MAX_EXPONENT):
+            raise TemplateError(f"an exponent beyond {MAX_EXPONENT}")
         if operator == "%" and isinstance(left, str):
             raise TemplateError("formatting with %")
         if operator == "*":
             for many, times in ((left, right), (right, left)):
-                if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MOST_CHARACTERS:
-                    raise TemplateError(f"more than {MOST_CHARACTERS} characters")
+                if hasattr(many, "__len__") and isinstance(times, int) and len(many) * times > MAX_CHARACTERS:
+                    raise TemplateError(f"more than {MAX_CHARACTERS} characters")
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             _require_short(left, right)
         return super().call_binop(context, operator, left, right)
@@ -84,8 +84,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 def _replace(text: object, old: object, new: object, count: int = -1) -> str:
     text, old, new = str(text), str(old), str(new)
     found = text.count(old) if count < 0 else min(count, text.count(old))
-    if len(text) + found * len(new) > MOST_CHARACTERS:
-        raise TemplateError(f"more than {MOST_CHARACTERS} characters")
+    if len(text) + found * len(new) > MAX_CHARACTERS:
+        raise TemplateError(f"more than {MAX_CHARACTERS} characters")
     return text.replace(old, new, count)
 
 
@@ -94,15 +94,15 @@ def _join(items: Iterable[object], between: object = "", attribute: str | None =
         raise TemplateError("join by an attribute")
     texts = [str(item) for item in items]
     between = str(between)
-    if len(between) * len(texts) > MOST_CHARACTERS:
-        raise TemplateError(f"more than {MOST_CHARACTERS} characters")
+    if len(between) * len(texts) > MAX_CHARACTERS:
+        raise TemplateError(f"more than {MAX_CHARACTERS} characters")
     _require_short(*texts)
     return between.join(texts)
 
 
 def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    if not isinstance(width, int) or width > MOST_INDENT:
-        raise TemplateError(f"an indent beyond {MOST_INDENT}")
+    if not isinstance(width, int) or width > MAX_INDENT:
+        raise TemplateError(f"an indent beyond {MAX_INDENT}")
     return str(do_indent(text, width, first, blank))
 
 
@@ -144,26 +144,26 @@ class Template:
 
 def _counter() -> Any:
     """A trace function that counts lines, in whatever the template calls as well."""
-    left = MOST_STEPS
+    left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise TemplateError(f"more than {MOST_STEPS} steps")
+            raise TemplateError(f"more than {MAX_STEPS} steps")
         return trace
 
     return trace
 
 
 def _require_short(*texts: str) -> None:
-    if sum(map(len, texts)) > MOST_CHARACTERS:
-        raise TemplateError(f"more than {MOST_CHARACTERS} characters")
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise TemplateError(f"more than {MAX_CHARACTERS} characters")
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    if indent is not None and indent > MOST_INDENT:
-        raise TemplateError(f"an indent beyond {MOST_INDENT}")
+    if indent is not None and indent > MAX_INDENT:
+        raise TemplateError(f"an indent beyond {MAX_INDENT}")
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

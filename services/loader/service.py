@@ -17,12 +17,12 @@ from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE
-from neuronpipe.protocol.messages.cache import ResetDone, Stock
+from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.services.job import Job
 from neuronpipe.services.loader.fixed import load_fixed
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import GATE, REST
+from neuronpipe.services.parts import TRIGGER, VALUE
 from neuronpipe.services.rings import Rings
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
@@ -50,13 +50,13 @@ class Core:
         self._keep: list[Any] = [array("I", table[0::2]), array("I", table[1::2])]
         layout, slots = manifest.layout, job.plan.memory
         described = (
-            (0, layout.gate_part_bytes, manifest.gate_slot_bytes, slots.gate_slots, flash.stock_gates),
+            (0, layout.trigger_part_bytes, manifest.trigger_slot_bytes, slots.trigger_slots, flash.reserved_triggers),
             (
-                layout.gate_part_bytes,
-                layout.rest_part_bytes,
-                manifest.rest_slot_bytes,
-                slots.rest_slots,
-                flash.stock_rests,
+                layout.trigger_part_bytes,
+                layout.value_part_bytes,
+                manifest.value_slot_bytes,
+                slots.value_slots,
+                flash.reserved_values,
             ),
         )
         parts = ffi.new(
@@ -69,16 +69,16 @@ class Core:
                     "part_bytes": part_bytes,
                     "slot_bytes": slot_bytes,
                     "slot_count": slot_count,
-                    "demand_slots": stock // 4 if slot_count < manifest.words else 0,
+                    "demand_slots": reserve // 4 if slot_count < manifest.clusters else 0,
                     "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),
                     "slots_file": memory.segments["slots"].fd,
                     "slots_file_offset": memory.segments["slots"].layout[f"{name}_slots"].offset_bytes,
-                    "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_words"))),
-                    "cluster_count": manifest.words,
+                    "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_entries"))),
+                    "cluster_count": manifest.clusters,
                     "checksums": ffi.cast("uint32_t *", ffi.from_buffer(checksums)),
                 }
-                for name, checksums, (part_offset, part_bytes, slot_bytes, slot_count, stock) in zip(
-                    ("gate", "rest"), self._keep, described, strict=True
+                for name, checksums, (part_offset, part_bytes, slot_bytes, slot_count, reserve) in zip(
+                    ("trigger", "value"), self._keep, described, strict=True
                 )
             ],
         )
@@ -94,7 +94,7 @@ class Core:
         )
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
         self._keep += [parts, memory]
-        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, manifest.words + 64)
+        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, manifest.clusters + 64)
         if self._loader == ffi.NULL:
             raise UserError(
                 f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"
@@ -103,20 +103,20 @@ class Core:
         self._state = ffi.new("np_loader_state *")
 
     def _attach(self, memory: RunMemory, doorbell: Path, trace: Trace) -> None:
-        """Let the native loader take requests from the members' rings."""
+        """Let the native loader take requests from the participants' rings."""
         rings = Rings(memory, doorbell)
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
-        members = ffi.new("np_requests[]", [rings.of(member)[0] for member in range(rings.members)])
+        participants = ffi.new("np_requests[]", [rings.of(participant)[0] for participant in range(rings.participants)])
         epoch = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
         self._keep += [rings, board, epoch, trace]
-        if lib.np_loader_attach(self._loader, members, rings.members, board, epoch, trace.native) < 0:
+        if lib.np_loader_attach(self._loader, participants, rings.participants, board, epoch, trace.native) < 0:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:
         """Load these parts of clusters while nothing else waits; what is there is passed over."""
         ids = ffi.from_buffer("uint32_t[]", clusters)
-        flags = lib.NP_WORD_PINNED if pinned else 0
-        if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_GATE, ids, len(ids), flags) < 0:
+        flags = lib.NP_ENTRY_PINNED if pinned else 0
+        if lib.np_loader_warm_up(self._loader, parts * lib.NP_REQUEST_TRIGGER, ids, len(ids), flags) < 0:
             log.error("a message named clusters outside the package; dropped")
 
     def grant(self, part: int, slots: bytes) -> None:
@@ -155,7 +155,7 @@ class LoaderService:
         lib.np_word_wake(loaded)
         self._generation = 0
         self._granted = [0, 0]
-        self._told: Stock | None = None
+        self._told: SlotCounts | None = None
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -169,27 +169,27 @@ class LoaderService:
         state = self._core.state()
         return {
             "in_flight": state.in_flight,
-            "gate_waiting": state.waiting[GATE],
-            "rest_waiting": state.waiting[REST],
-            "gate_free": state.free_slots[GATE],
-            "rest_free": state.free_slots[REST],
+            "trigger_waiting": state.waiting[TRIGGER],
+            "value_waiting": state.waiting[VALUE],
+            "trigger_free": state.free_slots[TRIGGER],
+            "value_free": state.free_slots[VALUE],
         }
 
     def _tell_stock(self) -> int | None:
         """Before each wait: tell the cache what is left."""
         state = self._core.state()
-        stock = Stock(
+        counts = SlotCounts(
             generation=self._generation,
-            gate_free=state.free_slots[GATE],
-            rest_free=state.free_slots[REST],
-            gate_waiting=state.waiting[GATE],
-            rest_waiting=state.waiting[REST],
-            gate_granted=self._granted[GATE],
-            rest_granted=self._granted[REST],
+            trigger_free=state.free_slots[TRIGGER],
+            value_free=state.free_slots[VALUE],
+            trigger_waiting=state.waiting[TRIGGER],
+            value_waiting=state.waiting[VALUE],
+            trigger_granted=self._granted[TRIGGER],
+            value_granted=self._granted[VALUE],
         )
-        if stock != self._told or self._generation == 0:
-            self._told = stock
-            self._tell(stock)
+        if counts != self._told or self._generation == 0:
+            self._told = counts
+            self._tell(counts)
         return UNKNOWN_GENERATION_MS if self._generation == 0 else None
 
     def _from_cache(self) -> None:

@@ -19,7 +19,7 @@ from neuronpipe.protocol.run_directory import RunFacts
 from neuronpipe.services.monitor.regions import Residency
 
 WINDOW_S = 3.0
-MOST_EVENTS = 512  # at most two kinds, forty times a second
+MAX_EVENTS = 512  # at most two kinds, forty times a second
 FlashCount = tuple[float, int, int]  # when, bytes, reads
 
 
@@ -31,7 +31,7 @@ class Monitor:
         self._status: Status | None = None
         self._heard_at: float | None = None
         self._flash: deque[FlashCount] = deque()
-        self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MAX_EVENTS)
         self._loader: Mapping[str, float] = {}
         self._residency: Residency | None = None
         self._warm_up: WarmUp | None = None
@@ -111,8 +111,8 @@ class Monitor:
             prompt_tokens_per_s=_speed([(event.batch, event.ms) for event in late if event.prefill]),
             tbt_ms=_quantiles([gap_ms for event in busy for gap_ms in event.gaps_ms]),
             flash_waiting=int(
-                self._loader.get("gate_waiting", 0)
-                + self._loader.get("rest_waiting", 0)
+                self._loader.get("trigger_waiting", 0)
+                + self._loader.get("value_waiting", 0)
                 + (self._residency.asked if self._residency else 0)
             ),
             flash_in_flight=int(self._loader.get("in_flight", 0)),
@@ -143,7 +143,7 @@ class Monitor:
             figures["dram_bytes_per_token"] = round(sum(map(self._dram_bytes, decodes)) / tokens)
         if ms:
             figures["flash_wait"] = round(min(1.0, sum(event.flash_ms for event in decodes) / ms), 4)
-            figures["member_wait"] = round(min(1.0, sum(event.meet_ms for event in decodes) / ms), 4)
+            figures["participant_wait"] = round(min(1.0, sum(event.barrier_ms for event in decodes) / ms), 4)
         return figures
 
     def _dram_bytes(self, event: StepEvent) -> int:
@@ -156,8 +156,8 @@ class Monitor:
         facts, there = self._facts, self._residency
         if there is None:
             return {}
-        sizes = (facts.gate_slot_bytes, facts.rest_slot_bytes)
-        slots = (facts.gate_slots, facts.rest_slots)
+        sizes = (facts.trigger_slot_bytes, facts.value_slot_bytes)
+        slots = (facts.trigger_slots, facts.value_slots)
         hot_bytes = sum(size * count for size, count in zip(sizes, there.pinned, strict=True))
         cold_bytes = sum(size * count for size, count in zip(sizes, there.cold, strict=True))
         slots_bytes = sum(size * count for size, count in zip(sizes, slots, strict=True))

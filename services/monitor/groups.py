@@ -36,7 +36,7 @@ GROUPS = (
     Group("n", "neurons", ("neurons",), "#009e73"),
     Group("s", "sums and logits", ("combine", "logits"), "#56b4e9"),
     Group("f", "waiting for flash", ("flash",), "#d55e00", works=False),
-    Group("m", "waiting for members", ("meet",), "#cfcfcf", works=False),
+    Group("m", "waiting for participants", ("barrier",), "#cfcfcf", works=False),
     Group("r", "reading flash", ("read",), "#e69f00"),
     Group("e", "evicting", ("evict",), "#5c4a00"),
     Group("c", "messages, sampling, text", ("send", "sample", "tell"), "#444444"),

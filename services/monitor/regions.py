@@ -13,7 +13,7 @@ from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
 from neuronpipe.protocol.run_directory import RunFacts, RunFile
 
-PARTS = ("gate", "rest")
+PARTS = ("trigger", "value")
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Regions(Closing):
     """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
 
     def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
-        layout = layouts.residency(words=facts.layers * facts.clusters, members=facts.members)
+        layout = layouts.residency(clusters=facts.layers * facts.clusters, participants=facts.participants)
         with run_file.open_segment(layout) as segment:
             self._mapping = segment.map()
         self._layers = facts.layers
-        self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_words"), np.uint32) for part in PARTS]
+        self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_entries"), np.uint32) for part in PARTS]
         self._tails, self._heads = (
             np.frombuffer(self._mapping.view(f"request_{name}"), np.uint32) for name in ("tails", "heads")
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from neuronpipe.services.monitor.groups import NUMBER
 from neuronpipe.services.monitor.rings import Row, Span
 
-MOST_STEPS = 3
-LEAST_NS = 1000
+MAX_STEPS = 3
+MIN_NS = 1000
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Window:
     @property
     def ns(self) -> int:
         """Its length."""
-        return max(LEAST_NS, self.to_ns - self.from_ns)
+        return max(MIN_NS, self.to_ns - self.from_ns)
 
     def shows(self, span: Span) -> bool:
         """Whether any of the span falls into it."""
         return span.end_ns > self.from_ns and span.start_ns < self.to_ns
 
 
-def last_steps(rows: Sequence[Row], most: int = MOST_STEPS) -> Window:
+def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> Window:
     """The last steps whose spans all rings still hold: from the sending of the first to the end of the last. The last
     one alone when they do not hold even that; everything when no step was handed out."""
     kept_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
@@ -38,7 +38,7 @@ def last_steps(rows: Sequence[Row], most: int = MOST_STEPS) -> Window:
     steps = sorted(sent.keys() & ended.keys())
     if not steps:
         spans = [span for row in rows for span in row.spans]
-        return Window(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=LEAST_NS))
+        return Window(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=MIN_NS))
     whole = [step for step in steps if sent[step].start_ns >= kept_ns] or steps[-1:]
     shown = whole[-most:]
     return Window(sent[shown[0]].start_ns, ended[shown[-1]].end_ns)

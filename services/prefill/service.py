@@ -15,7 +15,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.prefill.keys_values import KeysValues
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Outcome, Worker, place_of
+from neuronpipe.services.worker import Outcome, Worker, engine_config
 
 
 class PrefillService:
@@ -23,11 +23,11 @@ class PrefillService:
 
     def __init__(self, job: Job) -> None:
         compute, threads = job.plan.compute, job.plan.compute.prefill_threads
-        places = [
-            place_of(
+        configs = [
+            engine_config(
                 job.plan,
-                members=threads,
-                member=number,
+                participants=threads,
+                participant=number,
                 max_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
                 window_blocks=compute.prefill_window_blocks,
                 blocks=job.package.manifest.layout.blocks,
@@ -35,16 +35,16 @@ class PrefillService:
             for number in range(threads)
         ]
         first_window = len(compute.decode_workers()) + threads * job.seat.index
-        memory, shape = RunMemory.open("prefill", job.segments), job.package.manifest.shape
+        memory, model = RunMemory.open("prefill", job.segments), job.package.manifest.model
         self._keys_values = KeysValues(
             memory.view("kv", "kv"),
-            layers=shape.layers,
+            layers=model.layers,
             sequences=compute.sequences,
-            head_values=shape.key_heads * 2,
+            head_values=model.key_heads * 2,
             context_tokens=compute.context_tokens,
-            head_width=shape.head_width,
+            head_width=model.head_width,
         )
-        self._worker = Worker(job, memory, places, first_window)
+        self._worker = Worker(job, memory, configs, first_window)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1)
 

@@ -12,11 +12,11 @@
 #include <unistd.h>
 
 typedef uint64_t line_t __attribute__((vector_size(64)));
-enum { LINE = 64, MOST_THREADS = 2, PASSES = 6, MEAN_GAP = 10, MOST_AHEAD = 4, TO_L2 = 2 };
+enum { LINE = 64, MAX_THREADS = 2, PASSES = 6, MEAN_GAP = 10, MAX_AHEAD = 4, TO_L2 = 2 };
 
-/* For a width of 4096 in q4: a row with its scales, a neuron's gate part, its rest part, all of it. */
+/* For a width of 4096 in q4: a row with its scales, a neuron's trigger part, its value part, all of it. */
 static const size_t piece_bytes[] = {0, 2304, 2816, 4096, 6912};
-static const size_t prefetches[] = {0, 1, 2, MOST_AHEAD}; /* pieces ahead, read into the second-level cache; 0: none */
+static const size_t prefetches[] = {0, 1, 2, MAX_AHEAD}; /* pieces ahead, read into the second-level cache; 0: none */
 
 typedef struct {
     const char *from;
@@ -64,7 +64,7 @@ static void pieces(job_t *job) {
     line_t sum = {0};
     job->read_bytes = 0;
     for (int pass = 0; pass < PASSES; pass++) {
-        size_t at[MOST_AHEAD + 1]; /* the piece to read and those after it, as a ring */
+        size_t at[MAX_AHEAD + 1]; /* the piece to read and those after it, as a ring */
         size_t next = gap(&job->seed) - 1, turn = 0;
         for (size_t k = 0; k <= ahead; k++, next += gap(&job->seed)) at[k] = next;
         for (; next < count; turn = turn == ahead ? 0 : turn + 1, next += gap(&job->seed)) {
@@ -86,9 +86,9 @@ static void *work(void *argument) {
 
 /* Every thread reads its own half of the buffer, one thread only the first. */
 static double bytes_per_s(const char *buffer, size_t bytes, size_t piece, size_t threads, size_t ahead, uint32_t seed) {
-    job_t jobs[MOST_THREADS];
-    pthread_t others[MOST_THREADS];
-    size_t half = bytes / MOST_THREADS, total = 0;
+    job_t jobs[MAX_THREADS];
+    pthread_t others[MAX_THREADS];
+    size_t half = bytes / MAX_THREADS, total = 0;
     for (size_t k = 0; k < threads; k++)
         jobs[k] = (job_t){buffer + k * half, half, piece, ahead, 0, seed + (uint32_t)k};
     double start = now_s();
@@ -115,7 +115,7 @@ int main(int count, char **words) {
     memset(buffer, 1, bytes);
     for (int round = 0; round < rounds; round++)
         for (size_t i = 0; i < sizeof piece_bytes / sizeof *piece_bytes; i++)
-            for (size_t threads = 1; threads <= MOST_THREADS; threads++)
+            for (size_t threads = 1; threads <= MAX_THREADS; threads++)
                 for (size_t p = 0; p < (piece_bytes[i] ? sizeof prefetches / sizeof *prefetches : 1); p++)
                     printf("%zu %zu %zu %.0f\n", piece_bytes[i], threads, prefetches[p],
                            bytes_per_s(buffer, bytes, piece_bytes[i], threads, prefetches[p], (uint32_t)round));

@@ -42,10 +42,10 @@ def test_gguf_and_safetensors_give_the_same_package(
     extra = {"rope_freqs.weight": llama3_factors(recipe)} if name == "llama3" else {}
     source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, extra=extra)
     expected = converted(name, "q8")
-    package = convert(source, tmp_path / "p", quantization="q8", activation=expected.manifest.activation)
+    package = convert(source, tmp_path / "p", quantization="q8", activation=expected.manifest.model.activation)
     assert same_weights(package, expected)
     # GGUF keeps epsilon as float32.
-    assert package.manifest.shape == replace(expected.manifest.shape, norm_epsilon=float(np.float32(1e-5)))
+    assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
     assert package.manifest.end_tokens == expected.manifest.end_tokens
 
 
@@ -118,4 +118,4 @@ def test_block_sizes_are_those_of_the_gguf_library() -> None:
 
 def test_a_tied_gguf_model_has_no_output(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf", replace(WIDE, tied=True))
-    assert convert(source, tmp_path / "p", quantization="q4").manifest.tied_embeddings
+    assert convert(source, tmp_path / "p", quantization="q4").manifest.model.tied_embeddings

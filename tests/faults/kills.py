@@ -17,8 +17,8 @@ from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Seat = tuple[str, int]
 SEATS: list[Seat] = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
-MOST_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
-MOST_DELAY_S = 0.4
+MAX_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
+MAX_DELAY_S = 0.4
 
 
 class Generations:
@@ -93,9 +93,9 @@ def kill_at_random(
     for _ in range(kills):
         turns = turns or draw.sample(seats, len(seats))
         seat = turns.pop()
-        if len(times[seat]) >= MOST_KILLS:
-            time.sleep(max(0.0, times[seat][-MOST_KILLS] + WITHIN_S - time.monotonic()))
-        time.sleep(draw.uniform(0.0, MOST_DELAY_S))
+        if len(times[seat]) >= MAX_KILLS:
+            time.sleep(max(0.0, times[seat][-MAX_KILLS] + WITHIN_S - time.monotonic()))
+        time.sleep(draw.uniform(0.0, MAX_DELAY_S))
         moment = kill(run, *seat)
         times[seat].append(moment)
         took.setdefault(seat[0], []).append(max(one.next_token_after(moment) for one in clients))

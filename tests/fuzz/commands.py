@@ -146,7 +146,7 @@ def _sealed_manifest(values: Any) -> Any:
 def _measured(data: bytes) -> bytes:
     """The manifest with what `profile` and `synth` add that is no file."""
     values = json.loads(data)
-    activity = {"mean_by_layer": [0.5], "gate_fired_by_layer": [0.5]}
+    activity = {"mean_by_layer": [0.5], "trigger_fired_by_layer": [0.5]}
     workload = {"seed": 1, "presets": {"default": {"first_token": 0, "tokens": 9}}}
     return json.dumps(_sealed_manifest(values | {"activity": activity, "workload": workload})).encode()
 

@@ -22,11 +22,11 @@ from neuronpipe.launch.verbs import (
     bench,
     conformance,
     convert,
-    cool,
     doctor,
     perplexity,
     run,
     serve,
+    throttle,
     up,
 )
 from neuronpipe.plans.device.heat import Heat
@@ -82,7 +82,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         for module in (live, run, up, serve, bench, perplexity):
             patch.setattr(module, "started_run", begun)
-        for verb in (ask, cool, attached):
+        for verb in (ask, throttle, attached):
             patch.setattr(verb, "attach", nowhere)
         patch.setattr(progress, "SILENT_S", float("inf"))
         patch.setattr(serve, "bind", begun)
@@ -92,8 +92,8 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(make, "synthesize", begun)
         patch.setattr(profiling, "profile", begun)
         patch.setattr(measure, "measure", begun)
-        patch.setattr(cool, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
-        patch.setattr(cool, "battery_status", lambda: "")
+        patch.setattr(throttle, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
+        patch.setattr(throttle, "battery_status", lambda: "")
         yield
 
 

@@ -14,7 +14,7 @@ from tests.http_client import Server, served
 from tests.pipeline import Shell
 
 EXAMPLES = 40
-MOST_TEXTS = 2
+MAX_TEXTS = 2
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def server(long_shell: Shell) -> Iterator[Server]:
 def shortened(body: Any) -> Any:
     """The same request for less text, so that a test takes seconds."""
     if isinstance(body, dict):
-        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", MOST_TEXTS)):
+        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", MAX_TEXTS)):
             if type(body.get(name)) is int and body[name] > most:
                 body[name] = most
         if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:

@@ -74,7 +74,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
-    elif cls.__name__ == "Ease":
+    elif cls.__name__ == "Throttle":
         fields["share"], fields["for_s"] = draw(st.floats(0, 0.95)), draw(st.floats(1, 600))
     for packed in ("clusters", "slots"):
         if isinstance(fields.get(packed), bytes):

@@ -52,8 +52,8 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
     assert (prefill["test"], prefill["tokens"], prefill["tbt_ms"]["p50"]) == ("pp32", 64, None)
     assert (decode["test"], decode["tokens"]) == ("tg16", 32)
     assert 0 < decode["tbt_ms"]["p50"] <= decode["tbt_ms"]["p99"] <= decode["tbt_most_ms"]
-    shape = Package.open(DEMO).manifest.shape
-    gates_bytes = shape.layers * shape.neurons * shape.width  # at q8, without scales: exact mode reads them all
+    model = Package.open(DEMO).manifest.model
+    gates_bytes = model.layers * model.neurons * model.width  # at q8, without scales: exact mode reads them all
     assert decode["dram_bytes_per_token"] > gates_bytes
     assert prefill["dram_bytes_per_token"] < decode["dram_bytes_per_token"]  # a step's weights serve many tokens
     ElementTree.parse(picture)

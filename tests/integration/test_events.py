@@ -50,7 +50,7 @@ def test_an_observer_sees_processes_regions_traffic_and_the_last_steps(
     shell: Shell, converted: Callable[..., Package]
 ) -> None:
     package = converted("awkward", "q8")
-    shape = package.manifest.shape
+    model = package.manifest.model
     with shell.up(package.path, "--ffn-resident", "30%") as run, Observer(run.path) as observer:
 
         def seen() -> Snapshot:
@@ -72,8 +72,8 @@ def test_an_observer_sees_processes_regions_traffic_and_the_last_steps(
         assert min(shot.flash_bytes_per_token or 0, shot.dram_bytes_per_token or 0, shot.tbt_ms["p50"]) > 0
         assert [one.name for one in shot.regions] == ["fixed", "kv", "hot", "cold"]
         assert 0 < shot.slots_free < shot.slots
-        assert len(shot.resident) == len(shot.fired) == shape.layers
-        assert 0 < sum(shot.fired) < shape.layers
+        assert len(shot.resident) == len(shot.fired) == model.layers
+        assert 0 < sum(shot.fired) < model.layers
         assert {"coordinator.0", "loader.0", "decode.0"} <= {row.name for row in shot.strip}
         assert len(shot.strip_steps) == 3
         killed = run.pid("coordinator")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from neuronpipe.services.gateway.connections import MOST_CONNECTIONS
+from neuronpipe.services.gateway.connections import MAX_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
 from tests.pipeline import PATIENCE_S, Shell, eventually
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said_as_openai_says_it(
 
 def test_one_connection_too_many_is_told_so(server: Server) -> None:
     with contextlib.ExitStack() as lines:
-        for _ in range(MOST_CONNECTIONS):
+        for _ in range(MAX_CONNECTIONS):
             lines.enter_context(server.connect())
         reply = read_reply(lines.enter_context(server.connect()))
     assert (reply.status, reply.json()["error"]["code"]) == (503, "too_many_connections")

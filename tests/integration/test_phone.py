@@ -213,7 +213,7 @@ def test_a_run_is_started_awake_watched_and_ended(checkout: Checkout, phone: Pho
     assert asked == [
         "termux-wake-lock",
         f"neuronpipe up some package --workers 2 --memory {AVAILABLE_MIB // 2}MiB --run {run}",
-        f"neuronpipe cool --run {run} --sensors {phone.device}",
+        f"neuronpipe throttle --run {run} --sensors {phone.device}",
         f"neuronpipe down --run {run}",
         "termux-wake-unlock",
     ]
@@ -267,7 +267,7 @@ def test_a_real_run_rests_when_the_phone_is_hot_and_ends_with_the_script(
     try:
         run = Run(shell, place)
         assert eventually((place / "run.json").exists, within_s=30), process.communicate(timeout=1)
-        assert eventually(lambda: run.status().rest_share > 0, within_s=20)
+        assert eventually(lambda: run.status().throttle_share > 0, within_s=20)
         assert run.status().memory_limit_bytes == AVAILABLE_MIB // 2 << 20
         assert run.ask("def f(", max_tokens=4)["tokens"] == 4
     finally:

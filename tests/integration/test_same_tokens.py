@@ -118,7 +118,7 @@ def test_prompts_of_every_length(shell: Shell, converted: Converted, count: int)
     with shell.up(package.path, "--ffn-resident", "50%") as run:
         said = run.ask(prompt, 3)
     assert said["prompt_tokens"] == count
-    assert said["reason"] == ("context" if count == package.manifest.shape.context_tokens else "length")
+    assert said["reason"] == ("context" if count == package.manifest.model.context_tokens else "length")
     reference = ReferenceEngine(package).run([*prompt, *said["token_ids"][:-1]]).logits
     assert said["token_ids"] == reference[count - 1 :].argmax(axis=1).tolist()
 
@@ -153,7 +153,7 @@ def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tup
     said = shell.json("perplexity", package.path, "--text", text, "--logits-out", out, *options)
     logits = np.load(out)
     assert logits.dtype == np.float32
-    assert logits.shape == (said["tokens"], package.manifest.shape.vocabulary)
+    assert logits.shape == (said["tokens"], package.manifest.model.vocabulary)
     return logits.tobytes(), said
 
 

@@ -38,7 +38,7 @@ def test_warm_up_reads_long_stretches_and_so_does_a_text_that_comes_meanwhile(sh
         file_bytes = Package.open(DEMO).bundles_path.stat().st_size
         assert file_bytes <= run.status().flash_bytes < 1.25 * file_bytes  # once, and a few gaps that are there already
         assert run.ask("import os", 4)["token_ids"] == asked["token_ids"]
-        clusters = 2 * Package.open(DEMO).manifest.words
+        clusters = 2 * Package.open(DEMO).manifest.clusters
         assert asked["flash"]["reads"] < clusters / 8
 
 

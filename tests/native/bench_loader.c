@@ -1,9 +1,9 @@
-/* How fast the loader brings clusters, and what it costs: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MOST_READ_BYTES [GAP_BYTES [LONG_READS]]]]]]
+/* How fast the loader brings clusters, and what it costs: bench_loader FILE [PATTERN DEPTH [ENGINE [SPIN_US [MAX_READ_BYTES [GAP_BYTES [LONG_READS]]]]]]
  *
  * Cuts FILE (random bytes, at most 2 GiB are used) into clusters of 4096 + 4096 bytes, and a slot for each, already touched but for warm.
  * PATTERN:
  *   bundle   both parts of clusters in random order, through a ring, as a worker asks
- *   gate     the gate parts alone
+ *   gate     the trigger parts alone
  *   warm     everything, in the order of the file, as the cache warms up, by LONG_READS (8) reads of 1 MiB at once
  * Prints MB/s that arrived, microseconds of processor time per read, of the loader's thread in total, and reads. Not a test: it says how
  * fast, not whether. fio beside it: fio --name=x --filename=FILE --rw=randread --bs=8k --iodepth=32 --ioengine=io_uring --direct=1 */
@@ -19,7 +19,7 @@
 #include "require.h"
 #include "sync/clock.h"
 
-enum { PART_BYTES = 4096, STRIDE = 2 * PART_BYTES, GATE_SLOT_BYTES = 2816, CAPACITY = 16384 };
+enum { PART_BYTES = 4096, STRIDE = 2 * PART_BYTES, TRIGGER_SLOT_BYTES = 2816, CAPACITY = 16384 };
 
 static uint32_t count, tail[16], head[16], entries[CAPACITY], asleep, arrivals, wanted;
 static np_requests ring = {tail, head, entries, CAPACITY, &asleep, -1};
@@ -90,7 +90,7 @@ int main(int arguments, char **argument)
             .stride_bytes = STRIDE,
             .part_offset = (uint64_t)part * PART_BYTES,
             .part_bytes = PART_BYTES,
-            .slot_bytes = part ? PART_BYTES : GATE_SLOT_BYTES,
+            .slot_bytes = part ? PART_BYTES : TRIGGER_SLOT_BYTES,
             .slot_count = count,
             .slots = slots + (size_t)part * count * PART_BYTES,
             .slots_file = slots_file,
@@ -105,7 +105,7 @@ int main(int arguments, char **argument)
         REQUIRE(np_loader_grant(loader, part, ids, count) == (int)count);
 
     const int warm = strcmp(pattern, "warm") == 0;
-    uint32_t bits = strcmp(pattern, "gate") == 0 ? NP_REQUEST_GATE : NP_REQUEST_GATE | NP_REQUEST_REST;
+    uint32_t bits = strcmp(pattern, "gate") == 0 ? NP_REQUEST_TRIGGER : NP_REQUEST_TRIGGER | NP_REQUEST_VALUE;
     wanted = warm ? count : count < 100000 ? count : 100000;
     pthread_t worker;
     if (warm)
@@ -125,7 +125,7 @@ int main(int arguments, char **argument)
         REQUIRE(np_loader_serve(loader, NULL, 0, 2, spin_us) >= 0);
         end = np_clock_ns();
         np_loader_read_state(loader, &state);
-    } while (state.in_flight || state.waiting[0] || state.bytes < (uint64_t)wanted * (bits == NP_REQUEST_GATE ? PART_BYTES : STRIDE));
+    } while (state.in_flight || state.waiting[0] || state.bytes < (uint64_t)wanted * (bits == NP_REQUEST_TRIGGER ? PART_BYTES : STRIDE));
     const double cpu = cpu_us() - cpu_before, reads = (double)(state.reads - reads_before);
     printf("%s depth %u %s spin %u: %.0f MB/s, %.2f us of CPU per read, %.2f per 8 KiB, %.0f reads, %llu failures\n", pattern, depth,
            np_reader_engine(reader), spin_us, (double)(state.bytes - bytes_before) / (double)(end - before) * 1e3, cpu / reads,

@@ -11,9 +11,9 @@
 
 enum {
     BASE = 4096,
-    GATE_BYTES = 4096,
-    REST_BYTES = 8192,
-    STRIDE = GATE_BYTES + REST_BYTES,
+    TRIGGER_BYTES = 4096,
+    VALUE_BYTES = 8192,
+    STRIDE = TRIGGER_BYTES + VALUE_BYTES,
     CLUSTERS = 96,
     SLOTS = 40,
     DEPTH = 8,
@@ -21,8 +21,8 @@ enum {
     SLOTS_FILE_OFFSET = 131072, /* of the second part in a memory file, behind the first */
 };
 
-static const uint32_t part_bytes[2] = {GATE_BYTES, REST_BYTES};
-static const uint32_t slot_bytes[2] = {GATE_BYTES - 1280, REST_BYTES}; /* a slot need not be whole pages, nor aligned to them */
+static const uint32_t part_bytes[2] = {TRIGGER_BYTES, VALUE_BYTES};
+static const uint32_t slot_bytes[2] = {TRIGGER_BYTES - 1280, VALUE_BYTES}; /* a slot need not be whole pages, nor aligned to them */
 static const np_loader_reading apart = {.most_read_bytes = STRIDE, .prefetch_depth = DEPTH};
 static char path[64];
 static int file;
@@ -33,7 +33,7 @@ static int slots_file = -1; /* a test may make one: see map_slots */
 
 static inline const uint8_t *part_of_file(int part, uint32_t id)
 {
-    return file_bytes + BASE + (size_t)id * STRIDE + (part ? GATE_BYTES : 0);
+    return file_bytes + BASE + (size_t)id * STRIDE + (part ? TRIGGER_BYTES : 0);
 }
 
 static inline void write_bundles(void)
@@ -79,7 +79,7 @@ static inline void describe(np_loader_part *parts)
         parts[part] = (np_loader_part){
             .base_offset = BASE,
             .stride_bytes = STRIDE,
-            .part_offset = part ? GATE_BYTES : 0,
+            .part_offset = part ? TRIGGER_BYTES : 0,
             .part_bytes = part_bytes[part],
             .slot_bytes = slot_bytes[part],
             .slot_count = SLOTS,
@@ -143,8 +143,8 @@ static inline int run_dry(np_loader *loader)
 
 static inline void require_present(int part, uint32_t id)
 {
-    REQUIRE_EQUAL(words[part][id] & NP_WORD_STATE_MASK, NP_WORD_PRESENT);
-    const uint32_t slot = words[part][id] & NP_WORD_SLOT_MASK;
+    REQUIRE_EQUAL(words[part][id] & NP_ENTRY_STATE_MASK, NP_ENTRY_PRESENT);
+    const uint32_t slot = words[part][id] & NP_ENTRY_SLOT_MASK;
     REQUIRE(slot < SLOTS);
     REQUIRE(memcmp(slots[part] + (size_t)slot * slot_bytes[part], part_of_file(part, id), slot_bytes[part]) == 0);
 }

@@ -10,14 +10,14 @@
 
 #include <stdlib.h>
 
-enum { MOST_ROWS = 67, MOST_TOKENS = 67, OUT_STRIDE = MOST_ROWS + 3 };
+enum { MAX_ROWS = 67, MAX_TOKENS = 67, OUT_STRIDE = MAX_ROWS + 3 };
 
 typedef struct {
     int type;
     size_t n, stride, quant_bytes, scale_bytes;
     uint8_t *quants, *scales, *activations;
-    const void *quants_at[MOST_ROWS], *scales_at[MOST_ROWS];
-    float bias[MOST_ROWS], want[MOST_TOKENS][MOST_ROWS];
+    const void *quants_at[MAX_ROWS], *scales_at[MAX_ROWS];
+    float bias[MAX_ROWS], want[MAX_TOKENS][MAX_ROWS];
 } product;
 
 /* Row r's neighbours in memory are not its neighbours in the list; row 3 and token 3 have the largest magnitudes. */
@@ -25,22 +25,22 @@ static product make_product(int type, size_t n) {
     product p = {.type = type, .n = n, .stride = np_padded(np_activation_bytes(type, n), 64)};
     p.quant_bytes = np_quant_bytes(type, n), p.scale_bytes = np_scale_bytes(type, n);
     float *x = malloc(4 * n);
-    p.quants = malloc(MOST_ROWS * p.quant_bytes);
-    p.scales = malloc(MOST_ROWS * p.scale_bytes);
-    p.activations = aligned_alloc(64, MOST_TOKENS * p.stride);
-    for (size_t i = 0; i < MOST_ROWS * p.quant_bytes; i++) p.quants[i] = (uint8_t)random_bits();
-    for (size_t i = 0; i < MOST_ROWS * p.scale_bytes / 2; i++) ((uint16_t *)(void *)p.scales)[i] = np_float_to_half(0.01f * random_float());
-    for (size_t r = 0; r < MOST_ROWS; r++) {
-        const size_t at = (r * 5 + 2) % MOST_ROWS;
+    p.quants = malloc(MAX_ROWS * p.quant_bytes);
+    p.scales = malloc(MAX_ROWS * p.scale_bytes);
+    p.activations = aligned_alloc(64, MAX_TOKENS * p.stride);
+    for (size_t i = 0; i < MAX_ROWS * p.quant_bytes; i++) p.quants[i] = (uint8_t)random_bits();
+    for (size_t i = 0; i < MAX_ROWS * p.scale_bytes / 2; i++) ((uint16_t *)(void *)p.scales)[i] = np_float_to_half(0.01f * random_float());
+    for (size_t r = 0; r < MAX_ROWS; r++) {
+        const size_t at = (r * 5 + 2) % MAX_ROWS;
         p.quants_at[r] = p.quants + at * p.quant_bytes;
         p.scales_at[r] = p.scales + at * p.scale_bytes;
         if (r == 3) memset(p.quants + at * p.quant_bytes, type == NP_Q8 ? 0x80 : 0, p.quant_bytes);
         p.bias[r] = random_float();
     }
-    for (size_t t = 0; t < MOST_TOKENS; t++) {
+    for (size_t t = 0; t < MAX_TOKENS; t++) {
         for (size_t j = 0; j < n; j++) x[j] = t == 3 ? 1.0f : t == 4 ? 0.0f : random_float();
         np_activation_prepare(type, x, n, p.activations + t * p.stride);
-        np_dot_scattered(type, p.quants_at, p.scales_at, MOST_ROWS, n, NULL, p.activations + t * p.stride, 0, 1, p.want[t], 0);
+        np_dot_scattered(type, p.quants_at, p.scales_at, MAX_ROWS, n, NULL, p.activations + t * p.stride, 0, 1, p.want[t], 0);
     }
     free(x);
     return p;
@@ -49,9 +49,9 @@ static product make_product(int type, size_t n) {
 static void free_product(product *p) { free(p->quants), free(p->scales), free(p->activations); }
 
 static void check_panel(product *p, size_t rows, size_t tokens, const float *bias) {
-    static float out[MOST_TOKENS + 1][OUT_STRIDE];
+    static float out[MAX_TOKENS + 1][OUT_STRIDE];
     uint8_t *panel = aligned_alloc(64, np_padded(modelled_panel.bytes(p->n, tokens), 64));
-    for (size_t t = 0; t <= MOST_TOKENS; t++)
+    for (size_t t = 0; t <= MAX_TOKENS; t++)
         for (size_t r = 0; r < OUT_STRIDE; r++) out[t][r] = 77.0f;
     const np_dot_job job = {
         .rows = {.quant_bytes = p->quant_bytes,
@@ -69,7 +69,7 @@ static void check_panel(product *p, size_t rows, size_t tokens, const float *bia
     modelled_panel.prepare(p->type, p->activations, p->stride, tokens, p->n, panel);
     modelled_panel.dot(p->type, &job);
     CHECK(model.shapes.palette == 0, "tiles stay in use after the call");
-    for (size_t t = 0; t <= MOST_TOKENS; t++)
+    for (size_t t = 0; t <= MAX_TOKENS; t++)
         for (size_t r = 0; r < OUT_STRIDE; r++) {
             const float want = t < tokens && r < rows ? p->want[t][r] + (bias ? bias[r] : 0.0f) : 77.0f;
             CHECK(memcmp(&out[t][r], &want, 4) == 0, "type %d n=%zu, %zu rows, %zu tokens: row %zu token %zu: %.9g, want %.9g", p->type,
@@ -82,10 +82,10 @@ static void test_shapes(int type) {
     static const size_t lengths[] = {32, 96, 352, 512, 1056, 2656};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         product p = make_product(type, lengths[i]);
-        for (size_t rows = 1; rows <= MOST_ROWS; rows += lengths[i] > 1000 ? 22 : 3)
-            check_panel(&p, rows, 1 + random_bits() % MOST_TOKENS, rows % 2 ? p.bias : NULL);
-        for (size_t tokens = 1; tokens <= MOST_TOKENS; tokens += lengths[i] > 1000 ? 22 : 3)
-            check_panel(&p, 1 + random_bits() % MOST_ROWS, tokens, tokens % 2 ? NULL : p.bias);
+        for (size_t rows = 1; rows <= MAX_ROWS; rows += lengths[i] > 1000 ? 22 : 3)
+            check_panel(&p, rows, 1 + random_bits() % MAX_TOKENS, rows % 2 ? p.bias : NULL);
+        for (size_t tokens = 1; tokens <= MAX_TOKENS; tokens += lengths[i] > 1000 ? 22 : 3)
+            check_panel(&p, 1 + random_bits() % MAX_ROWS, tokens, tokens % 2 ? NULL : p.bias);
         static const size_t edges[] = {15, 16, 17, 31, 32, 33};
         for (size_t e = 0; e < 36; e++) check_panel(&p, edges[e / 6], edges[e % 6], p.bias);
         free_product(&p);

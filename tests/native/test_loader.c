@@ -10,15 +10,15 @@ static void test_loads_what_is_asked(const char *engine)
     for (uint32_t i = 0; i < 20; i++)
         ids[i] = i * 31 % CLUSTERS;
     const uint32_t arrivals_before = arrivals;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 20, 0, 0), 20);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_REST, ids, 20, 1, NP_WORD_PINNED), 20);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 20, 0, 0), 20);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, ids, 20, 1, NP_ENTRY_PINNED), 20);
     REQUIRE_EQUAL(run_dry(loader), 40);
     REQUIRE(arrivals != arrivals_before);
     for (int i = 0; i < 20; i++) {
         require_present(0, ids[i]);
         require_present(1, ids[i]);
-        REQUIRE_EQUAL(words[0][ids[i]] & NP_WORD_PINNED, 0);
-        REQUIRE_EQUAL(words[1][ids[i]] & (NP_WORD_PINNED | NP_WORD_REFERENCED), NP_WORD_PINNED); /* nobody looked yet */
+        REQUIRE_EQUAL(words[0][ids[i]] & NP_ENTRY_PINNED, 0);
+        REQUIRE_EQUAL(words[1][ids[i]] & (NP_ENTRY_PINNED | NP_ENTRY_REFERENCED), NP_ENTRY_PINNED); /* nobody looked yet */
     }
     const np_loader_state state = state_of(loader);
     REQUIRE_EQUAL(state.reads, 40);
@@ -33,15 +33,15 @@ static void test_nothing_is_read_twice(void)
     np_loader *loader = start("threads");
     grant(loader, 0, 0, SLOTS);
     const uint32_t ids[] = {3, 4, 3, 3};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 1, 0), 4);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 0, 0), 4);
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, ids, 4, 0), NP_OK);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 4, 1, 0), 4);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 4, 0, 0), 4);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, ids, 4, 0), NP_OK);
     run_dry(loader);
     REQUIRE_EQUAL(state_of(loader).reads, 2);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 4, 0, NP_WORD_PINNED), 4); /* there already: pinned, not read */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 4, 0, NP_ENTRY_PINNED), 4); /* there already: pinned, not read */
     REQUIRE_EQUAL(np_loader_turn(loader, 0), 0);
     REQUIRE_EQUAL(state_of(loader).already_there, 6 + 4);
-    REQUIRE(words[0][3] & NP_WORD_PINNED && words[0][4] & NP_WORD_PINNED);
+    REQUIRE(words[0][3] & NP_ENTRY_PINNED && words[0][4] & NP_ENTRY_PINNED);
     require_present(0, 3);
     stop(loader);
 }
@@ -50,16 +50,16 @@ static void test_waits_for_slots_and_takes_demands_first(void)
 {
     np_loader *loader = start("threads");
     const uint32_t warm[] = {1, 2, 3}, prefetch[] = {11, 12}, demand[] = {21, 12};
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, warm, 3, NP_WORD_PINNED), NP_OK);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, prefetch, 2, 1, 0), 2);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, demand, 2, 0, 0), 2);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, warm, 3, NP_ENTRY_PINNED), NP_OK);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, prefetch, 2, 1, 0), 2);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, demand, 2, 0, 0), 2);
     REQUIRE_EQUAL(np_loader_turn(loader, 10), 0); /* no slot, no read */
     REQUIRE_EQUAL(state_of(loader).waiting[0], 7);
     grant(loader, 0, 0, 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
     require_present(0, 21);
     require_present(0, 12);
-    REQUIRE_EQUAL(words[0][11] | words[0][1], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[0][11] | words[0][1], NP_ENTRY_ABSENT);
     grant(loader, 0, 2, 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 11);
@@ -76,18 +76,18 @@ static void test_full_queue_and_bad_arguments(void)
     uint32_t ids[CLUSTERS];
     for (uint32_t i = 0; i < CLUSTERS; i++)
         ids[i] = i;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, CLUSTERS, 0, 0), QUEUE);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids + QUEUE, 5, 0, 0), 0);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids + QUEUE, 5, 1, 0), 5); /* a queue of its own */
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_REST, ids, 5, 0, 0), 5);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, CLUSTERS, 0, 0), QUEUE);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids + QUEUE, 5, 0, 0), 0);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids + QUEUE, 5, 1, 0), 5); /* a queue of its own */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, ids, 5, 0, 0), 5);
     const uint32_t outside[] = {0, CLUSTERS};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, outside, 2, 1, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, outside, 2, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, outside, 2, 1, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, outside, 2, 0), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_warm_up(loader, 0, ids, 1, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, ids, 1, NP_WORD_PRESENT), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, ids, 1, NP_ENTRY_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_request(loader, 4, ids, 1, 0, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 1, 2, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 1, 0, NP_WORD_PRESENT), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 1, 2, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 1, 0, NP_ENTRY_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(state_of(loader).waiting[0], QUEUE + 5);
     const uint32_t doubled[] = {7, 8, 7}, beyond[] = {1, SLOTS};
     REQUIRE_EQUAL(np_loader_grant(loader, 0, doubled, 3), NP_E_ARGUMENT);
@@ -115,17 +115,17 @@ static void test_damage_is_marked_and_the_slot_returns(const char *engine)
     grant(loader, 0, 0, 3);
     const uint32_t ids[] = {50, 51, 52};
     checksums[0][51] ^= 1;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 3, 0, NP_WORD_PINNED), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 3, 0, NP_ENTRY_PINNED), 3);
     REQUIRE_EQUAL(run_dry(loader), 3);
     checksums[0][51] ^= 1;
-    REQUIRE_EQUAL(words[0][51], NP_WORD_FAILED);
+    REQUIRE_EQUAL(words[0][51], NP_ENTRY_FAILED);
     require_present(0, 50);
     require_present(0, 52);
     np_loader_state state = state_of(loader);
     REQUIRE(state.checksum_failures == 2 && state.io_errors == 0 && state.free_slots[0] == 1);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids + 1, 1, 0, NP_WORD_PINNED), 1); /* stays failed, is not read again */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids + 1, 1, 0, NP_ENTRY_PINNED), 1); /* stays failed, is not read again */
     REQUIRE_EQUAL(run_dry(loader), 0);
-    REQUIRE_EQUAL(words[0][51], NP_WORD_FAILED);
+    REQUIRE_EQUAL(words[0][51], NP_ENTRY_FAILED);
     stop(loader);
 }
 
@@ -133,23 +133,23 @@ static void test_a_failure_is_forgiven_in_another_epoch(void)
 {
     np_loader *loader = start("threads");
     uint32_t epoch = 7;
-    words[1][60] = NP_WORD_FAILED | 6; /* left by a loader before this one */
+    words[1][60] = NP_ENTRY_FAILED | 6; /* left by a loader before this one */
     REQUIRE_EQUAL(np_loader_attach(loader, NULL, 0, NULL, &epoch, NULL), NP_OK);
     grant(loader, 0, 0, 1);
     const uint32_t id = 51;
     checksums[0][id] ^= 1;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &id, 1, 0, 0), 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     checksums[0][id] ^= 1;
-    REQUIRE_EQUAL(words[0][id], NP_WORD_FAILED | 7);
-    REQUIRE_EQUAL(words[1][60], NP_WORD_ABSENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1); /* whoever waits for it must find it failed */
+    REQUIRE_EQUAL(words[0][id], NP_ENTRY_FAILED | 7);
+    REQUIRE_EQUAL(words[1][60], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &id, 1, 0, 0), 1); /* whoever waits for it must find it failed */
     REQUIRE_EQUAL(run_dry(loader), 0);
-    REQUIRE_EQUAL(words[0][id], NP_WORD_FAILED | 7);
+    REQUIRE_EQUAL(words[0][id], NP_ENTRY_FAILED | 7);
     epoch = 8;
     REQUIRE_EQUAL(np_loader_turn(loader, 0), 0);
-    REQUIRE_EQUAL(words[0][id], NP_WORD_ABSENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &id, 1, 0, 0), 1);
+    REQUIRE_EQUAL(words[0][id], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &id, 1, 0, 0), 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, id);
     stop(loader);
@@ -172,9 +172,9 @@ static void test_short_file_is_an_io_error(const char *engine)
     shorten_file();
     grant(loader, 1, 0, 2);
     const uint32_t ids[] = {CLUSTERS - 1, CLUSTERS - 2};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_REST, ids, 2, 0, 0), 2);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, ids, 2, 0, 0), 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
-    REQUIRE_EQUAL(words[1][CLUSTERS - 1], NP_WORD_FAILED);
+    REQUIRE_EQUAL(words[1][CLUSTERS - 1], NP_ENTRY_FAILED);
     require_present(1, CLUSTERS - 2);
     REQUIRE(state_of(loader).io_errors == 3 && state_of(loader).free_slots[1] == 1);
     restore_file();
@@ -189,16 +189,16 @@ static void test_trouble_that_passes_costs_another_read(const char *engine)
     grant(loader, 1, 0, 1);
     const uint32_t last = CLUSTERS - 1, flipped = 51, arrivals_before = arrivals;
     shorten_file();
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_REST, &last, 1, NP_WORD_PINNED), NP_OK);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_VALUE, &last, 1, NP_ENTRY_PINNED), NP_OK);
     REQUIRE_EQUAL(np_loader_turn(loader, 10000), 0);
     restore_file();
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(1, last);
-    REQUIRE(words[1][last] & NP_WORD_PINNED);
+    REQUIRE(words[1][last] & NP_ENTRY_PINNED);
     REQUIRE(state_of(loader).io_errors == 1 || state_of(loader).io_errors == 2);
 
     checksums[0][flipped] ^= 1;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &flipped, 1, 1, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &flipped, 1, 1, 0), 1);
     REQUIRE_EQUAL(np_loader_turn(loader, 10000), 0);
     checksums[0][flipped] ^= 1;
     REQUIRE_EQUAL(run_dry(loader), 1);
@@ -211,34 +211,34 @@ static void test_trouble_that_passes_costs_another_read(const char *engine)
 static void test_reset_leaves_no_word_loading(const char *engine)
 {
     np_loader *loader = start(engine);
-    words[1][91] = NP_WORD_FAILED;
-    words[1][92] = NP_WORD_PRESENT | 39;
+    words[1][91] = NP_ENTRY_FAILED;
+    words[1][92] = NP_ENTRY_PRESENT | 39;
     grant(loader, 0, 0, SLOTS);
     uint32_t ids[30];
     for (uint32_t i = 0; i < 30; i++)
         ids[i] = i;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 30, 1, 0), 30);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 30, 1, 0), 30);
     np_loader_turn(loader, 0); /* some are in flight now */
     np_loader_reset(loader);
     for (uint32_t id = 0; id < CLUSTERS; id++) {
-        const uint32_t state = words[0][id] & NP_WORD_STATE_MASK;
-        REQUIRE(state == NP_WORD_ABSENT || state == NP_WORD_PRESENT);
-        if (state == NP_WORD_PRESENT)
+        const uint32_t state = words[0][id] & NP_ENTRY_STATE_MASK;
+        REQUIRE(state == NP_ENTRY_ABSENT || state == NP_ENTRY_PRESENT);
+        if (state == NP_ENTRY_PRESENT)
             require_present(0, id);
     }
-    REQUIRE_EQUAL(words[1][91], NP_WORD_FAILED);
-    REQUIRE_EQUAL(words[1][92], NP_WORD_PRESENT | 39);
+    REQUIRE_EQUAL(words[1][91], NP_ENTRY_FAILED);
+    REQUIRE_EQUAL(words[1][92], NP_ENTRY_PRESENT | 39);
     const np_loader_state state = state_of(loader);
     REQUIRE_EQUAL(state.in_flight + state.free_slots[0] + state.waiting[0], 0);
     REQUIRE_EQUAL(np_loader_turn(loader, 1000), 0);
     uint32_t free_slot = 0; /* what no present word names can be granted again */
     for (uint32_t id = 0; id < CLUSTERS; id++)
-        if ((words[0][id] & NP_WORD_STATE_MASK) == NP_WORD_PRESENT && (words[0][id] & NP_WORD_SLOT_MASK) == free_slot) {
+        if ((words[0][id] & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && (words[0][id] & NP_ENTRY_SLOT_MASK) == free_slot) {
             free_slot++;
             id = UINT32_MAX;
         }
     grant(loader, 0, free_slot, 1);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &(uint32_t){90}, 1, 0, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &(uint32_t){90}, 1, 0, 0), 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 90);
     stop(loader);
@@ -248,18 +248,18 @@ static void test_reset_keeps_demands(void)
 {
     np_loader *loader = start("threads");
     const uint32_t demands[] = {21, 22, 23}, prefetch = 31, warm = 41;
-    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_GATE, &warm, 1, 0), NP_OK);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &prefetch, 1, 1, 0), 1);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, demands, 3, 0, 0), 3);
+    REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, &warm, 1, 0), NP_OK);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &prefetch, 1, 1, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, demands, 3, 0, 0), 3);
     np_loader_reset(loader);
     REQUIRE_EQUAL(state_of(loader).waiting[0], 3);
-    words[0][22] = NP_WORD_PRESENT | 30; /* settled meanwhile */
+    words[0][22] = NP_ENTRY_PRESENT | 30; /* settled meanwhile */
     grant(loader, 0, 0, 5);
     REQUIRE_EQUAL(run_dry(loader), 2);
     require_present(0, 21);
     require_present(0, 23);
-    REQUIRE_EQUAL(words[0][22], NP_WORD_PRESENT | 30);
-    REQUIRE_EQUAL(words[0][31] | words[0][41], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[0][22], NP_ENTRY_PRESENT | 30);
+    REQUIRE_EQUAL(words[0][31] | words[0][41], NP_ENTRY_ABSENT);
     REQUIRE_EQUAL(state_of(loader).free_slots[0], 3);
     stop(loader);
 }
@@ -270,14 +270,14 @@ static void test_a_dead_loaders_claims_are_forgotten(void)
     np_loader *loader = start("threads");
     np_loader_part parts[2];
     describe(parts);
-    words[0][90] = NP_WORD_LOADING | NP_WORD_PINNED | 5;
-    words[1][91] = NP_WORD_LOADING | NP_WORD_REFERENCED;
-    words[1][92] = NP_WORD_PRESENT | 39;
+    words[0][90] = NP_ENTRY_LOADING | NP_ENTRY_PINNED | 5;
+    words[1][91] = NP_ENTRY_LOADING | NP_ENTRY_REFERENCED;
+    words[1][92] = NP_ENTRY_PRESENT | 39;
     np_loader *next = np_loader_create(reader, parts, &apart, &arrivals, QUEUE);
     REQUIRE(next);
-    REQUIRE_EQUAL(words[0][90], NP_WORD_ABSENT);
-    REQUIRE_EQUAL(words[1][91], NP_WORD_ABSENT);
-    REQUIRE_EQUAL(words[1][92], NP_WORD_PRESENT | 39);
+    REQUIRE_EQUAL(words[0][90], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(words[1][91], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(words[1][92], NP_ENTRY_PRESENT | 39);
     np_loader_destroy(next);
     stop(loader);
 }
@@ -287,9 +287,9 @@ static void test_both_parts_of_a_cluster_are_one_read(const char *engine)
     np_loader *loader = start(engine);
     grant(loader, 0, 0, SLOTS);
     grant(loader, 1, 0, 6);
-    words[0][9] = NP_WORD_PRESENT | 39; /* of this one only the rest is missing */
+    words[0][9] = NP_ENTRY_PRESENT | 39; /* of this one only the rest is missing */
     const uint32_t ids[] = {5, 20, 9};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE | NP_REQUEST_REST, ids, 3, 0, 0), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 3, 0, 0), 3);
     REQUIRE_EQUAL(run_dry(loader), 5);
     for (int part = 0; part < 2; part++) {
         require_present(part, 5);
@@ -297,7 +297,7 @@ static void test_both_parts_of_a_cluster_are_one_read(const char *engine)
     }
     require_present(1, 9);
     np_loader_state state = state_of(loader);
-    REQUIRE(state.reads == 3 && state.bytes == 2 * STRIDE + REST_BYTES && state.gap_bytes == 0 && state.already_there == 1);
+    REQUIRE(state.reads == 3 && state.bytes == 2 * STRIDE + VALUE_BYTES && state.gap_bytes == 0 && state.already_there == 1);
     stop(loader);
 }
 
@@ -306,7 +306,7 @@ static void test_a_pair_whose_one_part_finds_no_slot_does_not_keep_the_other_wai
     np_loader *loader = start("threads");
     grant(loader, 0, 0, 4);
     const uint32_t ids[] = {5, 6};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE | NP_REQUEST_REST, ids, 2, 0, 0), 2);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 2, 0, 0), 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
     require_present(0, 5);
     require_present(0, 6);
@@ -327,14 +327,14 @@ static void test_neighbours_are_read_together_over_gaps_that_are_cheaper_than_a_
     grant(loader, 0, 0, SLOTS);
     grant(loader, 1, 0, SLOTS);
     const uint32_t near[] = {10, 11, 13}, far[] = {16, 30, 31, 32, 33, 34}, backwards[] = {51, 50};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE | NP_REQUEST_REST, near, 3, 0, 0), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, near, 3, 0, 0), 3);
     REQUIRE_EQUAL(run_dry(loader), 6);
     np_loader_state state = state_of(loader);
     REQUIRE(state.reads == 1 && state.bytes == 4 * STRIDE && state.gap_bytes == STRIDE);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE | NP_REQUEST_REST, far, 6, 0, 0), 6);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, far, 6, 0, 0), 6);
     REQUIRE_EQUAL(run_dry(loader), 12);
     REQUIRE_EQUAL(state_of(loader).reads, 4); /* 16 | 30-33, as much as one read may be | 34 */
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, backwards, 2, 0, 0), 2);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, backwards, 2, 0, 0), 2);
     REQUIRE_EQUAL(run_dry(loader), 2);
     REQUIRE_EQUAL(state_of(loader).reads, 6);
     REQUIRE_EQUAL(state_of(loader).gap_bytes, STRIDE);
@@ -353,12 +353,12 @@ static void test_neighbours_of_a_cluster_that_cannot_be_read_are_read_without_it
     grant(loader, 1, 0, 4);
     grant(loader, 0, 0, 4);
     const uint32_t ids[] = {CLUSTERS - 3, CLUSTERS - 2, CLUSTERS - 1};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE | NP_REQUEST_REST, ids, 3, 1, 0), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, ids, 3, 1, 0), 3);
     REQUIRE_EQUAL(run_dry(loader), 6);
     require_present(0, CLUSTERS - 3);
     require_present(1, CLUSTERS - 2);
-    REQUIRE_EQUAL(words[0][CLUSTERS - 1], NP_WORD_FAILED);
-    REQUIRE_EQUAL(words[1][CLUSTERS - 1], NP_WORD_FAILED);
+    REQUIRE_EQUAL(words[0][CLUSTERS - 1], NP_ENTRY_FAILED);
+    REQUIRE_EQUAL(words[1][CLUSTERS - 1], NP_ENTRY_FAILED);
     REQUIRE(state_of(loader).free_slots[0] == 2 && state_of(loader).free_slots[1] == 2);
     restore_file();
     stop(loader);
@@ -375,13 +375,13 @@ static void test_guesses_leave_room_in_the_flash_and_slots_for_demands(void)
     loader = np_loader_create(reader, parts, &careful, &arrivals, QUEUE);
     grant(loader, 0, 0, 8);
     uint32_t ids[8] = {1, 3, 5, 7, 9, 11, 13, 15};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, 8, 1, 0), 8);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 8, 1, 0), 8);
     while (np_loader_turn(loader, 0) == 0)
         REQUIRE(state_of(loader).in_flight <= 2);
     run_dry(loader);
     REQUIRE(state_of(loader).free_slots[0] == 3 && state_of(loader).waiting[0] == 3 && state_of(loader).waited_for_slot == 0);
     const uint32_t demands[] = {40, 42, 44};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, demands, 3, 0, 0), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, demands, 3, 0, 0), 3);
     REQUIRE_EQUAL(run_dry(loader), 3);
     require_present(0, 44);
     stop(loader);

@@ -5,11 +5,11 @@
 #include "bundles.h"
 #include "sync/clock.h"
 
-enum { MEMBERS = 2, CAPACITY = 4, BOTH = NP_REQUEST_GATE | NP_REQUEST_REST };
+enum { PARTICIPANTS = 2, CAPACITY = 4, BOTH = NP_REQUEST_TRIGGER | NP_REQUEST_VALUE };
 
-static uint32_t tails[MEMBERS][16], heads[MEMBERS][16], entries[MEMBERS][CAPACITY], asleep, epoch;
-static np_requests rings[MEMBERS];
-static uint64_t windows[MEMBERS], board[NP_LOADER_BOARD];
+static uint32_t tails[PARTICIPANTS][16], heads[PARTICIPANTS][16], entries[PARTICIPANTS][CAPACITY], asleep, epoch;
+static np_requests rings[PARTICIPANTS];
+static uint64_t windows[PARTICIPANTS], board[NP_LOADER_BOARD];
 static int doorbell[2];
 
 static np_loader *start_with_rings(const char *engine)
@@ -17,19 +17,19 @@ static np_loader *start_with_rings(const char *engine)
     memset(tails, 0, sizeof tails);
     memset(heads, 0, sizeof heads);
     asleep = 0;
-    for (int i = 0; i < MEMBERS; i++)
+    for (int i = 0; i < PARTICIPANTS; i++)
         rings[i] = (np_requests){tails[i], heads[i], entries[i], CAPACITY, &asleep, doorbell[1]};
-    np_requests seen[MEMBERS];
+    np_requests seen[PARTICIPANTS];
     memcpy(seen, rings, sizeof rings);
     seen[0].doorbell = doorbell[0]; /* a pipe has two ends; a FIFO's descriptor is both */
     np_loader *loader = start(engine);
-    REQUIRE_EQUAL(np_loader_attach(loader, seen, MEMBERS, board, NULL, NULL), NP_OK);
+    REQUIRE_EQUAL(np_loader_attach(loader, seen, PARTICIPANTS, board, NULL, NULL), NP_OK);
     return loader;
 }
 
-static void put(int member, uint32_t entry)
+static void put(int participant, uint32_t entry)
 {
-    REQUIRE_EQUAL(np_requests_put(&rings[member], &entry, 1), 1);
+    REQUIRE_EQUAL(np_requests_put(&rings[participant], &entry, 1), 1);
 }
 
 static void test_both_parts_and_either(void)
@@ -38,14 +38,14 @@ static void test_both_parts_and_either(void)
     grant(loader, 0, 0, 8);
     grant(loader, 1, 0, 8);
     put(0, 5 | BOTH);
-    put(0, 6 | NP_REQUEST_GATE);
-    put(1, 7 | NP_REQUEST_REST | NP_REQUEST_PREFETCH);
+    put(0, 6 | NP_REQUEST_TRIGGER);
+    put(1, 7 | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH);
     REQUIRE_EQUAL(run_dry(loader), 4);
     require_present(0, 5);
     require_present(1, 5);
     require_present(0, 6);
     require_present(1, 7);
-    REQUIRE_EQUAL(words[1][6] | words[0][7], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[1][6] | words[0][7], NP_ENTRY_ABSENT);
     REQUIRE_EQUAL(heads[0][0], 2);
     REQUIRE_EQUAL(board[0], state_of(loader).reads);
     stop(loader);
@@ -57,7 +57,7 @@ static void turn_and_evict(np_loader *loader)
     np_loader_turn(loader, 0);
     for (int part = 0; part < 2; part++) {
         uint32_t taken[2];
-        const size_t count = np_clock_take(words[part], CLUSTERS, &hands[part], windows, MEMBERS, 2, taken);
+        const size_t count = np_clock_take(words[part], CLUSTERS, &hands[part], windows, PARTICIPANTS, 2, taken);
         REQUIRE_EQUAL(np_loader_grant(loader, part, taken, count), count);
     }
 }
@@ -67,26 +67,26 @@ static void test_nonsense_is_dropped_alone(void)
     np_loader *loader = start_with_rings("threads");
     grant(loader, 0, 0, SLOTS);
     grant(loader, 1, 0, SLOTS);
-    put(0, CLUSTERS | NP_REQUEST_GATE);   /* the first index that is none */
+    put(0, CLUSTERS | NP_REQUEST_TRIGGER);   /* the first index that is none */
     put(0, 3);                            /* of no part */
-    put(0, 3 | NP_REQUEST_GATE | 1u << 31); /* a bit that means nothing */
-    put(0, 3 | NP_REQUEST_GATE);
+    put(0, 3 | NP_REQUEST_TRIGGER | 1u << 31); /* a bit that means nothing */
+    put(0, 3 | NP_REQUEST_TRIGGER);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 3);
     REQUIRE_EQUAL(state_of(loader).refused, 3);
     tails[1][0] += CAPACITY + 1; /* more than a ring can hold */
-    put(0, 4 | NP_REQUEST_GATE);
+    put(0, 4 | NP_REQUEST_TRIGGER);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(0, 4);
     REQUIRE_EQUAL(state_of(loader).refused, 4);
-    put(1, 8 | NP_REQUEST_GATE); /* that ring serves again */
+    put(1, 8 | NP_REQUEST_TRIGGER); /* that ring serves again */
     REQUIRE_EQUAL(run_dry(loader), 1);
 
     uint32_t random = 77, legal = 0;
     for (int i = 0; i < 20000; i++) {
         random = random * 1664525u + 1013904223u;
         const uint32_t entry = i % 3 ? random : random & (0x0700003fu); /* a third of them may well be legal */
-        legal += !(entry & ~0x7ffffffu) && (entry & BOTH) && (entry & NP_REQUEST_WORD_MASK) < CLUSTERS;
+        legal += !(entry & ~0x7ffffffu) && (entry & BOTH) && (entry & NP_REQUEST_CLUSTER_MASK) < CLUSTERS;
         while (!np_requests_put(&rings[i & 1], &entry, 1))
             turn_and_evict(loader);
         turn_and_evict(loader);
@@ -106,10 +106,10 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
     for (uint32_t i = 0; i < QUEUE; i++)
         ids[i] = i;
     for (int priority = 0; priority < 2; priority++)
-        REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, ids, QUEUE, priority, 0), QUEUE);
-    put(0, 80 | NP_REQUEST_GATE | NP_REQUEST_PREFETCH);
-    put(0, 81 | NP_REQUEST_GATE);
-    put(1, 82 | NP_REQUEST_REST); /* another queue, another ring */
+        REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, QUEUE, priority, 0), QUEUE);
+    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_PREFETCH);
+    put(0, 81 | NP_REQUEST_TRIGGER);
+    put(1, 82 | NP_REQUEST_VALUE); /* another queue, another ring */
     grant(loader, 1, 0, 1);
     REQUIRE_EQUAL(run_dry(loader), 1);
     require_present(1, 82);
@@ -119,7 +119,7 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
     REQUIRE_EQUAL(run_dry(loader), 2);
     np_loader_turn(loader, 0);
     REQUIRE_EQUAL(heads[0][0], 2);
-    REQUIRE_EQUAL(words[0][80], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[0][80], NP_ENTRY_ABSENT);
     stop(loader);
 }
 
@@ -142,15 +142,15 @@ static void test_attaching_refuses_rings_that_cannot_be(void)
  * the main thread is loader and cache over fewer slots than clusters. */
 static uint32_t workers_done;
 
-static void put_all(int member, const uint32_t *ids, size_t count)
+static void put_all(int participant, const uint32_t *ids, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        const uint32_t entry = ids[i] | NP_REQUEST_REST;
+        const uint32_t entry = ids[i] | NP_REQUEST_VALUE;
         for (;;) {
-            const uint32_t head = np_word_load(rings[member].head);
-            if (np_requests_put(&rings[member], &entry, 1))
+            const uint32_t head = np_word_load(rings[participant].head);
+            if (np_requests_put(&rings[participant], &entry, 1))
                 break;
-            REQUIRE(np_word_wait(rings[member].head, head, &epoch, 0, 0, 20000) == NP_OK);
+            REQUIRE(np_word_wait(rings[participant].head, head, &epoch, 0, 0, 20000) == NP_OK);
         }
     }
 }
@@ -158,32 +158,32 @@ static void put_all(int member, const uint32_t *ids, size_t count)
 static void *run_worker(void *argument)
 {
     enum { STEPS = 300, SPAN = 6 };
-    const int member = (int)(intptr_t)argument;
-    uint32_t random = 9 + (uint32_t)member;
+    const int participant = (int)(intptr_t)argument;
+    uint32_t random = 9 + (uint32_t)participant;
     for (int step = 0; step < STEPS; step++) {
         random = random * 1664525u + 1013904223u;
         const uint32_t first = (random >> 8) % (CLUSTERS - SPAN);
-        np_long_store(&windows[member], (uint64_t)first << 32 | (first + SPAN));
+        np_long_store(&windows[participant], (uint64_t)first << 32 | (first + SPAN));
         uint32_t ids[SPAN];
         size_t absent = 0;
         for (uint32_t id = first; id < first + SPAN; id++) {
-            const uint32_t state = np_word_look(&words[1][id]) & NP_WORD_STATE_MASK;
-            REQUIRE(state != NP_WORD_FAILED);
-            if (state == NP_WORD_ABSENT)
+            const uint32_t state = np_entry_look(&words[1][id]) & NP_ENTRY_STATE_MASK;
+            REQUIRE(state != NP_ENTRY_FAILED);
+            if (state == NP_ENTRY_ABSENT)
                 ids[absent++] = id;
         }
-        put_all(member, ids, absent);
+        put_all(participant, ids, absent);
         for (uint32_t id = first; id < first + SPAN; id++)
             for (;;) {
-                const uint32_t seen = np_word_load(&arrivals), value = np_word_look(&words[1][id]);
-                if ((value & NP_WORD_STATE_MASK) == NP_WORD_PRESENT) {
-                    const uint8_t *bytes = slots[1] + (size_t)(value & NP_WORD_SLOT_MASK) * REST_BYTES;
-                    REQUIRE(memcmp(bytes, part_of_file(1, id), REST_BYTES) == 0);
+                const uint32_t seen = np_word_load(&arrivals), value = np_entry_look(&words[1][id]);
+                if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT) {
+                    const uint8_t *bytes = slots[1] + (size_t)(value & NP_ENTRY_SLOT_MASK) * VALUE_BYTES;
+                    REQUIRE(memcmp(bytes, part_of_file(1, id), VALUE_BYTES) == 0);
                     break;
                 }
                 REQUIRE_EQUAL(np_word_wait(&arrivals, seen, &epoch, 0, 0, 20000), NP_OK);
             }
-        np_long_store(&windows[member], 0);
+        np_long_store(&windows[participant], 0);
     }
     np_word_add(&workers_done, 1);
     return NULL;
@@ -194,23 +194,23 @@ static void test_workers_loader_and_cache_together(const char *engine, uint32_t 
     np_loader *loader = start_with_rings(engine);
     grant(loader, 1, 0, 20);
     np_word_store(&workers_done, 0);
-    pthread_t workers[MEMBERS];
-    for (int i = 0; i < MEMBERS; i++)
+    pthread_t workers[PARTICIPANTS];
+    for (int i = 0; i < PARTICIPANTS; i++)
         REQUIRE(pthread_create(&workers[i], NULL, run_worker, (void *)(intptr_t)i) == 0);
     size_t hand = 0;
-    while (np_word_load(&workers_done) < MEMBERS) {
+    while (np_word_load(&workers_done) < PARTICIPANTS) {
         REQUIRE(np_loader_serve(loader, NULL, 0, 1, spin_us) >= 0);
         if (state_of(loader).free_slots[1] < 8) {
             uint32_t taken[4];
-            const size_t count = np_clock_take(words[1], CLUSTERS, &hand, windows, MEMBERS, 4, taken);
+            const size_t count = np_clock_take(words[1], CLUSTERS, &hand, windows, PARTICIPANTS, 4, taken);
             REQUIRE_EQUAL(np_loader_grant(loader, 1, taken, count), count);
         }
     }
-    for (int i = 0; i < MEMBERS; i++)
+    for (int i = 0; i < PARTICIPANTS; i++)
         pthread_join(workers[i], NULL);
     const np_loader_state state = state_of(loader);
     REQUIRE(state.reads > SLOTS && state.checksum_failures == 0 && state.io_errors == 0 && state.refused == 0);
-    printf("  %s: %llu reads for %d windows\n", engine, (unsigned long long)state.reads, 300 * MEMBERS);
+    printf("  %s: %llu reads for %d windows\n", engine, (unsigned long long)state.reads, 300 * PARTICIPANTS);
     stop(loader);
 }
 
@@ -218,13 +218,13 @@ static void test_workers_loader_and_cache_together(const char *engine, uint32_t 
 static void *run_slow_worker(void *argument)
 {
     for (uint32_t id = 0; id < 30; id++) {
-        const uint32_t entry = id | NP_REQUEST_GATE;
+        const uint32_t entry = id | NP_REQUEST_TRIGGER;
         for (int i = 0; i < 200 && !__atomic_load_n(&asleep, __ATOMIC_SEQ_CST); i++)
             usleep(100); /* mostly it sleeps by then; whether it does is not ours to know */
         put(0, entry);
         for (;;) {
             const uint32_t seen = np_word_load(&arrivals);
-            if ((np_word_look(&words[0][id]) & NP_WORD_STATE_MASK) == NP_WORD_PRESENT)
+            if ((np_entry_look(&words[0][id]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT)
                 break;
             REQUIRE_EQUAL(np_word_wait(&arrivals, seen, &epoch, 0, 0, 20000), NP_OK);
         }

@@ -7,30 +7,30 @@
 
 static void test_look_marks_present_words_only(void)
 {
-    uint32_t present = NP_WORD_PRESENT | 7, absent = NP_WORD_ABSENT, loading = NP_WORD_LOADING, failed = NP_WORD_FAILED;
-    uint32_t evicted = NP_WORD_ABSENT | NP_WORD_REFERENCED;
-    REQUIRE_EQUAL(np_word_look(&present), NP_WORD_PRESENT | NP_WORD_REFERENCED | 7);
-    REQUIRE_EQUAL(present, NP_WORD_PRESENT | NP_WORD_REFERENCED | 7);
-    REQUIRE_EQUAL(np_word_look(&absent), NP_WORD_ABSENT);
-    REQUIRE_EQUAL(np_word_look(&loading), NP_WORD_LOADING);
-    REQUIRE_EQUAL(np_word_look(&failed), NP_WORD_FAILED);
-    REQUIRE_EQUAL(np_word_look(&evicted), NP_WORD_ABSENT | NP_WORD_REFERENCED); /* bits beside the state say nothing of it */
-    REQUIRE(absent == NP_WORD_ABSENT && loading == NP_WORD_LOADING && failed == NP_WORD_FAILED);
+    uint32_t present = NP_ENTRY_PRESENT | 7, absent = NP_ENTRY_ABSENT, loading = NP_ENTRY_LOADING, failed = NP_ENTRY_FAILED;
+    uint32_t evicted = NP_ENTRY_ABSENT | NP_ENTRY_REFERENCED;
+    REQUIRE_EQUAL(np_entry_look(&present), NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 7);
+    REQUIRE_EQUAL(present, NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 7);
+    REQUIRE_EQUAL(np_entry_look(&absent), NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(np_entry_look(&loading), NP_ENTRY_LOADING);
+    REQUIRE_EQUAL(np_entry_look(&failed), NP_ENTRY_FAILED);
+    REQUIRE_EQUAL(np_entry_look(&evicted), NP_ENTRY_ABSENT | NP_ENTRY_REFERENCED); /* bits beside the state say nothing of it */
+    REQUIRE(absent == NP_ENTRY_ABSENT && loading == NP_ENTRY_LOADING && failed == NP_ENTRY_FAILED);
 }
 
 static void test_clock_gives_a_second_chance(void)
 {
-    uint32_t words[] = {NP_WORD_PRESENT | NP_WORD_REFERENCED | 10, NP_WORD_PRESENT | 11, NP_WORD_ABSENT,
-                        NP_WORD_PRESENT | NP_WORD_PINNED | 13,     NP_WORD_LOADING,      NP_WORD_PRESENT | NP_WORD_REFERENCED | 15};
+    uint32_t words[] = {NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 10, NP_ENTRY_PRESENT | 11, NP_ENTRY_ABSENT,
+                        NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 13,     NP_ENTRY_LOADING,      NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 15};
     uint32_t slots[6];
     size_t hand = 0;
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 1, slots), 1);
-    REQUIRE(slots[0] == 11 && hand == 2 && words[1] == NP_WORD_ABSENT);
-    REQUIRE_EQUAL(words[0], NP_WORD_PRESENT | 10);
+    REQUIRE(slots[0] == 11 && hand == 2 && words[1] == NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | 10);
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 2); /* pinned and loading words stay */
     REQUIRE(slots[0] == 10 && slots[1] == 15);
-    REQUIRE_EQUAL(words[3], NP_WORD_PRESENT | NP_WORD_PINNED | 13);
-    REQUIRE_EQUAL(words[4], NP_WORD_LOADING);
+    REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 13);
+    REQUIRE_EQUAL(words[4], NP_ENTRY_LOADING);
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 0);
     REQUIRE_EQUAL(np_clock_take(words, 0, &hand, NULL, 0, 6, slots), 0);
     hand = 1000; /* a hand from before the word array shrank */
@@ -42,12 +42,12 @@ static void test_clock_spares_windows(void)
 {
     uint32_t words[8], slots[8];
     for (uint32_t i = 0; i < 8; i++)
-        words[i] = NP_WORD_PRESENT | i;
+        words[i] = NP_ENTRY_PRESENT | i;
     uint64_t windows[] = {0, (uint64_t)2 << 32 | 4, (uint64_t)7 << 32 | 8};
     size_t hand = 0;
     REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 5);
     for (uint32_t i = 0; i < 8; i++)
-        REQUIRE_EQUAL(words[i], i == 2 || i == 3 || i == 7 ? NP_WORD_PRESENT | i : (uint32_t)NP_WORD_ABSENT);
+        REQUIRE_EQUAL(words[i], i == 2 || i == 3 || i == 7 ? NP_ENTRY_PRESENT | i : (uint32_t)NP_ENTRY_ABSENT);
     np_long_store(&windows[1], 0);
     REQUIRE_EQUAL(np_clock_take(words, 8, &hand, windows, 3, 8, slots), 2);
 }
@@ -73,11 +73,11 @@ static void *race_reader(void *argument)
         const uint32_t first = random_next(&random) % (CLUSTERS - WINDOW);
         np_long_store(&race_windows[self], (uint64_t)first << 32 | (first + WINDOW));
         for (uint32_t id = first; id < first + WINDOW; id++) {
-            const uint32_t value = np_word_look(&race_words[id]);
-            if ((value & NP_WORD_STATE_MASK) != NP_WORD_PRESENT)
+            const uint32_t value = np_entry_look(&race_words[id]);
+            if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
                 continue;
             for (uint32_t i = 0; i < SLOT_LONGS; i++)
-                REQUIRE_EQUAL(__atomic_load_n(&race_slots[value & NP_WORD_SLOT_MASK][i], __ATOMIC_RELAXED), id);
+                REQUIRE_EQUAL(__atomic_load_n(&race_slots[value & NP_ENTRY_SLOT_MASK][i], __ATOMIC_RELAXED), id);
             race_reads[self]++;
         }
         np_long_store(&race_windows[self], 0);
@@ -91,10 +91,10 @@ static void race_load(uint32_t slot, uint32_t *random)
     do {
         id = random_next(random) % CLUSTERS;
         value = np_word_load(&race_words[id]);
-    } while ((value & NP_WORD_STATE_MASK) != NP_WORD_ABSENT || !np_word_swap(&race_words[id], value, NP_WORD_LOADING));
+    } while ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_ABSENT || !np_word_swap(&race_words[id], value, NP_ENTRY_LOADING));
     for (uint32_t i = 0; i < SLOT_LONGS; i++)
         __atomic_store_n(&race_slots[slot][i], id, __ATOMIC_RELAXED);
-    np_word_store(&race_words[id], NP_WORD_PRESENT | NP_WORD_REFERENCED | slot);
+    np_word_store(&race_words[id], NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | slot);
 }
 
 static void test_no_slot_changes_under_a_window(void)
@@ -120,8 +120,8 @@ static void test_no_slot_changes_under_a_window(void)
     REQUIRE(race_reads[0] > 100 && race_reads[1] > 100 && loads > 1000); /* it was a race */
     uint32_t seen[SLOTS] = {0}, present = 0;
     for (uint32_t id = 0; id < CLUSTERS; id++)
-        if ((race_words[id] & NP_WORD_STATE_MASK) == NP_WORD_PRESENT) {
-            REQUIRE_EQUAL(seen[race_words[id] & NP_WORD_SLOT_MASK]++, 0);
+        if ((race_words[id] & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT) {
+            REQUIRE_EQUAL(seen[race_words[id] & NP_ENTRY_SLOT_MASK]++, 0);
             present++;
         }
     REQUIRE_EQUAL(present, SLOTS); /* no slot was lost or doubled */

@@ -8,12 +8,12 @@
 #include "neuronpipe.h"
 #include "sync/clock.h"
 
-enum { MEMBERS_MOST = 4 };
+enum { MAX_PARTICIPANTS = 4 };
 
 typedef struct {
     np_barrier barrier;
     uint32_t epoch, word, lasts, ready;
-    uint32_t totals[MEMBERS_MOST]; /* plain data that only the barrier orders */
+    uint32_t totals[MAX_PARTICIPANTS]; /* plain data that only the barrier orders */
 } shared_state;
 
 static shared_state *shared;
@@ -33,40 +33,40 @@ static void join(const pid_t *children, uint32_t count)
     }
 }
 
-/* Every member writes its own number, meets, reads everybody's numbers, meets. */
-static void rounds_of(uint32_t member, uint32_t members, uint32_t rounds, uint32_t spin_us)
+/* Every participant writes its own number, meets, reads everybody's numbers, meets. */
+static void rounds_of(uint32_t participant, uint32_t participants, uint32_t rounds, uint32_t spin_us)
 {
     for (uint32_t round = 1; round <= rounds; round++) {
-        shared->totals[member] = round;
-        const int first = np_barrier_wait(&shared->barrier, members, &shared->epoch, 0, spin_us, 10000);
+        shared->totals[participant] = round;
+        const int first = np_barrier_wait(&shared->barrier, participants, &shared->epoch, 0, spin_us, 10000);
         REQUIRE(first == 0 || first == 1);
-        for (uint32_t other = 0; other < members; other++)
+        for (uint32_t other = 0; other < participants; other++)
             REQUIRE_EQUAL(shared->totals[other], round);
         if (first == 1)
             np_word_add(&shared->lasts, 1);
-        const int second = np_barrier_wait(&shared->barrier, members, &shared->epoch, 0, spin_us, 10000);
+        const int second = np_barrier_wait(&shared->barrier, participants, &shared->epoch, 0, spin_us, 10000);
         REQUIRE(second == 0 || second == 1);
     }
 }
 
-static void test_members_meet(uint32_t members, uint32_t rounds, uint32_t spin_us)
+static void test_participants_meet(uint32_t participants, uint32_t rounds, uint32_t spin_us)
 {
     start_over();
-    pid_t children[MEMBERS_MOST];
+    pid_t children[MAX_PARTICIPANTS];
     const uint64_t start = np_clock_ns();
-    for (uint32_t member = 0; member < members; member++) {
-        children[member] = fork();
-        REQUIRE(children[member] >= 0);
-        if (children[member] == 0) {
-            rounds_of(member, members, rounds, spin_us);
+    for (uint32_t participant = 0; participant < participants; participant++) {
+        children[participant] = fork();
+        REQUIRE(children[participant] >= 0);
+        if (children[participant] == 0) {
+            rounds_of(participant, participants, rounds, spin_us);
             _exit(0);
         }
     }
-    join(children, members);
-    REQUIRE_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one member is the last of each meeting */
+    join(children, participants);
+    REQUIRE_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one participant is the last of each meeting */
     REQUIRE_EQUAL(shared->barrier.arrived, 0);
     REQUIRE_EQUAL(shared->barrier.waiters, 0);
-    printf("  barrier: %u members, spin %u us: %.2f us each\n", members, spin_us, (double)(np_clock_ns() - start) / 2e3 / rounds);
+    printf("  barrier: %u participants, spin %u us: %.2f us each\n", participants, spin_us, (double)(np_clock_ns() - start) / 2e3 / rounds);
 }
 
 static void test_epoch_abandons_a_barrier(uint32_t spin_us)
@@ -88,7 +88,7 @@ static void test_epoch_abandons_a_barrier(uint32_t spin_us)
     uint32_t *words[] = {&shared->barrier.phase, &shared->word};
     REQUIRE_EQUAL(np_epoch_advance(&shared->epoch, words, 2), 1);
     join(children, 2);
-    REQUIRE_EQUAL(shared->barrier.arrived, 2); /* late members of the old epoch touched nothing */
+    REQUIRE_EQUAL(shared->barrier.arrived, 2); /* late participants of the old epoch touched nothing */
 
     np_barrier_reset(&shared->barrier); /* and after a reset it works again */
     REQUIRE_EQUAL(np_barrier_wait(&shared->barrier, 1, &shared->epoch, 1, 0, 100), 1);
@@ -174,9 +174,9 @@ int main(void)
     REQUIRE(shared != MAP_FAILED);
     setvbuf(stdout, NULL, _IONBF, 0); /* forked children must not print the parent's lines again */
     test_word_operations();
-    for (uint32_t members = 1; members <= MEMBERS_MOST; members++) {
-        test_members_meet(members, 2000, 0);
-        test_members_meet(members, 2000, 20);
+    for (uint32_t participants = 1; participants <= MAX_PARTICIPANTS; participants++) {
+        test_participants_meet(participants, 2000, 0);
+        test_participants_meet(participants, 2000, 20);
     }
     test_epoch_abandons_a_barrier(0);
     test_epoch_abandons_a_barrier(1000000);

@@ -7,7 +7,7 @@ enum { NEAR = 4, FAR = 16 }; /* clusters of an ordinary and of a long read */
 
 static const np_loader_reading reading = {
     .most_read_bytes = NEAR * STRIDE, .prefetch_depth = DEPTH, .warm_up_reads = 2, .warm_up_read_bytes = FAR * STRIDE};
-static const int both = NP_REQUEST_GATE | NP_REQUEST_REST;
+static const int both = NP_REQUEST_TRIGGER | NP_REQUEST_VALUE;
 
 static void warm(np_loader *loader, int parts, uint32_t first, uint32_t count, uint32_t flags)
 {
@@ -33,13 +33,13 @@ static void require_all(uint32_t first, uint32_t count)
 static void test_warms_up_in_long_reads(const char *engine)
 {
     np_loader *loader = start_with_slots(engine, SLOTS);
-    warm(loader, both, 8, 32, NP_WORD_PINNED);
+    warm(loader, both, 8, 32, NP_ENTRY_PINNED);
     np_loader_state state = state_of(loader);
     REQUIRE(state.warm_up_bytes == 32 * STRIDE && state.warm_up_left_bytes == 32 * STRIDE);
     REQUIRE_EQUAL(run_dry(loader), 64);
     require_all(8, 32);
     for (uint32_t id = 8; id < 40; id++)
-        REQUIRE(words[0][id] & words[1][id] & NP_WORD_PINNED);
+        REQUIRE(words[0][id] & words[1][id] & NP_ENTRY_PINNED);
     state = state_of(loader);
     REQUIRE_EQUAL(state.reads, 2);
     REQUIRE(state.warm_up_bytes == 32 * STRIDE && state.warm_up_left_bytes == 0 && state.gap_bytes == 0);
@@ -52,30 +52,30 @@ static void test_what_stays_comes_first(void)
 {
     np_loader *loader = start_with_slots("threads", SLOTS);
     warm(loader, both, 0, 12, 0);
-    warm(loader, both, 50, 3, NP_WORD_PINNED);
+    warm(loader, both, 50, 3, NP_ENTRY_PINNED);
     np_loader_turn(loader, 0);
     for (uint32_t id = 50; id < 53; id++)
-        REQUIRE(words[0][id] != NP_WORD_ABSENT);
+        REQUIRE(words[0][id] != NP_ENTRY_ABSENT);
     run_dry(loader);
     require_all(0, 12);
     require_all(50, 3);
-    REQUIRE_EQUAL(words[0][0] & NP_WORD_PINNED, 0);
+    REQUIRE_EQUAL(words[0][0] & NP_ENTRY_PINNED, 0);
     stop(loader);
 }
 
 static void test_a_demand_brings_the_neighbours_that_are_to_be_loaded(const char *engine)
 {
     np_loader *loader = start_with_slots(engine, SLOTS);
-    warm(loader, both, 0, 30, NP_WORD_PINNED);
+    warm(loader, both, 0, 30, NP_ENTRY_PINNED);
     const uint32_t asked[] = {20, 21, 26};
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, asked, 3, 0, 0), 3);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, asked, 3, 0, 0), 3);
     run_dry(loader);
     require_all(0, 30);
     const np_loader_state state = state_of(loader);
     REQUIRE_EQUAL(state.reads, 2 + 3); /* 20 to 23 and 24 to 27 with both parts; then 28 to 29, 0 to 15, 16 to 19 */
     REQUIRE_EQUAL(state.warm_up_left_bytes, 0);
     for (uint32_t id = 0; id < 30; id++)
-        REQUIRE(words[0][id] & words[1][id] & NP_WORD_PINNED);
+        REQUIRE(words[0][id] & words[1][id] & NP_ENTRY_PINNED);
     stop(loader);
 }
 
@@ -84,25 +84,25 @@ static void test_a_demand_outside_is_read_alone(void)
     np_loader *loader = start_with_slots("threads", SLOTS);
     warm(loader, both, 0, 4, 0);
     const uint32_t asked = 60;
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_GATE, &asked, 1, 0, 0), 1);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, &asked, 1, 0, 0), 1);
     run_dry(loader);
     require_present(0, 60);
-    REQUIRE_EQUAL(words[1][60] | words[0][61], NP_WORD_ABSENT);
-    REQUIRE_EQUAL(state_of(loader).bytes, GATE_BYTES + 4 * STRIDE);
+    REQUIRE_EQUAL(words[1][60] | words[0][61], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(state_of(loader).bytes, TRIGGER_BYTES + 4 * STRIDE);
     stop(loader);
 }
 
 static void test_a_full_memory_ends_it_but_for_what_stays(void)
 {
     np_loader *loader = start_with_slots("threads", 6);
-    warm(loader, NP_REQUEST_GATE, 0, 10, 0);
-    warm(loader, NP_REQUEST_GATE, 40, 2, NP_WORD_PINNED);
+    warm(loader, NP_REQUEST_TRIGGER, 0, 10, 0);
+    warm(loader, NP_REQUEST_TRIGGER, 40, 2, NP_ENTRY_PINNED);
     REQUIRE_EQUAL(run_dry(loader), 6);
     require_present(0, 40);
     require_present(0, 41);
     np_loader_state state = state_of(loader);
-    REQUIRE(state.waiting[0] == 0 && state.warm_up_left_bytes == 0 && state.warm_up_bytes == 6 * GATE_BYTES);
-    warm(loader, NP_REQUEST_GATE, 70, 2, NP_WORD_PINNED); /* these wait for a slot, and the cache hears of it */
+    REQUIRE(state.waiting[0] == 0 && state.warm_up_left_bytes == 0 && state.warm_up_bytes == 6 * TRIGGER_BYTES);
+    warm(loader, NP_REQUEST_TRIGGER, 70, 2, NP_ENTRY_PINNED); /* these wait for a slot, and the cache hears of it */
     REQUIRE_EQUAL(run_dry(loader), 0);
     REQUIRE_EQUAL(state_of(loader).waiting[0], 2);
     grant(loader, 0, 10, 2);
@@ -114,13 +114,13 @@ static void test_a_full_memory_ends_it_but_for_what_stays(void)
 static void test_a_reset_forgets_it(void)
 {
     np_loader *loader = start_reading("threads", &reading);
-    warm(loader, both, 0, 10, NP_WORD_PINNED);
+    warm(loader, both, 0, 10, NP_ENTRY_PINNED);
     np_loader_reset(loader);
     const np_loader_state state = state_of(loader);
     REQUIRE(state.warm_up_bytes == 0 && state.warm_up_left_bytes == 0 && state.waiting[0] == 0);
     grant(loader, 0, 0, SLOTS);
     REQUIRE_EQUAL(run_dry(loader), 0);
-    REQUIRE_EQUAL(words[0][0], NP_WORD_ABSENT);
+    REQUIRE_EQUAL(words[0][0], NP_ENTRY_ABSENT);
     stop(loader);
 }
 
@@ -128,10 +128,10 @@ static void test_damage_spoils_one_cluster(const char *engine)
 {
     np_loader *loader = start_with_slots(engine, SLOTS);
     checksums[1][7] ^= 1;
-    warm(loader, both, 0, 16, NP_WORD_PINNED);
+    warm(loader, both, 0, 16, NP_ENTRY_PINNED);
     run_dry(loader);
     checksums[1][7] ^= 1;
-    REQUIRE_EQUAL(words[1][7] & NP_WORD_STATE_MASK, NP_WORD_FAILED);
+    REQUIRE_EQUAL(words[1][7] & NP_ENTRY_STATE_MASK, NP_ENTRY_FAILED);
     require_present(0, 7);
     require_all(0, 7);
     require_all(8, 8);
@@ -144,10 +144,10 @@ static void test_damage_spoils_one_cluster(const char *engine)
 static void test_a_word_that_others_changed_is_passed_over(void)
 {
     np_loader *loader = start_with_slots("threads", 20);
-    warm(loader, NP_REQUEST_GATE, 0, 4, NP_WORD_PINNED);
-    words[0][2] = NP_WORD_PRESENT | 39;
+    warm(loader, NP_REQUEST_TRIGGER, 0, 4, NP_ENTRY_PINNED);
+    words[0][2] = NP_ENTRY_PRESENT | 39;
     REQUIRE_EQUAL(run_dry(loader), 3);
-    REQUIRE_EQUAL(words[0][2], NP_WORD_PRESENT | NP_WORD_PINNED | 39);
+    REQUIRE_EQUAL(words[0][2], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 39);
     const np_loader_state state = state_of(loader);
     REQUIRE(state.free_slots[0] == 17 && state.warm_up_left_bytes == 0);
     stop(loader);
@@ -155,7 +155,7 @@ static void test_a_word_that_others_changed_is_passed_over(void)
 
 static void test_parts_longer_than_a_read_together_come_one_after_the_other(void)
 {
-    const np_loader_reading narrow = {.most_read_bytes = REST_BYTES, .prefetch_depth = DEPTH};
+    const np_loader_reading narrow = {.most_read_bytes = VALUE_BYTES, .prefetch_depth = DEPTH};
     np_loader *loader = start_reading("threads", &narrow);
     for (int part = 0; part < 2; part++)
         grant(loader, part, 0, SLOTS);

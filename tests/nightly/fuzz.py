@@ -53,7 +53,7 @@ from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
 from tests.fuzz.commands import Fuzzed, damaged
 
-MOST_S, MOST_BYTES = 10, 2 << 30
+MAX_S, MAX_BYTES = 10, 2 << 30
 GOLDEN = Path(__file__).parents[1] / "conformance" / "golden_messages.json"
 DEMO_IDS = 4096
 TURNS = [{"role": role, "content": "a b"} for role in ("system", "user", "assistant", "user")]
@@ -144,7 +144,7 @@ def once(target: Target, data: bytes) -> None:
         said = str(error)
     assert len(said) < 10_000, "the error is long"
     assert "\n" not in said, "the error is not one line"
-    assert time.monotonic() - began < MOST_S, "it took too long"
+    assert time.monotonic() - began < MAX_S, "it took too long"
 
 
 def mutated(draw: random.Random, seeds: list[bytes]) -> bytes:
@@ -182,7 +182,7 @@ def followed(target: Target, seeds: list[bytes], seconds: float, folder: Path) -
     corpus.mkdir()
     for number, data in enumerate(seeds):
         (corpus / str(number)).write_bytes(data)
-    limits = [f"-max_total_time={int(seconds)}", f"-timeout={MOST_S}", f"-rss_limit_mb={MOST_BYTES >> 20}"]
+    limits = [f"-max_total_time={int(seconds)}", f"-timeout={MAX_S}", f"-rss_limit_mb={MAX_BYTES >> 20}"]
     atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: once(target, data))
     atheris.Fuzz()
 
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="for each target (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of blind draws")
     arguments = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     with tempfile.TemporaryDirectory(prefix="np-") as name:
         known = targets(Path(name))
         if unknown := set(arguments.targets) - known.keys():

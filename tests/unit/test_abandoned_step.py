@@ -14,7 +14,7 @@ from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.worker import Worker, place_of
+from neuronpipe.services.worker import Worker, engine_config
 
 from tests.service_job import make_job
 
@@ -24,25 +24,25 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
 ) -> None:
     def fill(first: int, end: int) -> None:
         for word in range(first, end):
-            gate_words[word] = lib.NP_WORD_PRESENT  # of a slot of zeros: no neuron fires, no other part is needed
+            trigger_entries[word] = lib.NP_ENTRY_PRESENT  # of a slot of zeros: no neuron fires, no other part is needed
 
     package = converted("relu2", "q8")
     job, memory = make_job("decode", package, tmp_path)
-    gate_words, loaded = memory.view("residency", "gate_words"), memory.view("residency", "loaded")
+    trigger_entries, loaded = memory.view("residency", "trigger_entries"), memory.view("residency", "loaded")
     tails, epoch = memory.view("residency", "request_tails"), Epoch(memory)
     loaded[0] = 1
     tails[0] = full = REQUEST_ENTRIES  # of which a loader that does not listen has taken none
     compute, layout = job.plan.compute, package.manifest.layout
-    place = place_of(
+    config = engine_config(
         job.plan,
-        members=1,
-        member=0,
+        participants=1,
+        participant=0,
         max_tokens=compute.sequences,
         window_blocks=compute.decode_window_blocks,
         blocks=layout.blocks,
     )
     step = Step(step=7, epoch=0, sequences=(0,), positions=(0,), tokens=(1,))
-    worker = Worker(job, RunMemory.open("decode", job.segments), [place], 0)
+    worker = Worker(job, RunMemory.open("decode", job.segments), [config], 0)
     worker.wait_until_loaded()
     fill(0, package.manifest.layout.clusters)  # the first layer, so that there is something to count
     with ThreadPoolExecutor(1) as pool:
@@ -52,10 +52,10 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
         assert left.result(10) == StepAbandoned(step=7, epoch=0, index=0)
     assert tails[0] == full
 
-    fill(0, package.manifest.words)
+    fill(0, package.manifest.clusters)
     memory.view("exchange", "claims")[:] = array("I", bytes(4 * len(memory.view("exchange", "claims"))))  # coordinator
     step = dataclasses.replace(step, epoch=1)
     done = worker.answer(step, StepDone, step.sequences, step.positions, None)
     assert isinstance(done, StepDone)
-    assert done.counters["gate_missed"] == 0
-    assert done.counters["gate_clusters"] == package.manifest.words
+    assert done.counters["trigger_missed"] == 0
+    assert done.counters["trigger_clusters"] == package.manifest.clusters

@@ -58,20 +58,20 @@ def test_bytes_of_a_step_are_its_matrices_and_the_rows_that_fired(
     package = converted("relu2", "q8")
     job, memory = make_job("coordinator", package, tmp_path)
     del memory
-    shape = package.manifest.shape
-    row_bytes = shape.width + 2 * shape.width // 32
+    model = package.manifest.model
+    row_bytes = model.width + 2 * model.width // 32
     still = traffic(package, job.plan, {"steps": 2.0}, 0.0)
     assert 0 < still.sequential_bytes / 2 <= package.manifest.files["fixed.safetensors"].bytes
     assert still.pieces_bytes == still.flash_bytes == 0
     moved = traffic(
         package, job.plan, {"steps": 2.0, "gate_rows": 7.0, "up_rows": 3.0, "down_rows": 2.0, "read_bytes": 4096.0}, 5.0
     )
-    kv_bytes = 5 * shape.layers * shape.key_heads * 2 * shape.head_width * 2
+    kv_bytes = 5 * model.layers * model.key_heads * 2 * model.head_width * 2
     assert moved.sequential_bytes - still.sequential_bytes == 7 * row_bytes + kv_bytes
     assert moved.pieces_bytes == 5 * row_bytes
     assert moved.flash_bytes == 4096
     prefill = traffic(package, job.plan, {"steps": 1.0, "up_rows": 1e9}, 0.0)  # each token counts a row once
-    assert prefill.pieces_bytes == shape.layers * shape.neurons * row_bytes
+    assert prefill.pieces_bytes == model.layers * model.neurons * row_bytes
 
 
 def test_energy_is_the_difference_of_the_packages_counters(tmp_path: Path) -> None:

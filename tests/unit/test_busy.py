@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.coordinator.busy import LEAST_S, MOST_S, RECENT_TOKENS, retry_after_s
+from neuronpipe.services.coordinator.busy import MAX_S, MIN_S, RECENT_TOKENS, retry_after_s
 from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
 from neuronpipe.services.coordinator.text import TextStream
 from neuronpipe.services.gateway.problems import from_refusal
@@ -49,7 +49,7 @@ def test_the_pace_is_that_of_the_last_tokens() -> None:
     assert retry_after_s([text(40, slow_once)]) == 5
 
 
-@pytest.mark.parametrize(("remaining", "gap_s", "expected"), [(1, 0.001, LEAST_S), (10_000, 1.0, MOST_S), (0, 1.0, 1)])
+@pytest.mark.parametrize(("remaining", "gap_s", "expected"), [(1, 0.001, MIN_S), (10_000, 1.0, MAX_S), (0, 1.0, 1)])
 def test_nobody_is_sent_away_for_less_than_a_second_or_for_long(remaining: int, gap_s: float, expected: int) -> None:
     assert retry_after_s([text(remaining, every(gap_s))]) == expected
 
@@ -57,7 +57,7 @@ def test_nobody_is_sent_away_for_less_than_a_second_or_for_long(remaining: int, 
 def test_what_has_no_pace_yet_says_nothing() -> None:
     score = Scoring(client=b"c", request="s", slot=1, arrived_at=0.0, tokens=[1, 2], ask=Score(request="s", text="x"))
     works: list[Work] = [text(1000, []), text(1000, [1.0]), score]
-    assert retry_after_s(works) == LEAST_S
+    assert retry_after_s(works) == MIN_S
     assert retry_after_s([*works, text(16, every(0.25))]) == 4
 
 

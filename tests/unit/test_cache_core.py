@@ -13,8 +13,8 @@ from neuronpipe.protocol.codec import MAX_FRAME_BYTES
 from neuronpipe.services.cache.core import FreeSlots, Region, packed, warm_ups
 
 
-def region(slots: int, stock: int = 2, pinned: int = 1, part: Literal[0, 1] = 0) -> Region:
-    return Region(part=part, slots=slots, stock=stock, words=12, clusters_per_layer=4, pinned_per_layer=pinned)
+def region(slots: int, reserve: int = 2, pinned: int = 1, part: Literal[0, 1] = 0) -> Region:
+    return Region(part=part, slots=slots, reserve=reserve, clusters=12, clusters_per_layer=4, pinned_per_layer=pinned)
 
 
 def nothing_to_evict(want: int) -> array[int]:
@@ -24,9 +24,9 @@ def nothing_to_evict(want: int) -> array[int]:
 def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free() -> None:
     gate, rest = region(slots=9), region(slots=9, part=1)
     first, second = warm_ups(gate, rest)
-    assert (first.parts, first.pinned, list(first.words)) == (3, True, [0, 4, 8])
-    assert (second.parts, second.pinned, list(second.words)) == (3, False, [1, 5, 9])
-    assert len(first.words) + len(second.words) + gate.stock <= gate.slots
+    assert (first.parts, first.pinned, list(first.clusters)) == (3, True, [0, 4, 8])
+    assert (second.parts, second.pinned, list(second.clusters)) == (3, False, [1, 5, 9])
+    assert len(first.clusters) + len(second.clusters) + gate.reserve <= gate.slots
 
 
 @given(*[st.builds(region, slots=st.integers(2, 14), pinned=st.integers(0, 3), part=st.just(part)) for part in (0, 1)])
@@ -36,9 +36,9 @@ def test_every_part_worth_having_is_asked_for_once_and_pairs_together(gate: Regi
     for warm in warm_ups(gate, rest):
         for part in (0, 1):
             if warm.parts & 1 << part:
-                asked[part] += [(word, warm.pinned) for word in warm.words]
+                asked[part] += [(word, warm.pinned) for word in warm.clusters]
         if warm.parts == 3:
-            together |= {(word, warm.pinned) for word in warm.words}
+            together |= {(word, warm.pinned) for word in warm.clusters}
     for part, one in enumerate((gate, rest)):
         wanted = [
             (layer * 4 + n, n < one.pinned_per_layer)
@@ -72,7 +72,7 @@ def test_what_is_on_its_way_is_not_granted_twice() -> None:
 
 
 def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() -> None:
-    slots = FreeSlots(region(slots=12, stock=0, pinned=4))
+    slots = FreeSlots(region(slots=12, reserve=0, pinned=4))
     slots.restart(used=[])
     assert len(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == 12
     assert not slots.grant(free=0, waiting=5, received=12, evict=nothing_to_evict)
@@ -80,14 +80,14 @@ def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() ->
 
 def test_the_bookkeeping_takes_about_five_bytes_per_slot() -> None:
     count = 100_000
-    whole = Region(part=0, slots=count, stock=0, words=count, clusters_per_layer=count, pinned_per_layer=count)
+    whole = Region(part=0, slots=count, reserve=0, clusters=count, clusters_per_layer=count, pinned_per_layer=count)
     tracemalloc.start()
     slots = FreeSlots(whole)
     slots.restart(used=range(0, count, 7))
     (warm,) = warm_ups(whole, dataclasses.replace(whole, part=1))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(warm.words) == count
+    assert len(warm.clusters) == count
     assert peak_bytes < 12 * count  # four for the words, five for the slots, and what an array grows ahead
 
 

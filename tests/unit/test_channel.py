@@ -181,12 +181,12 @@ def test_a_type_of_another_link_is_counted_and_dropped(context: Context, endpoin
 
 def test_another_major_version_is_answered_with_a_reject(context: Context, endpoint: str) -> None:
     with pair(context, endpoint) as (listener, connection):
-        connection._socket.send_multipart([b"NP2", b"whatever version 2 is like"])
+        connection._socket.send_multipart([b"NP3", b"whatever version 3 is like"])
         assert listener.receive(200) is None
         assert listener.traffic.foreign == 1
         answer = connection.receive(1000)
         assert isinstance(answer, Reject)
-        assert "protocol 2 is not spoken here" in answer.reason
+        assert "protocol 3 is not spoken here" in answer.reason
 
 
 def test_a_flood_of_garbage_does_not_hold_the_reader(context: Context, endpoint: str) -> None:

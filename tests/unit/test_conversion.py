@@ -86,7 +86,7 @@ def test_slabs_and_blocks_of_any_size_give_the_same_package(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
-    for name in ("BLOCK_BYTES", "LEAST_SLAB_BYTES", "MOST_SLAB_BYTES"):
+    for name in ("BLOCK_BYTES", "MIN_SLAB_BYTES", "MAX_SLAB_BYTES"):
         monkeypatch.setattr(conversion_module, name, 1)
     assert convert(source, tmp_path / "pieces", quantization="q4", name="same").manifest.id == whole.manifest.id
 
@@ -132,7 +132,7 @@ def test_a_person_may_overrule_name_activation_and_context(source: Path, tmp_pat
     package = convert(
         source, tmp_path / "p", quantization="q4", activation="silu", context_tokens=17, name="mine"
     ).manifest
-    assert (package.activation, package.shape.context_tokens, package.name) == ("silu", 17, "mine")
+    assert (package.model.activation, package.model.context_tokens, package.name) == ("silu", 17, "mine")
     with pytest.raises(UserError, match="so a context of 129 tokens is impossible"):
         convert(source, tmp_path / "q", quantization="q4", context_tokens=129)
 
@@ -146,5 +146,5 @@ def test_a_description_accounts_for_every_byte(source: Path, tmp_path: Path) -> 
     assert sizes.pop("total") == sum(sizes.values()) == on_disk
     assert description["parameters"] == sum(values.size for _, values in tensors(TINY))
     page = render(description)
-    for text in (package.manifest.id, "gate part [aaaa", "frequency order"):
+    for text in (package.manifest.id, "trigger part [aaaa", "frequency order"):
         assert text in page

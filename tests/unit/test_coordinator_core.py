@@ -10,7 +10,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.admission import WAITING_LEAST, WAITING_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.admission import MIN_WAITING, WAITING_PER_SEQUENCE, Limits
 from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
@@ -77,7 +77,7 @@ def told(actions: list[Action]) -> list[Message]:
 
 
 def finish(core: Core, message: Step | Prefill, now: float = 1.0) -> list[Action]:
-    """All members of a step report that they are done."""
+    """All participants of a step report that they are done."""
     actions: list[Action] = []
     for seat in [("prefill", 0)] if isinstance(message, Prefill) else SEATS[:2]:
         actions += core.handle(Left(seat, message.step, message.epoch, True), now)
@@ -140,7 +140,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_nothing_is_sent(prompt: s
     assert not sent(actions)
 
 
-def test_a_lost_member_voids_the_step_and_the_same_step_is_sent_once_everybody_is_back() -> None:
+def test_a_lost_participant_voids_the_step_and_the_same_step_is_sent_once_everybody_is_back() -> None:
     core = make_core()
     (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=2)), 0.0))
     finish(core, prefill)
@@ -320,13 +320,13 @@ def test_a_request_cancelled_while_it_waits_is_answered() -> None:
     assert (refused.request, refused.code) == ("2", "cancelled")
 
 
-def test_a_member_that_gives_up_by_itself_calls_the_others_away() -> None:
+def test_a_participant_that_gives_up_by_itself_calls_the_others_away() -> None:
     core = make_core()
     (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
     assert Abandon() in core.handle(Left(("prefill", 0), prefill.step, 0, False), 0.1)
 
 
-def test_a_second_ready_does_not_take_a_computing_member_out_of_the_step() -> None:
+def test_a_second_ready_does_not_take_a_computing_participant_out_of_the_step() -> None:
     core = make_core()
     (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=3)), 0.0))
     finish(core, prefill)
@@ -351,7 +351,7 @@ def test_a_run_that_is_to_rest_sends_the_next_step_after_its_pause_and_cancels_m
     finish(core, prefill, 11.0)
     assert sent(core.handle(Sampled((ord("x"),)), 11.0)) == []
     assert sent(core.handle(Tick(), 13.9)) == []
-    (step,) = sent(core.handle(Tick(), 14.0))  # one second of work, three of rest
+    (step,) = sent(core.handle(Tick(), 14.0))  # one second of work, three of pause
     finish(core, step, 15.0)
     core.handle(Sampled((ord("y"),)), 15.0)
     (finished,) = told(core.handle(Asked(b"c", Cancel(request="r")), 15.5))
@@ -493,7 +493,7 @@ def test_a_cancelled_text_takes_part_in_no_further_step_and_its_slot_goes_to_the
 
 def test_requests_beyond_the_bound_of_those_that_wait_are_refused_at_once() -> None:
     driven = Driven(sequences=1)
-    answers = [told(driven.ask(str(number), "ab")) for number in range(1 + WAITING_LEAST + WAITING_PER_SEQUENCE + 1)]
+    answers = [told(driven.ask(str(number), "ab")) for number in range(1 + MIN_WAITING + WAITING_PER_SEQUENCE + 1)]
     assert all(isinstance(answer[-1], Accepted) for answer in answers[:-1])
     (refused,) = answers[-1]
     assert isinstance(refused, Refused)

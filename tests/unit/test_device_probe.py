@@ -67,7 +67,7 @@ def test_a_home_that_cannot_be_written_does_not_stop_a_probe(package: Path, monk
 
 def test_a_small_file_says_nothing_about_flash(tmp_path: Path) -> None:
     small = tmp_path / "bundles.bin"
-    small.write_bytes(bytes(flash.LEAST_FILE_BYTES - 1))
+    small.write_bytes(bytes(flash.MIN_FILE_BYTES - 1))
     assert measure(small, brief=True) is None
 
 
@@ -95,12 +95,12 @@ def test_turns_of_the_memory_probe_share_no_piece_so_that_caches_do_not_answer()
 
 
 def test_memory_is_not_measured_where_there_is_little() -> None:
-    assert memory.measure_memory([None], 16 * memory.LEAST_BYTES - 1, brief=True) is None
+    assert memory.measure_memory([None], 16 * memory.MIN_BYTES - 1, brief=True) is None
 
 
 def test_memory_is_measured_by_one_thread_and_by_all_and_leaves_this_thread_where_it_may_run() -> None:
     allowed = os.sched_getaffinity(0)
-    speed = memory.measure_memory([min(allowed), None], 16 * memory.LEAST_BYTES, brief=True)
+    speed = memory.measure_memory([min(allowed), None], 16 * memory.MIN_BYTES, brief=True)
     assert speed is not None
     assert speed.threads == 2
     assert min(speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s) > 0
@@ -116,7 +116,7 @@ def test_a_brief_curve_tells_large_reads_from_small_ones_at_every_depth_a_plan_m
 def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Path) -> None:
     curve = measure(package / "bundles.bin", brief=False)
     assert curve is not None
-    assert max(point.request_bytes for point in curve.points) == (2 << 20) // flash.LEAST_PLACES
+    assert max(point.request_bytes for point in curve.points) == (2 << 20) // flash.MIN_PLACES
 
 
 def device(**changes: object) -> Device:

@@ -47,7 +47,7 @@ def test_a_plan_expects_a_slow_model_to_be_slow_and_not_still() -> None:
 def test_a_table_of_bench_shows_a_slow_model() -> None:
     where = dict.fromkeys((
         "dram_limit_fraction", "flash_reads_per_token", "flash_limit_fraction", "active_share", "miss_rate",
-        "late_rate", "late_rate_of_activated", "exposed_io_share", "coordination_share", "meeting_share",
+        "late_rate", "late_rate_of_activated", "exposed_io_share", "coordination_share", "barrier_share",
         "message_share", "tbt_most_ms", "first_token_ms", "joules_per_token", "workload",
     ))  # fmt: skip
     row = {

@@ -186,7 +186,7 @@ def rated(kind: type[Form], *tokens: Token) -> Form:
 
 @pytest.mark.parametrize("kind", [ChatForm, TextForm])
 def test_a_whole_answer_that_grows_too_large_is_given_up(kind: type[Form], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.services.gateway.forms.MOST_KEPT_CHARACTERS", 1000)
+    monkeypatch.setattr("neuronpipe.services.gateway.forms.MAX_KEPT_CHARACTERS", 1000)
     token = dataclasses.replace(TOKEN, logprob=-0.5, piece=b"piece")
     with pytest.raises(Problem, match="ask for a stream") as refused:
         rated(kind, *[token] * 100)

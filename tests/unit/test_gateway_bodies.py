@@ -10,9 +10,9 @@ import pytest
 from neuronpipe.services.gateway.bodies import parse_body
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import (
-    MOST_CHOICES,
-    MOST_PROMPTS,
-    MOST_TOKENS,
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -87,8 +87,8 @@ def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, An
 
 
 def test_minus_one_means_no_limit() -> None:
-    assert parsed(CompletionRequest, max_tokens=-1).max_tokens == MOST_TOKENS
-    assert parsed(ChatRequest, max_completion_tokens=-1).max_completion_tokens == MOST_TOKENS
+    assert parsed(CompletionRequest, max_tokens=-1).max_tokens == MAX_TOKENS
+    assert parsed(ChatRequest, max_completion_tokens=-1).max_completion_tokens == MAX_TOKENS
     for kind in KINDS:
         assert refusal(kind, max_tokens=0)[:2] == ("invalid_value", "max_tokens")
         assert refusal(kind, max_tokens=-2)[:2] == ("invalid_value", "max_tokens")
@@ -117,8 +117,8 @@ def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: st
 @pytest.mark.parametrize(
     ("prompt", "param", "said"),
     [
-        (["x"] * (MOST_PROMPTS + 1), "prompt", f"at most {MOST_PROMPTS} items, not {MOST_PROMPTS + 1}"),
-        ([[1]] * (MOST_PROMPTS + 1), "prompt", f"at most {MOST_PROMPTS} items, not {MOST_PROMPTS + 1}"),
+        (["x"] * (MAX_PROMPTS + 1), "prompt", f"at most {MAX_PROMPTS} items, not {MAX_PROMPTS + 1}"),
+        ([[1]] * (MAX_PROMPTS + 1), "prompt", f"at most {MAX_PROMPTS} items, not {MAX_PROMPTS + 1}"),
         ([], "prompt", "at least 1 item, not 0"),
         ([[1], []], "prompt.1", "at least 1 item, not 0"),
         (["x", 1], "prompt.1", "valid string"),
@@ -150,7 +150,7 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
 
 
 def test_limits_are_named() -> None:
-    assert f"less than or equal to {MOST_CHOICES}" in refusal(CompletionRequest, n=MOST_CHOICES + 1)[2]
+    assert f"less than or equal to {MAX_CHOICES}" in refusal(CompletionRequest, n=MAX_CHOICES + 1)[2]
     assert "at most 16 items, not 17" in refusal(CompletionRequest, stop=["x"] * 17)[2]
     assert "only as many as n" in refusal(CompletionRequest, best_of=4, n=2)[2]
 

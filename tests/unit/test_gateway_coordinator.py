@@ -17,7 +17,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
-from neuronpipe.services.gateway.coordinator import MOST_SENT, MOST_TEXTS, Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox
 from neuronpipe.services.gateway.problems import Problem
 
 from tests.pipeline import SLOWER
@@ -154,11 +154,11 @@ async def all_finished(mailbox: Mailbox, texts: int) -> None:
 def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            done = await asyncio.gather(*(ask(coordinator, MOST_TEXTS // 8) for _ in range(12)), return_exceptions=True)
+            done = await asyncio.gather(*(ask(coordinator, MAX_TEXTS // 8) for _ in range(12)), return_exceptions=True)
             refused = [one for one in done if isinstance(one, Problem)]
             assert [one.code for one in refused] == ["rate_limit_exceeded"] * 4
-            assert coordinator.active == MOST_TEXTS
-            await played.received(Generate, MOST_SENT)
+            assert coordinator.active == MAX_TEXTS
+            await played.received(Generate, MAX_SENT)
             assert played.count(AskStatus) == 1  # for all of them
 
     asyncio.run(scene())
@@ -167,12 +167,12 @@ def test_of_a_burst_after_silence_no_more_is_taken_on_than_there_is_room_for(end
 def test_a_request_of_many_texts_is_served_in_turns_of_what_the_coordinator_takes_on(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            mailbox = await ask(coordinator, MOST_TEXTS)
-            for turn in range(MOST_TEXTS // MOST_SENT):
-                await played.received(Generate, (turn + 1) * MOST_SENT)
-                played.finish(MOST_SENT)
-            await all_finished(mailbox, MOST_TEXTS)
-            assert played.most_held == MOST_SENT
+            mailbox = await ask(coordinator, MAX_TEXTS)
+            for turn in range(MAX_TEXTS // MAX_SENT):
+                await played.received(Generate, (turn + 1) * MAX_SENT)
+                played.finish(MAX_SENT)
+            await all_finished(mailbox, MAX_TEXTS)
+            assert played.most_held == MAX_SENT
             assert coordinator.active == 0
 
     asyncio.run(scene())
@@ -181,12 +181,12 @@ def test_a_request_of_many_texts_is_served_in_turns_of_what_the_coordinator_take
 def test_one_text_does_not_wait_for_all_texts_of_a_large_request(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            await ask(coordinator, 5 * MOST_SENT, "large")
+            await ask(coordinator, 5 * MAX_SENT, "large")
             await ask(coordinator, 1, "small")
-            await played.received(Generate, MOST_SENT)
+            await played.received(Generate, MAX_SENT)
             played.finish(2)
-            await played.received(Generate, MOST_SENT + 2)
-            assert played.texts[MOST_SENT:] == ["large", "small"]
+            await played.received(Generate, MAX_SENT + 2)
+            assert played.texts[MAX_SENT:] == ["large", "small"]
 
     asyncio.run(scene())
 
@@ -194,13 +194,13 @@ def test_one_text_does_not_wait_for_all_texts_of_a_large_request(endpoint: str) 
 def test_texts_that_are_given_up_while_they_wait_are_never_sent(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            asks = [Generate(request=coordinator.name(), prompt="gone") for _ in range(2 * MOST_SENT)]
+            asks = [Generate(request=coordinator.name(), prompt="gone") for _ in range(2 * MAX_SENT)]
             _, names = await coordinator.generate(asks)
             coordinator.give_up(names)
             await ask(coordinator, 1, "here")
-            await played.received(Generate, MOST_SENT + 1)
-            assert played.texts[MOST_SENT:] == ["here"]
-            assert played.count(Cancel) == MOST_SENT
+            await played.received(Generate, MAX_SENT + 1)
+            assert played.texts[MAX_SENT:] == ["here"]
+            assert played.count(Cancel) == MAX_SENT
 
     asyncio.run(scene())
 
@@ -263,7 +263,7 @@ def test_a_gateway_whose_words_were_all_lost_connects_again_and_asks_for_its_tex
             mailbox, accepted = await ask(coordinator, 2), 0
             while accepted < 2:
                 accepted += len(await mailbox.take())
-            monkeypatch.setattr("neuronpipe.services.gateway.coordinator.MOST_UNHEARD", 3)
+            monkeypatch.setattr("neuronpipe.services.gateway.coordinator.MAX_UNHEARD", 3)
             played.lost = 3
             await coordinator.fresh_status(PATIENCE_S)
             assert played.lost == 0
@@ -289,7 +289,7 @@ def test_a_coordinator_that_was_only_slow_gives_every_token_once(
                             seen[number] += [message.index] if isinstance(message, Token) else []
 
             await take(3)
-            for name, value in (("MOST_UNHEARD", 3), ("LOST_S", 0.1)):
+            for name, value in (("MAX_UNHEARD", 3), ("LOST_S", 0.1)):
                 monkeypatch.setattr(f"neuronpipe.services.gateway.coordinator.{name}", value)
             played.stopped = True
             for _ in range(8):

@@ -30,7 +30,7 @@ def refuse(path: Path, message: str) -> None:
 def test_a_relu_model_is_not_run_with_silu(name: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, name=name)
     refuse(path, r"general\.architecture: 'llama' means SiLU, but '.*' sounds like a ReLU model.*--activation relu\|")
-    assert convert(path, tmp_path / "p", quantization="q4", activation="relu").manifest.activation == "relu"
+    assert convert(path, tmp_path / "p", quantization="q4", activation="relu").manifest.model.activation == "relu"
 
 
 def test_the_file_name_counts_as_a_name(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_file_name_counts_as_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "expected"), [("relu", "relu"), ("silu", "silu")])
 def test_an_activation_that_the_file_states_is_believed(value: str, expected: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, name="ReluLLaMA", metadata={"llama.hidden_activation": value})
-    assert convert(path, tmp_path / "p", quantization="q4").manifest.activation == expected
+    assert convert(path, tmp_path / "p", quantization="q4").manifest.model.activation == expected
 
 
 def test_a_qwen2_that_says_relu_may_be_sparseqwen2_and_needs_a_word(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_qwen2_that_says_relu_may_be_sparseqwen2_and_needs_a_word(tmp_path: Pa
     path = write_gguf(tmp_path / "m.gguf", TINY, metadata={"llama.hidden_activation": "relu"})
     path.write_bytes(path.read_bytes().replace(b"llama", b"qwen2"))
     assert data != path.read_bytes()
-    refuse(path, r"qwen2\.hidden_activation: 'relu', but SparseQwen2 .* means drelu; .*--activation relu\|")
+    refuse(path, r"qwen2\.hidden_activation: is 'relu', but SparseQwen2 .* means drelu; .*--activation relu\|")
 
 
 LONG = "x" * 100_000

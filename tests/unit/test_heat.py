@@ -1,4 +1,4 @@
-"""Temperatures from other devices' /sys, and how much a run rests for them."""
+"""Temperatures from other devices' /sys, and how much a run shares for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.cooling import MOST_REST, Cooling, render
+from neuronpipe.launch.throttling import MAX_SHARE, Throttling, render
 from neuronpipe.plans.device.heat import Heat, Sensor, read_heat
 
 
@@ -105,25 +105,25 @@ def at(celsius: float) -> Heat:
 
 
 def test_rest_grows_while_it_is_hot_stays_while_it_is_warm_and_goes_when_it_is_cool() -> None:
-    cooling = Cooling()
-    assert cooling.look(at(60)) == 0
-    rests = [cooling.look(at(91)) for _ in range(9)]
-    assert rests == sorted(rests)
-    assert rests[0] > 0
-    assert rests[-1] == MOST_REST
-    assert cooling.look(at(85)) == MOST_REST
-    rests = [cooling.look(at(70)) for _ in range(40)]
-    assert rests == sorted(rests, reverse=True)
-    assert rests[-1] == 0
+    throttling = Throttling()
+    assert throttling.look(at(60)) == 0
+    shares = [throttling.look(at(91)) for _ in range(9)]
+    assert shares == sorted(shares)
+    assert shares[0] > 0
+    assert shares[-1] == MAX_SHARE
+    assert throttling.look(at(85)) == MAX_SHARE
+    shares = [throttling.look(at(70)) for _ in range(40)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == 0
 
 
 def test_rest_ends_when_the_sensors_fall_silent() -> None:
-    cooling = Cooling()
-    cooling.look(at(95))
-    assert [cooling.look(Heat(sensors=(), clock_share=None)) for _ in range(5)][-1] == 0
+    throttling = Throttling()
+    throttling.look(at(95))
+    assert [throttling.look(Heat(sensors=(), clock_share=None)) for _ in range(5)][-1] == 0
 
 
 def test_a_person_is_told_what_to_do() -> None:
     assert "Termux:API" in render(Heat(sensors=(), clock_share=None), 0.0)
     assert "let it cool" in render(at(95), 0.0)
-    assert render(at(95), 0.3).endswith("resting 30% of the time")
+    assert render(at(95), 0.3).endswith("throttled: pauses for 30% of the time")

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
-from neuronpipe.plans.convert.defaults import DEFAULTS
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.plans.package.manifest import Activation
+from neuronpipe.plans.models.registry import ARCHITECTURES
+from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.safetensors_header import read_header
 from neuronpipe.protocol.errors import UserError
 
@@ -35,7 +35,7 @@ def configure(source: Path, **fields: Any) -> None:
 
 
 def rewrite(source: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the tensors of model.safetensors: name -> (dtype, shape, bytes)."""
+    """Change the tensors of model.safetensors: name -> (dtype, model, bytes)."""
     path = source / "model.safetensors"
     data = path.read_bytes()
     stored: dict[str, Any] = {
@@ -58,7 +58,7 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
 
 @pytest.mark.parametrize("owner", ["LlamaConfig", "MistralConfig", "Qwen2Config"])
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
-    (ours,) = (defaults.values for defaults in DEFAULTS.values() if defaults.owner == owner)
+    (ours,) = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees
     assert dict(ours) == {name: theirs[name] for name in ours}
     windows = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
@@ -66,19 +66,20 @@ def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
 
 
 def test_bamboos_class_has_mistrals_defaults() -> None:
-    assert DEFAULTS["BambooForCausalLM"].values == DEFAULTS["MistralForCausalLM"].values
+    assert ARCHITECTURES["BambooForCausalLM"].defaults == ARCHITECTURES["MistralForCausalLM"].defaults
 
 
 def test_missing_keys_have_the_defaults_of_the_class(source: Path) -> None:
     keys = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act", "max_position_embeddings")
     configure(source, **dict.fromkeys((*keys, "eos_token_id", "head_dim"), ...))
     with open_huggingface(source, Options()) as checkpoint:
-        assert (checkpoint.shape.norm_epsilon, checkpoint.shape.context_tokens) == (1e-6, 2048)
-        assert (checkpoint.activation, checkpoint.tied_embeddings, checkpoint.end_tokens) == ("silu", False, (2,))
+        assert (checkpoint.model.norm_epsilon, checkpoint.model.context_tokens) == (1e-6, 2048)
+        assert (checkpoint.model.activation, checkpoint.model.tied_embeddings) == ("silu", False)
+        assert checkpoint.end_tokens == (2,)
         assert checkpoint.inverse_frequency[1] == pytest.approx(10_000 ** (-2 / 32))
     configure(source, architectures=["MistralForCausalLM"])
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.shape.context_tokens == 4096 * 32
+        assert checkpoint.model.context_tokens == 4096 * 32
 
 
 def test_null_is_not_missing(source: Path) -> None:
@@ -112,7 +113,10 @@ def test_rope_scaling_without_its_original_context_means_the_models(source: Path
 def test_a_qwen2_that_says_relu_may_be_sparseqwen2_and_needs_a_word(activation: Activation, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", replace(QWEN2, activation="relu"))
     refuse(source, r"hidden_act: is 'relu', but SparseQwen2 .* means drelu; .*--activation relu\|.*drelu: SparseQwen2")
-    assert convert(source, tmp_path / "p", quantization="q4", activation=activation).manifest.activation == activation
+    assert (
+        convert(source, tmp_path / "p", quantization="q4", activation=activation).manifest.model.activation
+        == activation
+    )
 
 
 LONG = "x" * 100_000
@@ -227,7 +231,7 @@ def test_a_checkpoint_with_predictors_converts_once_the_activation_is_said(sourc
     name = "model.layers.0.mlp.predictor.fc1.weight"
     rewrite(source, lambda tensors: tensors.update({name: ("F32", (2,), bytes(8))}))
     package = convert(source, tmp_path / "p", quantization="q4", activation="drelu")
-    assert package.manifest.activation == "drelu"
+    assert package.manifest.model.activation == "drelu"
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3"])
@@ -292,13 +296,13 @@ def test_shards_must_keep_what_the_index_promises(tmp_path: Path) -> None:
 def test_activation_names(name: str, activation: Activation, source: Path) -> None:
     configure(source, hidden_act=name)
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.activation == activation
+        assert checkpoint.model.activation == activation
 
 
 def test_bamboo_applies_relu_to_gate_and_up_and_nothing_else(source: Path) -> None:
     configure(source, architectures=["BambooForCausalLM"], sliding_window=None)
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.activation == "drelu"
+        assert checkpoint.model.activation == "drelu"
     configure(source, hidden_act="silu")
     refuse(source, "hidden_act: is 'silu', but Bamboo's class")
 
@@ -316,7 +320,7 @@ def test_bamboo_applies_relu_to_gate_and_up_and_nothing_else(source: Path) -> No
 def test_windows_follow_the_class(fields: dict[str, Any], window_tokens: int, source: Path) -> None:
     configure(source, **fields)
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.shape.window_tokens == window_tokens
+        assert set(checkpoint.model.windows_tokens) == {window_tokens}
 
 
 @pytest.mark.parametrize(
@@ -336,15 +340,17 @@ def test_windows_of_qwen2(fields: dict[str, Any], window_tokens: int, tmp_path: 
     source = write_checkpoint(tmp_path / "source", QWEN2)
     configure(source, **fields)
     with open_huggingface(source, Options()) as checkpoint:
-        assert checkpoint.shape.window_tokens == window_tokens
+        assert set(checkpoint.model.windows_tokens) == {window_tokens}
 
 
-def test_some_layers_with_a_window_are_refused(tmp_path: Path) -> None:
+def test_layers_may_differ_in_their_windows(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", QWEN2)
-    configure(source, use_sliding_window=True, max_window_layers=1)
-    refuse(source, "max_window_layers: layers with different windows")
-    configure(source, layer_types=["sliding_attention", ["full_attention"]])
-    refuse(source, "layer_types: layers with different windows")
+    configure(source, use_sliding_window=True, max_window_layers=1, sliding_window=9)
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.model.windows_tokens == (0, 9)
+    configure(source, layer_types=["sliding_attention", "full_attention"])
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.model.windows_tokens == (9, 0)
 
 
 def test_layers_with_different_windows_are_refused(source: Path) -> None:

@@ -10,7 +10,7 @@ from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WOR
 
 length = st.integers(1, 100)
 some_layout = st.one_of(
-    st.builds(layouts.residency, words=length, members=length, entries=length),
+    st.builds(layouts.residency, clusters=length, participants=length, ring_entries=length),
     st.builds(layouts.board, processes=length),
     st.builds(layouts.kv, layers=length, sequences=length, key_heads=length, context_tokens=length, head_width=length),
     st.builds(
@@ -40,14 +40,18 @@ def test_fields_start_on_lines_and_do_not_overlap(layout: Layout) -> None:
 
 
 def test_slots_lie_one_after_the_other() -> None:
-    layout = layouts.slots(gate_slots=3, gate_slot_bytes=2816, rest_slots=5, rest_slot_bytes=12288)
-    assert layout["gate_slots"].total_bytes == 3 * 2816
-    assert layout["rest_slots"].offset_bytes == 4096 + 3 * 2816
+    layout = layouts.slots(trigger_slots=3, trigger_slot_bytes=2816, value_slots=5, value_slot_bytes=12288)
+    assert layout["trigger_slots"].total_bytes == 3 * 2816
+    assert layout["value_slots"].offset_bytes == 4096 + 3 * 2816
     assert layout.total_bytes == 4096 * -(-(4096 + 3 * 2816 + 5 * 12288) // 4096)
 
 
 def test_a_fingerprint_tells_layouts_apart() -> None:
-    made = [layouts.residency(words=words, members=members).fingerprint for words in (64, 65) for members in (1, 2)]
+    made = [
+        layouts.residency(clusters=words, participants=participants).fingerprint
+        for words in (64, 65)
+        for participants in (1, 2)
+    ]
     assert len(set(made)) == 4
     assert layouts.board(processes=2).fingerprint == layouts.board(processes=2).fingerprint
 

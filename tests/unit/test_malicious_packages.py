@@ -110,7 +110,7 @@ def test_a_text_that_a_terminal_would_obey_is_not_printed() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("layers", 4096),
+        ("layer_kinds", [{"layers": 4096, "window_tokens": 0}]),
         ("vocabulary", 1 << 24),
         ("neurons", 1 << 22),
         ("width", 1 << 20),
@@ -118,9 +118,9 @@ def test_a_text_that_a_terminal_would_obey_is_not_printed() -> None:
         ("head_width", 4096),
     ],
 )
-def test_a_shape_larger_than_the_files_is_refused_at_once(package: Path, field: str, value: int) -> None:
+def test_a_shape_larger_than_the_files_is_refused_at_once(package: Path, field: str, value: Any) -> None:
     def grow(values: dict[str, Any]) -> None:
-        values["shape"][field] = value
+        values["model"][field] = value
 
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(UserError):

@@ -17,7 +17,7 @@ from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT
 from neuronpipe.protocol.run_directory import RunFacts, RunFile, SegmentHandle, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.monitor.activity import CELLS, Activity
-from neuronpipe.services.monitor.core import MOST_EVENTS, Monitor
+from neuronpipe.services.monitor.core import MAX_EVENTS, Monitor
 from neuronpipe.services.monitor.groups import NUMBER
 from neuronpipe.services.monitor.processes import Processes
 from neuronpipe.services.monitor.regions import Regions, Residency
@@ -31,11 +31,11 @@ FACTS = RunFacts(
     layers=2,
     neurons=10,
     clusters=4,
-    members=2,
-    gate_slots=5,
-    rest_slots=3,
-    gate_slot_bytes=100,
-    rest_slot_bytes=200,
+    participants=2,
+    trigger_slots=5,
+    value_slots=3,
+    trigger_slot_bytes=100,
+    value_slot_bytes=200,
     fixed_bytes=1000,
     kv_bytes=500,
     step_bytes=1000,
@@ -121,9 +121,9 @@ def test_flash_rates_survive_a_loader_that_counts_from_zero_again() -> None:
 
 def test_what_is_kept_of_events_is_bounded() -> None:
     watched = monitor()
-    for number in range(2 * MOST_EVENTS):
+    for number in range(2 * MAX_EVENTS):
         watched.take_event(step(number), 1.0)
-    assert len(watched._events) == MOST_EVENTS
+    assert len(watched._events) == MAX_EVENTS
 
 
 def test_a_coordinator_that_does_not_answer_is_silent() -> None:
@@ -154,7 +154,7 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
 def test_regions_and_the_queue() -> None:
     watched = monitor()
     watched.take_residency(Residency(pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3))
-    counters = {"in_flight": 4, "gate_waiting": 2, "rest_waiting": 1}
+    counters = {"in_flight": 4, "trigger_waiting": 2, "value_waiting": 1}
     watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
     seen = shot(watched, 1.0)
     assert {one.name: (one.used_bytes, one.total_bytes) for one in seen.regions} == {
@@ -168,9 +168,9 @@ def test_regions_and_the_queue() -> None:
 
 
 def test_words_are_counted_by_state_and_layer() -> None:
-    layout = layouts.residency(words=8, members=2)
+    layout = layouts.residency(clusters=8, participants=2)
     with Segment.create(layout) as segment, segment.map(writable=True) as mapping:
-        gates, rests = mapping.view("gate_words"), mapping.view("rest_words")
+        gates, rests = mapping.view("trigger_entries"), mapping.view("value_entries")
         gates[0], gates[1], gates[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
         rests[7] = PRESENT
         mapping.view("request_tails")[LINE_WORDS] = 9

@@ -14,7 +14,7 @@ from neuronpipe.native import ffi, lib
 PAGE = 4096
 CLUSTERS = 20
 PART_BYTES = (PAGE, 2 * PAGE)
-PARTS = (lib.NP_REQUEST_GATE, lib.NP_REQUEST_REST)
+PARTS = (lib.NP_REQUEST_TRIGGER, lib.NP_REQUEST_VALUE)
 READING = ffi.new("np_loader_reading *", {"most_read_bytes": 3 * PAGE, "prefetch_depth": 8})
 STRIDE = sum(PART_BYTES)
 SLOTS = 16
@@ -79,9 +79,9 @@ class Loading:
 
     def found(self, part: int, cluster: int) -> bytes:
         word = self.words[part][cluster]
-        assert word & lib.NP_WORD_STATE_MASK == lib.NP_WORD_PRESENT
+        assert word & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
         size = PART_BYTES[part]
-        return bytes(ffi.buffer(self.slots[part] + (word & lib.NP_WORD_SLOT_MASK) * size, size))
+        return bytes(ffi.buffer(self.slots[part] + (word & lib.NP_ENTRY_SLOT_MASK) * size, size))
 
     def finish(self) -> Any:
         state = ffi.new("np_loader_state *")
@@ -116,7 +116,7 @@ def test_damage_is_found(loading: Loading) -> None:
     lib.np_loader_grant(loading.core, 1, [3], 1)
     lib.np_loader_request(loading.core, PARTS[1], [6], 1, 0, 0)
     state = loading.finish()
-    assert loading.words[1][6] == lib.NP_WORD_FAILED
+    assert loading.words[1][6] == lib.NP_ENTRY_FAILED
     assert (state.checksum_failures, state.free_slots[1]) == (2, 1)  # it was read twice
 
 

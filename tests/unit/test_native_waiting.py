@@ -50,18 +50,18 @@ def test_an_epoch_ends_every_wait(words: Any) -> None:
     assert results == [lib.NP_E_EPOCH] * 2
 
 
-def test_a_barrier_has_one_last_member(words: Any) -> None:
+def test_a_barrier_has_one_last_participant(words: Any) -> None:
     epoch, barrier = words, ffi.cast("np_barrier *", words + 16)
     results: list[int] = []
 
     def meet() -> None:
         results.extend(lib.np_barrier_wait(barrier, 3, epoch, 0, 20, 20_000) for _ in range(200))
 
-    members = [threading.Thread(target=meet) for _ in range(3)]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(timeout=60)
+    participants = [threading.Thread(target=meet) for _ in range(3)]
+    for participant in participants:
+        participant.start()
+    for participant in participants:
+        participant.join(timeout=60)
     assert sorted(results) == [0] * 400 + [1] * 200
 
 

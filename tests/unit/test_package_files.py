@@ -53,9 +53,12 @@ def crc32c(data: bytes) -> int:
 def test_checksums_cover_each_part_with_its_padding(package: Package) -> None:
     layout, bundles = package.manifest.layout, package.bundles_path.read_bytes()
     table = np.frombuffer(package.checksums(), "<u4").reshape(-1, 2)
-    assert len(table) == package.manifest.words
+    assert len(table) == package.manifest.clusters
     for word in (0, len(table) - 1):
-        for column, part, size_bytes in ((0, "gate", layout.gate_part_bytes), (1, "rest", layout.rest_part_bytes)):
+        for column, part, size_bytes in (
+            (0, "trigger", layout.trigger_part_bytes),
+            (1, "value", layout.value_part_bytes),
+        ):
             start = layout.offset_bytes(word, part)
             assert table[word, column] == crc32c(bundles[start : start + size_bytes])
 

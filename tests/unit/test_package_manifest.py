@@ -38,7 +38,7 @@ def test_a_manifest_survives_being_read_and_written(manifest_bytes: bytes) -> No
 
 def test_any_changed_number_is_noticed_by_the_id(manifest_bytes: bytes) -> None:
     values = json.loads(manifest_bytes)
-    values["shape"]["context_tokens"] += 1
+    values["model"]["context_tokens"] += 1
     with pytest.raises(UserError, match=r"manifest.json: id: the content was changed"):
         parse_manifest(json.dumps(values).encode(), "manifest.json")
 
@@ -50,35 +50,59 @@ def one_block_of(neurons: int) -> dict[str, int]:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another format": (lambda m: m.update(format="zip"), "format: is not"),
-    "a later version": (lambda m: m.update(version=3), "version: is not 2"),
-    "the first version": (lambda m: m.update(version=1), r"version: is not 2, .*`neuronpipe convert SOURCE PACKAGE"),
-    "an unknown activation": (lambda m: m.update(activation="gelu"), "activation: 'gelu' is not one of"),
+    "a later version": (lambda m: m.update(version=4), "version: 4, this release reads 2 and 3"),
+    "the first version": (lambda m: m.update(version=1), r"version: 1, .*`neuronpipe convert SOURCE PACKAGE"),
+    "an unknown activation": (
+        lambda m: m["model"].update(activation="gelu"),
+        r"model\.activation: 'gelu' is not one of",
+    ),
     "an unknown quantization": (lambda m: m.update(quantization="q5"), "quantization: 'q5'"),
     "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),
-    "an unknown field of the shape": (lambda m: m["shape"].update(heads=1), r"shape\.heads: unknown field"),
-    "a missing field": (lambda m: m["shape"].pop("width"), r"shape\.width: missing"),
-    "a number as text": (lambda m: m["shape"].update(width="64"), r"shape\.width: expected a whole number"),
-    "true as a number": (lambda m: m["shape"].update(layers=True), r"shape\.layers: expected a whole number"),
-    "two experts": (lambda m: m["shape"].update(experts=2), r"shape\.experts: 2 is outside 1..1"),
-    "an odd head": (lambda m: m["shape"].update(head_width=33), r"shape\.head_width: 33 is odd"),
-    "heads that do not share": (
-        lambda m: m["shape"].update(query_heads=3, key_heads=2),
-        r"shape\.query_heads: 3 is no multiple of key_heads, 2",
+    "an unknown field of the shape": (lambda m: m["model"].update(heads=1), r"model\.heads: unknown field"),
+    "a missing field": (lambda m: m["model"].pop("width"), r"model\.width: missing"),
+    "a number as text": (lambda m: m["model"].update(width="64"), r"model\.width: expected a whole number"),
+    "true as a number": (lambda m: m["model"].update(width=True), r"model\.width: expected a whole number"),
+    "an unknown family": (lambda m: m["model"].update(family="gpt9"), r"model\.family: 'gpt9' is not one of llama, "),
+    "a run of no layers": (
+        lambda m: m["model"]["layer_kinds"].append({"layers": 0, "window_tokens": 0}),
+        r"model\.layer_kinds\[1\]\.layers: 0 is outside",
     ),
-    "more neurons than clusters": (lambda m: m["shape"].update(neurons=5000), r"layout\.clusters: "),
-    "half a page": (lambda m: m["layout"].update(gate_part_bytes=4097), r"layout\.gate_part_bytes: parts are whole"),
+    "silu without a gate": (
+        lambda m: m["model"].update(gated=False, activation="silu"),
+        r"model\.activation: silu needs a feed-forward with a gate",
+    ),
+    "two experts": (lambda m: m["model"].update(experts=2), r"model\.experts: 2 is outside 1..1"),
+    "an odd head": (lambda m: m["model"].update(head_width=33), r"model\.head_width: 33 is odd"),
+    "heads that do not share": (
+        lambda m: m["model"].update(query_heads=3, key_heads=2),
+        r"model\.query_heads: 3 is no multiple of key_heads, 2",
+    ),
+    "more neurons than clusters": (lambda m: m["model"].update(neurons=5000), r"layout\.clusters: "),
+    "half a page": (
+        lambda m: m["layout"].update(trigger_part_bytes=4097),
+        r"layout\.trigger_part_bytes: parts are whole",
+    ),
     "another stride": (lambda m: m["layout"].update(cluster_stride_bytes=4096), r"layout\.cluster_stride_bytes"),
     "too few blocks": (lambda m: m["layout"].update(blocks=1), r"layout\.blocks"),
     "a block of more clusters than a worker lists": (
-        lambda m: (m["shape"].update(neurons=70_000), m["layout"].update(one_block_of(70_000))),
+        lambda m: (m["model"].update(neurons=70_000), m["layout"].update(one_block_of(70_000))),
         r"layout\.block_neurons: 70000 clusters in a block; at most 65536",
     ),
-    "pieces that overlap": (lambda m: m["layout"]["down"].update(quants=2), r"layout\.down\.quants: bytes 2"),
-    "a piece outside its part": (lambda m: m["layout"]["gate"].update(scales=4094), r"layout\.gate\.scales"),
-    "an odd offset": (lambda m: m["layout"]["gate"].update(scales=4001), r"layout\.gate\.scales: offset 4001 is odd"),
+    "pieces that overlap": (
+        lambda m: m["layout"]["matrices"]["down"].update(quants=2),
+        r"layout\.matrices\.down\.quants: bytes 2",
+    ),
+    "a piece outside its part": (
+        lambda m: m["layout"]["matrices"]["gate"].update(scales=4094),
+        r"layout\.matrices\.gate\.scales",
+    ),
+    "an odd offset": (
+        lambda m: m["layout"]["matrices"]["gate"].update(scales=4001),
+        r"layout\.matrices\.gate\.scales: offset 4001 is odd",
+    ),
     "up and down in different parts": (
-        lambda m: m["layout"]["down"].update(scales_part="rest"),
-        r"layout\.down\.scales_part",
+        lambda m: m["layout"]["matrices"]["down"].update(scales_part="value"),
+        r"layout\.matrices\.down\.scales_part",
     ),
     "an end token without embedding": (lambda m: m["special_tokens"].update(end=[300]), r"special_tokens\.end: 300"),
     "a short hash": (lambda m: m["files"]["tokenizer.json"].update(sha256="ab"), r"files\.tokenizer\.json\.sha256"),

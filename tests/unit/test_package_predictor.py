@@ -39,21 +39,21 @@ def package(source: Path, tmp_path: Path) -> Package:
 
 def with_predictor(package: Package, quantization: Quantization, *sides: Side, seed: int = 1) -> Package:
     """The package with random factors, a layer's arrays drawn in the order of the file."""
-    shape, random = package.manifest.shape, np.random.default_rng(seed)
+    model, random = package.manifest.model, np.random.default_rng(seed)
 
     def rows(count: int, columns: int) -> Rows:
         return encode(quantization, random.standard_normal((count, columns), dtype=np.float32))
 
     layers = [
         LayerFactors(
-            rows(RANK, shape.width),
-            {side: SideFactor(rows(shape.neurons, RANK), np.full(shape.neurons, n, np.float32)) for side in sides},
+            rows(RANK, model.width),
+            {side: SideFactor(rows(model.neurons, RANK), np.full(model.neurons, n, np.float32)) for side in sides},
         )
-        for n in range(shape.layers)
+        for n in range(model.layers)
     ]
-    quality = (PredictorQuality(recall=0.97, precision=0.5, predicted=0.2),) * shape.layers
+    quality = (PredictorQuality(recall=0.97, precision=0.5, predicted=0.2),) * model.layers
     predictor = Predictor(RANK, quantization, "feed_forward", sides, "none", 1000, quality)
-    shares = (0.1,) * shape.layers
+    shares = (0.1,) * model.layers
     return write_predictor(package, predictor, layers, Activity(shares, tuple(2 * share for share in shares)))
 
 
@@ -68,15 +68,15 @@ def test_a_predictor_is_read_back_as_it_was_written(quantization: Quantization, 
     assert package.predictor is None
     predicted = with_predictor(package, quantization, "gate", "up")
     predicted.verify_fixed()
-    shape, random = predicted.manifest.shape, np.random.default_rng(1)
-    expected = encode(quantization, random.standard_normal((RANK, shape.width), dtype=np.float32))
+    model, random = predicted.manifest.model, np.random.default_rng(1)
+    expected = encode(quantization, random.standard_normal((RANK, model.width), dtype=np.float32))
     assert tensor(predicted, "layers.0.predictor.input.quants") == expected.quants.tobytes()
     if quantization != "f16":
         assert tensor(predicted, "layers.0.predictor.input.scales") == expected.scales.tobytes()
     assert np.isfinite(decode(quantization, expected)).all()
-    assert np.frombuffer(tensor(predicted, "layers.1.predictor.up.bias"), "<f4").tolist() == [1.0] * shape.neurons
+    assert np.frombuffer(tensor(predicted, "layers.1.predictor.up.bias"), "<f4").tolist() == [1.0] * model.neurons
     assert predicted.manifest.activity_by_layer == (0.1, 0.1)
-    assert predicted.manifest.gate_fired_by_layer == (0.2, 0.2)
+    assert predicted.manifest.trigger_fired_by_layer == (0.2, 0.2)
     data = (predicted.path / "manifest.json").read_bytes()
     assert parse_manifest(data, "manifest.json").to_bytes() == data
 
@@ -150,8 +150,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m["predictor"]["by_layer"][1].update(recall=1.5),
         r"predictor\.by_layer\[1\]\.recall: 1\.5 is outside",
     ),
-    "a model whose neurons always fire": (lambda m: m.update(activation="silu"), r"predictor\.sides: silu"),
-    "an up side that decides nothing": (lambda m: m.update(activation="relu"), r"predictor\.sides: the sign of up"),
+    "a model whose neurons always fire": (lambda m: m["model"].update(activation="silu"), r"predictor\.sides: silu"),
+    "an up side that decides nothing": (
+        lambda m: m["model"].update(activation="relu"),
+        r"predictor\.sides: the sign of up",
+    ),
     "a predictor without its file": (
         lambda m: m["files"].pop("predictor.safetensors"),
         r"files\.predictor\.safetensors: missing",

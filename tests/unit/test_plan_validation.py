@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.member import native_shape
+from neuronpipe.services.participant import native_shape
 
 from tests.unit.test_planner import device, least_bytes, manifest
 
@@ -90,12 +90,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("flash.engine", "mmap", "flash.engine"),
     ("flash.depth", 0, "flash.depth"),
     ("flash.depth", 4097, "flash.depth"),
-    ("flash.stock_rests", -1, "flash.stock_rests"),
-    ("flash.stock_rests", 1 << 20, "flash.stock_rests"),
-    ("memory.gate_slots", 1 << 30, "memory.gate_slots"),
-    ("memory.rest_slots", 1, "stock_rests"),
-    ("memory.pinned_gates_per_layer", 1 << 20, "memory.pinned_gates_per_layer"),
-    ("memory.pinned_rests_per_layer", 60, "memory.rest_slots"),
+    ("flash.reserved_values", -1, "flash.reserved_values"),
+    ("flash.reserved_values", 1 << 20, "flash.reserved_values"),
+    ("memory.trigger_slots", 1 << 30, "memory.trigger_slots"),
+    ("memory.value_slots", 1, "reserved_values"),
+    ("memory.pinned_triggers_per_layer", 1 << 20, "memory.pinned_triggers_per_layer"),
+    ("memory.pinned_values_per_layer", 60, "memory.value_slots"),
     ("memory.private_bytes", 0, "memory.private_bytes"),
     ("memory.slots_bytes", -1, "memory.slots_bytes"),
     ("memory.least_bytes", 1, "memory.least_bytes"),
@@ -154,8 +154,8 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"members": 0},
-        {"member": 1},
+        {"participants": 0},
+        {"participant": 1},
         {"window_blocks": 0},
         {"partial_tokens": 0},
         {"partial_tokens": 1, "window_blocks": 1},
@@ -168,15 +168,15 @@ def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int
         "sequences": 1,
         "max_tokens": 2,
         "logit_rows": 1,
-        "members": 1,
-        "member": 0,
+        "participants": 1,
+        "participant": 0,
         "window_blocks": m.layout.blocks,
         "partial_tokens": 2,
     }
     shape, fixed, shared = native_shape(m, 8, predicts=False), ffi.new("np_fixed *"), ffi.new("np_shared *")
 
-    def create(place: dict[str, int]) -> Any:
-        return lib.np_engine_create(shape, fixed, shared, ffi.new("np_place *", place))
+    def create(config: dict[str, int]) -> Any:
+        return lib.np_engine_create(shape, fixed, shared, ffi.new("np_engine_config *", config))
 
     engine = create(right)
     assert engine != ffi.NULL

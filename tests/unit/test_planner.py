@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import compute_layout
-from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Shape, Source
+from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Source
 from neuronpipe.plans.plan.account import MIB, PARTIAL_TOKENS, Seating, account, least_slots_bytes
 from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
@@ -41,29 +42,27 @@ SPEED = MemorySpeed(
 
 
 def manifest(*, width: int = 320, neurons: int = 1024, layers: int = 8, order: str = "source") -> Manifest:
-    shape = Shape(
+    model = ModelSpec(
+        family="llama",
         width=width,
         neurons=neurons,
-        layers=layers,
-        experts=1,
+        layer_kinds=(LayerKind(layers),),
         query_heads=5,
         key_heads=1,
         head_width=64,
         vocabulary=4096,
         context_tokens=512,
         norm_epsilon=1e-5,
-        window_tokens=0,
+        activation="drelu",
+        tied_embeddings=True,
     )
     return Manifest(
         name="m",
         source=Source("huggingface", "m", "LlamaForCausalLM"),
-        activation="drelu",
+        model=model,
         quantization="q8",
-        shape=shape,
-        attention_bias=False,
-        tied_embeddings=True,
         end_tokens=(0,),
-        layout=compute_layout("q8", width, neurons, order),  # type: ignore[arg-type]
+        layout=compute_layout("q8", width, neurons, model.ffn_matrices, order),  # type: ignore[arg-type]
         files={"fixed.safetensors": FileEntry(3 * MIB, "0" * 64), "tokenizer.json": FileEntry(MIB // 4, "0" * 64)},
         quantization_error={},
         activity_by_layer=None,
@@ -82,7 +81,7 @@ def predicted(plain: Manifest) -> Manifest:
             sides=("gate", "up"),
             hidden="none",
             calibration_tokens=2000,
-            by_layer=(quality,) * plain.shape.layers,
+            by_layer=(quality,) * plain.model.layers,
         ),
         files={**plain.files, "predictor.safetensors": FileEntry(MIB, "0" * 64)},
     )
@@ -109,9 +108,9 @@ def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> No
 def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> None:
     m = manifest()
     made = plan(m, device(), Wanted(ffn_resident_share=0.5))
-    assert made.memory.gate_slots == m.words
-    assert made.memory.pinned_gates_per_layer == m.layout.clusters
-    assert made.memory.rest_slots < m.words
+    assert made.memory.trigger_slots == m.clusters
+    assert made.memory.pinned_triggers_per_layer == m.layout.clusters
+    assert made.memory.value_slots < m.clusters
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.34, 0.2, 0.1])
@@ -183,12 +182,12 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     assert made.compute.prefill_window_blocks == window
     assert window == layout.blocks or made.compute.prefill_chunk_tokens <= PARTIAL_TOKENS
     open_clusters = layout.clusters if window == layout.blocks else workers * window * layout.block_clusters
-    for slots, pinned, stock in (
-        (memory.gate_slots, memory.pinned_gates_per_layer, made.flash.stock_gates),
-        (memory.rest_slots, memory.pinned_rests_per_layer, made.flash.stock_rests),
+    for slots, pinned, reserved in (
+        (memory.trigger_slots, memory.pinned_triggers_per_layer, made.flash.reserved_triggers),
+        (memory.value_slots, memory.pinned_values_per_layer, made.flash.reserved_values),
     ):
-        assert slots <= m.words
-        assert slots == m.words or slots - pinned * layers - stock >= min(open_clusters, m.words), (
+        assert slots <= m.clusters
+        assert slots == m.clusters or slots - pinned * layers - reserved >= min(open_clusters, m.clusters), (
             "a window must fit beside the pinned and the free"
         )
 
@@ -211,8 +210,8 @@ def test_the_predictor_is_counted_only_where_it_is_used() -> None:
 def test_predicted_neurons_are_kept_whole_so_both_parts_have_as_many_slots() -> None:
     m = predicted(manifest(order="frequency"))
     memory = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5)).memory
-    assert memory.gate_slots == memory.rest_slots < m.words
-    assert 0 < memory.pinned_gates_per_layer == memory.pinned_rests_per_layer
+    assert memory.trigger_slots == memory.value_slots < m.clusters
+    assert 0 < memory.pinned_triggers_per_layer == memory.pinned_values_per_layer
 
 
 def test_bundles_are_read_whole_when_the_curve_says_that_one_read_costs_less_than_two() -> None:
@@ -252,7 +251,7 @@ def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -
     assert lacking("predictor").compute.mode == "exact"
     small = lacking("cache").memory
     assert small.slots_bytes == least_slots_bytes(m, 2)
-    assert (small.pinned_gates_per_layer, small.pinned_rests_per_layer) == (0, 0)
+    assert (small.pinned_triggers_per_layer, small.pinned_values_per_layer) == (0, 0)
 
 
 def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -> None:
@@ -260,8 +259,8 @@ def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -
     made = plan(m, device(memory_bytes=8 * GIB), Wanted(baseline="llm-in-a-flash"))
     assert made.compute.mode == "predicted"
     assert (made.compute.pipeline, made.compute.prefetch, made.flash.bundle) == (False, False, False)
-    assert made.memory.pinned_gates_per_layer == made.memory.pinned_rests_per_layer == 0
-    assert made.memory.gate_slots < 0.6 * m.words
+    assert made.memory.pinned_triggers_per_layer == made.memory.pinned_values_per_layer == 0
+    assert made.memory.trigger_slots < 0.6 * m.clusters
     with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
         plan(predicted(manifest()), device(), Wanted(baseline="llm-in-a-flash", mode="exact"))
 
@@ -355,5 +354,5 @@ def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_
     small = private_bytes(m, seating)
     assert small == private_bytes(m, seating, chunk=8) < private_bytes(m, seating, chunk=9)
     assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 16 * (512 - 64) * 4
-    words = dataclasses.replace(m, shape=dataclasses.replace(m.shape, vocabulary=m.shape.vocabulary + 1000))
+    words = dataclasses.replace(m, model=dataclasses.replace(m.model, vocabulary=m.model.vocabulary + 1000))
     assert private_bytes(words, seating) - small == 8 * 1000

@@ -15,7 +15,8 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.verbs import profile as verb
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode
-from neuronpipe.plans.package.manifest import Activation, Side
+from neuronpipe.plans.models.spec import Activation
+from neuronpipe.plans.package.manifest import Side
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.fit import NEVER, Calibration, carried_over, fit_layer, leading_directions
 from neuronpipe.plans.predictor.imported import open_imported
@@ -125,9 +126,9 @@ def test_rows_carried_over_to_an_earlier_vector_follow_what_attention_adds() -> 
 
 def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
     package = Package.open(Path(shutil.copytree(tiny("drelu").path, tmp_path / "p")))
-    random, shape = np.random.default_rng(3), package.manifest.shape
-    length = min(64, shape.context_tokens)
-    windows = random.integers(0, shape.vocabulary, (10, length)).tolist()
+    random, model = np.random.default_rng(3), package.manifest.model
+    length = min(64, model.context_tokens)
+    windows = random.integers(0, model.vocabulary, (10, length)).tolist()
     profiled = profile(package, Texts(windows[:8], windows[8:]), rank=32, quantization="q8", sides="both")
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
@@ -181,7 +182,7 @@ def test_the_table_of_a_profile_names_every_candidate() -> None:
         "predictor": {"sides": ["gate"], "rank": 32, "quantization": "q8", "reads": "attention", "by_layer": [shares]},
         "predictor_bytes": 1000,
         "activity_by_layer": [0.1],
-        "gate_fired_by_layer": [0.2],
+        "trigger_fired_by_layer": [0.2],
         "candidates": [{"sides": ["gate", "up"], "rank": 32, "predicted": 0.2, "by_layer": []}],
         "exact_perplexity": 8.0,
         "predicted_perplexity": 8.04,
@@ -232,10 +233,10 @@ def test_a_silu_package_says_that_every_neuron_fires(
 
 def imported_file(package: Package, path: Path, **changes: np.ndarray) -> Path:
     """A predictor file that knows the gates exactly: relu(Ax) and relu(-Ax) together are Ax. Only for q8."""
-    weights, shape = PackageWeights(package), package.manifest.shape
-    unit = np.eye(shape.width, dtype=np.float32)
+    weights, model = PackageWeights(package), package.manifest.model
+    unit = np.eye(model.width, dtype=np.float32)
     tensors = {}
-    for layer in range(shape.layers):
+    for layer in range(model.layers):
         gate = weights.neurons(layer)[0] * weights.vector(f"layers.{layer}.ffn_norm")
         tensors[f"model.layers.{layer}.mlp.predictor.fc1.weight"] = np.concatenate((unit, -unit)).astype(np.float16)
         tensors[f"model.layers.{layer}.mlp.predictor.fc2.weight"] = np.concatenate((gate, -gate), axis=1)
@@ -247,13 +248,13 @@ def test_an_imported_predictor_is_read_from_the_residual_stream_and_calibrated(
     tiny: Callable[[Activation], Package], tmp_path: Path
 ) -> None:
     package = Package.open(Path(shutil.copytree(tiny("relu").path, tmp_path / "p")))
-    random, shape = np.random.default_rng(4), package.manifest.shape
-    windows = random.integers(0, shape.vocabulary, (8, min(64, shape.context_tokens))).tolist()
+    random, model = np.random.default_rng(4), package.manifest.model
+    windows = random.integers(0, model.vocabulary, (8, min(64, model.context_tokens))).tolist()
     imported = open_imported(imported_file(package, tmp_path / "fc.safetensors"), package.manifest)
     profiled = profile(package, Texts(windows[:6], windows[6:]), rank=32, recall=0.97, imported=imported)
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
-    assert (predictor.hidden, predictor.rank, predictor.sides) == ("relu", 2 * shape.width, ("gate",))
+    assert (predictor.hidden, predictor.rank, predictor.sides) == ("relu", 2 * model.width, ("gate",))
     assert all(layer.recall > 0.95 and layer.precision > 0.95 for layer in predictor.by_layer)
 
 

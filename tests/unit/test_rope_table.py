@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from neuronpipe.plans.convert.defaults import DEFAULTS
 from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
 from neuronpipe.plans.package.fields import Record
 
 LLAMA3 = {
@@ -22,7 +22,7 @@ LLAMA3 = {
 
 def table(**config: Any) -> list[float]:
     """The table of a config.json with heads of 64."""
-    record = Record(config, "config.json").over(DEFAULTS["LlamaForCausalLM"].values, "LlamaConfig")
+    record = Record(config, "config.json").over(LLAMA_DEFAULTS, "LlamaConfig")
     return [float(value) for value in scaled_frequencies(record, 64)]
 
 

@@ -346,8 +346,8 @@ def test_a_directory_that_cannot_be_filled_leaves_nothing(base: Path, monkeypatc
     [
         ("{", "no JSON"),
         ("[]", "RunFile: expected map"),
-        ('{"protocol": "1.0"}', "RunFile.run: missing"),
-        ('{"protocol": "2.0"}', "2.0 is not 1"),
+        ('{"protocol": "2.0"}', "RunFile.run: missing"),
+        ('{"protocol": "1.0"}', "1.0 is not 2"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_a_persons_error(content: str, complaint: str) -> None:

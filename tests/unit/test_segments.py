@@ -13,7 +13,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.segments import Segment
 
-LAYOUT = layouts.residency(words=1000, members=3)
+LAYOUT = layouts.residency(clusters=1000, participants=3)
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def test_what_one_process_writes_another_reads(segment: Segment) -> None:
     program = (
         "from neuronpipe.protocol import layouts\n"
         "from neuronpipe.protocol.segments import Segment\n"
-        f"segment = Segment.attach(layouts.residency(words=1000, members=3), {segment.fd})\n"
+        f"segment = Segment.attach(layouts.residency(clusters=1000, participants=3), {segment.fd})\n"
         "with segment.map(writable=True) as mapping:\n"
-        "    mapping.view('rest_words')[999] = 7\n"
+        "    mapping.view('value_entries')[999] = 7\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, pass_fds=[segment.fd])
     with segment.map() as mapping:
-        assert mapping.view("rest_words")[999] == 7
-        assert len(mapping.view("rest_words")) == 1000
+        assert mapping.view("value_entries")[999] == 7
+        assert len(mapping.view("value_entries")) == 1000
 
 
 def test_a_segment_is_opened_through_the_process_that_holds_it(segment: Segment) -> None:
@@ -41,7 +41,7 @@ def test_a_segment_is_opened_through_the_process_that_holds_it(segment: Segment)
         "import sys\n"
         "from neuronpipe.protocol import layouts\n"
         "from neuronpipe.protocol.segments import Segment\n"
-        f"segment = Segment.open(layouts.residency(words=1000, members=3), {os.getpid()}, {segment.fd})\n"
+        f"segment = Segment.open(layouts.residency(clusters=1000, participants=3), {os.getpid()}, {segment.fd})\n"
         "with segment.map() as mapping:\n"
         "    print(mapping.view('arrivals')[0])\n"
     )
@@ -93,8 +93,8 @@ def test_a_segment_cannot_change_its_size(segment: Segment) -> None:
 @pytest.mark.parametrize(
     ("layout", "complaint"),
     [
-        (layouts.residency(words=1001, members=3), "layout: found"),
-        (layouts.residency(words=9000, members=3), f"total bytes: found {LAYOUT.total_bytes}, expected"),
+        (layouts.residency(clusters=1001, participants=3), "layout: found"),
+        (layouts.residency(clusters=9000, participants=3), f"total bytes: found {LAYOUT.total_bytes}, expected"),
         (layouts.board(processes=4), "kind: found 3, expected 6"),
     ],
 )

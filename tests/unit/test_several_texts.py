@@ -20,7 +20,7 @@ SIZES = range(1, MAX_SEQUENCES + 1)
 def package() -> Manifest:
     """32 MiB of neurons, and 16 MiB of KV cache a text."""
     plain = manifest(neurons=4096, order="frequency")
-    return dataclasses.replace(plain, shape=dataclasses.replace(plain.shape, context_tokens=8192))
+    return dataclasses.replace(plain, model=dataclasses.replace(plain.model, context_tokens=8192))
 
 
 def speeds(package: Manifest, facts: DeviceFacts, memory_bytes: int) -> dict[int, float]:

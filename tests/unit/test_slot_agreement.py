@@ -13,7 +13,7 @@ from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.channel import Connection, Listener, open_context
 from neuronpipe.protocol.links import CACHE, CONTROL
-from neuronpipe.protocol.messages.cache import ResetDone, Stock
+from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.lifecycle import Drain
 from neuronpipe.protocol.messages.loader import Grant, Reset
 from neuronpipe.services.cache.service import CacheService
@@ -55,10 +55,10 @@ def packed(*numbers: int) -> bytes:
     return array("I", numbers).tobytes()
 
 
-def stock(loader: Connection) -> Stock:
-    """What the loader says next of its stock; nothing else may come before."""
+def counts(loader: Connection) -> SlotCounts:
+    """What the loader says next of its counts; nothing else may come before."""
     message = loader.receive(PATIENCE_MS)
-    assert isinstance(message, Stock), message
+    assert isinstance(message, SlotCounts), message
     return message
 
 
@@ -69,7 +69,7 @@ def test_a_stock_settles_the_cache_when_the_answer_to_its_reset_was_lost(package
         loader = Listener(context, CACHE, job.endpoints["cache"])
         with serving(CacheService(job), "cache-0", control):
             assert loader.receive(PATIENCE_MS) == ("cache-0", Reset(generation=1))
-            loader.send("cache-0", Stock(generation=1, gate_free=0, rest_free=0))
+            loader.send("cache-0", SlotCounts(generation=1, trigger_free=0, value_free=0))
             first = loader.receive(PATIENCE_MS)
             assert first is not None
             assert isinstance(first[1], Grant)
@@ -91,31 +91,31 @@ def test_a_loader_keeps_its_slots_when_a_reset_comes_late(package: Package, fold
         with serving(LoaderService(job), "loader-0", control):
             cache.send(Reset(generation=2))
             while (answer := cache.receive(PATIENCE_MS)) != ResetDone(generation=2):
-                assert isinstance(answer, Stock)
-            assert stock(cache).gate_granted == 0
+                assert isinstance(answer, SlotCounts)
+            assert counts(cache).trigger_granted == 0
             cache.send(Grant(generation=2, part=0, slots=packed(4, 5)))
-            assert stock(cache).gate_free == 2
+            assert counts(cache).trigger_free == 2
             for late in (1, 2):
                 cache.send(Reset(generation=late))
             cache.send(Grant(generation=2, part=0, slots=packed(6)))
-            said = stock(cache)
-            assert (said.generation, said.gate_free, said.gate_granted) == (2, 3, 3)
+            said = counts(cache)
+            assert (said.generation, said.trigger_free, said.trigger_granted) == (2, 3, 3)
 
 
 def test_a_demand_from_before_the_reset_is_loaded_after_it(package: Package, folder: Path) -> None:
     job, memory = make_job("loader", package, folder)
-    words = memory.view("residency", "gate_words")
+    words = memory.view("residency", "trigger_entries")
     with open_context() as context:
         control = Listener(context, CONTROL, job.endpoints["control"])
         cache = Connection(context, CACHE, job.endpoints["cache"], "cache-0")
         worker = Rings(memory, job.doorbell).of(0)
         with serving(LoaderService(job), "loader-0", control):
-            assert lib.np_requests_put(worker, [3 | lib.NP_REQUEST_GATE], 1) == 1
-            while stock(cache).gate_waiting == 0:
+            assert lib.np_requests_put(worker, [3 | lib.NP_REQUEST_TRIGGER], 1) == 1
+            while counts(cache).trigger_waiting == 0:
                 pass
             cache.send(Reset(generation=1))
             while (answer := cache.receive(PATIENCE_MS)) != ResetDone(generation=1):
-                assert isinstance(answer, Stock)
+                assert isinstance(answer, SlotCounts)
             cache.send(Grant(generation=1, part=0, slots=packed(7)))
-            assert eventually(lambda: words[3] & lib.NP_WORD_STATE_MASK == lib.NP_WORD_PRESENT, 5)
-            assert words[3] & lib.NP_WORD_SLOT_MASK == 7
+            assert eventually(lambda: words[3] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT, 5)
+            assert words[3] & lib.NP_ENTRY_SLOT_MASK == 7

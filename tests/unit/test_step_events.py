@@ -9,7 +9,7 @@ from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.step_events import EVERY_MS, DoneStep, StepEvents
 
 MS = 1_000_000
-COUNTERS = {"gate_clusters": 8.0, "rest_clusters": 4.0, "rest_missed": 3.0, "up_rows": 5.0, "flash_ms": 4.0}
+COUNTERS = {"trigger_clusters": 8.0, "value_clusters": 4.0, "value_missed": 3.0, "up_rows": 5.0, "flash_ms": 4.0}
 
 
 class Heard:
@@ -24,7 +24,7 @@ class Heard:
 
 
 def decode(step: int, sent_ms: float, gap_ms: float = 1.0) -> DoneStep:
-    """A step of two sequences that two members answered."""
+    """A step of two sequences that two participants answered."""
     message = Step(step=step, epoch=1, sequences=(0, 1), positions=(9, 19), tokens=(5, 6))
     took = {"ms": 0.75, "read_bytes": 4096, "reads": 2}
     return DoneStep(message, int(sent_ms * MS), took, {**COUNTERS, "answers": 2.0}, 2, gap_ms)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.package.manifest import Shape
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.stored import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
@@ -22,7 +22,19 @@ from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
-SMALL = Shape(512, 1024, 4, 1, 4, 2, 64, 2000, 512, norm_epsilon=1e-5, window_tokens=0)
+SMALL = ModelSpec(
+    family="llama",
+    width=512,
+    neurons=1024,
+    layer_kinds=(LayerKind(4),),
+    query_heads=4,
+    key_heads=2,
+    head_width=64,
+    vocabulary=2000,
+    context_tokens=512,
+    norm_epsilon=1e-5,
+    activation="drelu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +121,10 @@ def test_neurons_lie_hottest_first(package: Package) -> None:
 
 
 def test_the_same_seed_makes_the_same_package_and_another_one_another(tmp_path: Path) -> None:
-    shape = replace(SMALL, layers=1, vocabulary=500)
-    package = synthesize("small", shape, tmp_path / "package")
-    again = synthesize("small", shape, tmp_path / "again")
-    other = synthesize("small", shape, tmp_path / "other", seed=1)
+    model = replace(SMALL, layer_kinds=(LayerKind(1),), vocabulary=500)
+    package = synthesize("small", model, tmp_path / "package")
+    again = synthesize("small", model, tmp_path / "again")
+    other = synthesize("small", model, tmp_path / "other", seed=1)
     assert again.bundles_path.read_bytes() == package.bundles_path.read_bytes()
     assert again.manifest.id == package.manifest.id
     assert other.bundles_path.read_bytes() != package.bundles_path.read_bytes()
@@ -160,13 +172,13 @@ def test_trajectories_remember_as_long_as_their_preset(preset: str) -> None:
 
 
 def test_every_shape_divides_into_whole_groups() -> None:
-    for shape in SHAPES.values():
-        places = coordinates(shape.width)
+    for model in SHAPES.values():
+        places = coordinates(model.width)
         bounds = [places.steady, places.identity, places.attention, places.feed_forward, places.state]
         assert [place.start for place in bounds[1:]] == [place.stop for place in bounds[:-1]]
-        assert bounds[-1].stop == shape.width
+        assert bounds[-1].stop == model.width
         assert all(place.start % 32 == 0 for place in bounds)
-        assert rank_of(shape.width) % 32 == 0
+        assert rank_of(model.width) % 32 == 0
     assert rank_of(4096) == 352
 
 
@@ -185,7 +197,7 @@ def test_what_cannot_be_measured_is_refused_by_name(package: Package, tmp_path: 
 def test_the_commands_make_measure_and_profile_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(SHAPES, "turbosparse-100m", replace(SMALL, layers=2, vocabulary=1000))
+    monkeypatch.setitem(SHAPES, "turbosparse-100m", replace(SMALL, layer_kinds=(LayerKind(2),), vocabulary=1000))
     target, twin = str(tmp_path / "package"), tmp_path / "twin.gguf"
     assert main(["synth", "turbosparse-100m", target, "--json", "--gguf", str(twin)]) == 0
     made = json.loads(capsys.readouterr().out)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf_model import open_gguf
-from neuronpipe.plans.package.manifest import Shape
-from neuronpipe.plans.synth.twin import LEAST_VOCABULARY, write_twin
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.synth.twin import MIN_VOCABULARY, write_twin
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
-TINY = Shape(
+TINY = ModelSpec(
+    family="llama",
     width=256,
     neurons=320,
-    layers=2,
-    experts=1,
+    layer_kinds=(LayerKind(2),),
     query_heads=4,
     key_heads=2,
     head_width=64,
     vocabulary=600,
     context_tokens=512,
     norm_epsilon=2.0**-17,  # GGUF keeps float32
-    window_tokens=0,
+    activation="silu",
 )
 
 
@@ -38,8 +39,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_our_own_reader_finds_the_shape_and_every_tensor(twin: Path) -> None:
     with open_gguf(twin, Options()) as checkpoint:
-        assert checkpoint.shape == TINY
-        assert (checkpoint.activation, checkpoint.tied_embeddings) == ("silu", False)
+        assert checkpoint.model == TINY
         assert checkpoint.end_tokens == (2,)
 
 
@@ -63,7 +63,7 @@ def test_the_tokenizer_reads_numbers_as_single_tokens(twin: Path) -> None:
     with open_gguf(twin, Options()) as checkpoint:
         tokenizer = Tokenizer.from_str(checkpoint.tokenizer.decode())
     assert tokenizer.get_vocab_size() == TINY.vocabulary
-    first = LEAST_VOCABULARY
+    first = MIN_VOCABULARY
     assert tokenizer.encode("0 7 12 329", add_special_tokens=False).ids == [first, first + 7, first + 12, first + 329]
 
 
@@ -79,11 +79,10 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_pat
         ({"width": 288}, "width is 288, no multiple of 256 as Q6_K needs"),
         ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
         ({"vocabulary": 200}, "vocabulary is 200; a twin's tokenizer needs 270"),
-        ({"experts": 8}, "experts is 8"),
-        ({"window_tokens": 128}, "window_tokens is 128"),
+        ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has windows of 128 tokens"),
     ],
 )
-def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         write_twin(tmp_path / "t.gguf", replace(TINY, **changes), seed=0)
     assert not list(tmp_path.iterdir())

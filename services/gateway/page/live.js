@@ -4,11 +4,11 @@ import { ask, events, failure } from "/page/server.js";
 
 const GROUPS = {
   a: ["attention", "--attention"], p: ["predictor", "--predictor"], n: ["neurons", "--neurons"],
-  s: ["sums and logits", "--sums"], f: ["waiting for flash", "--flash"], m: ["waiting for members", "--members"],
+  s: ["sums and logits", "--sums"], f: ["waiting for flash", "--flash"], m: ["waiting for participants", "--participants"],
   r: ["reading flash", "--read"], e: ["evicting", "--evict"], c: ["messages, sampling, text", "--talk"],
 };
 const COLOUR_OF = Object.fromEntries(Object.values(GROUPS));
-const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--members" };
+const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--participants" };
 const GB = 1e9;
 const MB = 1e6;
 const TREND = 120;
@@ -118,7 +118,7 @@ function figures(run) {
   put("traffic", run.dram_bytes_per_token === null ? "" : `${bytes(run.dram_bytes_per_token)} per token`);
   put("memory", bytes(run.memory_bytes));
   put("limit", `of ${bytes(run.memory_limit_bytes)}, peak ${bytes(run.memory_peak_bytes)}`);
-  const waits = [["flash", run.flash_wait], ["each other", run.member_wait]].filter(([, share]) => share !== null);
+  const waits = [["flash", run.flash_wait], ["each other", run.participant_wait]].filter(([, share]) => share !== null);
   put("waits", waits.length ? `Of late the workers waited ${waits.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
 }
 
@@ -203,13 +203,13 @@ function layers(run) {
   put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, in one layer ${Math.round(100 * top)} %` : "");
   const step = width / Math.max(1, count);
   for (let n = 0; n < count; n++) {
-    context.fillStyle = colour("--members");
+    context.fillStyle = colour("--participants");
     context.fillRect(n * step, height * (1 - run.resident[n]), step - 1, height * run.resident[n]);
     const tall = ((run.fired[n] ?? 0) / top) * height * 0.9;
     context.fillStyle = colour("--neurons");
     context.fillRect(n * step + step * 0.2, height - tall, step * 0.6 - 1, tall);
   }
-  legend("layers-legend", [["in memory", "--members"], ["fire, at another scale", "--neurons"]]);
+  legend("layers-legend", [["in memory", "--participants"], ["fire, at another scale", "--neurons"]]);
 }
 
 function regions(run) {

@@ -12,14 +12,24 @@ import transformers
 
 def defaults(owner: type) -> dict[str, object]:
     """The fields of a configuration class by name. rope_theta is a default of the class above all of them."""
-    values = {field.name: field.default for field in dataclasses.fields(owner) if not field.name.startswith("_")}
+    values = {
+        field.name: field.default
+        for field in dataclasses.fields(owner)
+        if not field.name.startswith("_") or field.name == "_remove_final_layer_norm"
+    }
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
     return {**plain, "rope_theta": owner.default_theta}
 
 
 def main() -> None:
     """Write the file beside this one."""
-    owners = (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config)
+    owners = (
+        transformers.LlamaConfig,
+        transformers.MistralConfig,
+        transformers.Qwen2Config,
+        transformers.Qwen3Config,
+        transformers.OPTConfig,
+    )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 

@@ -1,12 +1,12 @@
-"""Keeping a run cool: from what the sensors say to how much it rests. The decision is pure; asking the battery is not.
+"""Throttling: from what the sensors say to how much a run pauses. The decision is pure; asking the battery is not.
 
-    sensors    rest
-    hot        more by STEP_UP at every look, up to MOST_REST
+    sensors    pauses
+    hot        more by STEP_UP at every look, up to MAX_SHARE
     warm       as it is
     cool       less by STEP_DOWN at every look, down to none
 
-Rest grows fast and goes slowly, and stays between: a device heats up in seconds and cools in minutes. Clocks that the
-system has lowered are reported and not answered with rest: the system keeps its temperature then, and with less than
+Pauses grow fast, shrink slowly, and stay between: a device heats up in seconds and cools in minutes. Clocks that the
+system has lowered are reported and not answered with pauses: the system keeps its temperature then, and with less than
 full clocks every step is slower already.
 """
 
@@ -17,25 +17,25 @@ import subprocess
 
 from neuronpipe.plans.device.heat import Heat
 
-STEP_UP, STEP_DOWN, MOST_REST = 0.15, 0.05, 0.75
+STEP_UP, STEP_DOWN, MAX_SHARE = 0.15, 0.05, 0.75
 SENSORS_SHOWN = 3
 BATTERY_PATIENCE_S = 10.0
 
 
-class Cooling:
-    """How much to rest, from one look at the sensors after the other."""
+class Throttling:
+    """How much to pause, from one look at the sensors after the other."""
 
     def __init__(self) -> None:
-        self.rest = 0.0
+        self.share = 0.0
 
     def look(self, heat: Heat) -> float:
-        """The share of the time to rest from now on, 0..MOST_REST."""
+        """The share of the time to pause from now on, 0..MAX_SHARE."""
         if heat.state == "hot":
-            self.rest = min(MOST_REST, self.rest + STEP_UP)
+            self.share = min(MAX_SHARE, self.share + STEP_UP)
         elif heat.state != "warm":
-            self.rest = max(0.0, self.rest - STEP_DOWN)
-        self.rest = round(self.rest, 4)
-        return self.rest
+            self.share = max(0.0, self.share - STEP_DOWN)
+        self.share = round(self.share, 4)
+        return self.share
 
 
 def battery_status() -> str:
@@ -50,14 +50,14 @@ def battery_status() -> str:
     return asked.stdout
 
 
-def render(heat: Heat, rest: float) -> str:
+def render(heat: Heat, share: float) -> str:
     """One line for a person."""
     shown = [f"{s.name} {s.celsius:.0f} of {s.bears_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
     parts = [f"{heat.state}: {', '.join(shown)}"] if shown else ["no temperature can be read here"]
     if heat.throttled:
         parts.append(f"the system has lowered the clocks to {heat.clock_share:.0%}")
-    if rest:
-        parts.append(f"resting {rest:.0%} of the time")
+    if share:
+        parts.append(f"throttled: pauses for {share:.0%} of the time")
     elif heat.state == "hot":
         parts.append("let it cool: no case, no charging, no sun")
     if not shown:

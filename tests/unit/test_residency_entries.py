@@ -1,4 +1,4 @@
-"""Residency words and entries of request rings mean the same in Python, in C and in the specification."""
+"""Residency entries and entries of request rings mean the same in Python, in C and in the specification."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from neuronpipe.protocol import requests, residency
 HEADER = (Path(__file__).parents[2] / "native" / "neuronpipe.h").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("prefix", "module"), [("NP_WORD_", residency), ("NP_REQUEST_", requests)])
+@pytest.mark.parametrize(("prefix", "module"), [("NP_ENTRY_", residency), ("NP_REQUEST_", requests)])
 def test_python_and_c_agree(prefix: str, module: ModuleType) -> None:
     in_c = {name: int(value, 16) for name, value in re.findall(rf"{prefix}(\w+) = (0x\w+)", HEADER)}
     in_python = {name: value for name, value in vars(module).items() if isinstance(value, int)}

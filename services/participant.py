@@ -1,6 +1,6 @@
-"""One member of a step: the native engine over this process's view of shared memory.
+"""One participant of a step: the native engine over this process's view of shared memory.
 
-Decode workers are the members of one step together; the threads of the prefill worker are the members of its own. All
+Decode workers are the participants of one step together; the threads of the prefill worker are those of its own. All
 run `compute`, which is one native call.
 """
 
@@ -27,17 +27,17 @@ COUNTS = (
     "gate_rows",
     "up_rows",
     "down_rows",
-    "gate_clusters",
-    "gate_missed",
-    "rest_clusters",
-    "rest_missed",
+    "trigger_clusters",
+    "trigger_missed",
+    "value_clusters",
+    "value_missed",
     "foreseen",
     "foreseen_missed",
 )
 """Counters of a step, by the names of native/neuronpipe.h."""
 
-TIMES = ("step_ms", "flash_ms", "meet_ms")
-"""Times of a step: all of it, and what of it went into waiting for flash and for the other members."""
+TIMES = ("step_ms", "flash_ms", "barrier_ms")
+"""Times of a step: all of it, and what of it went into waiting for flash and for the other participants."""
 
 
 class Abandoned(Exception):
@@ -50,8 +50,8 @@ class Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-    """Buffers of memory that members share, each at least as long as native/neuronpipe.h says of the field of np_shared
-    by the same name. ranks, predicted: None in exact mode; activity: None where nobody counts."""
+    """Buffers of memory that participants share, each at least as long as native/neuronpipe.h says of the field of
+    np_shared by the same name. ranks, predicted: None in exact mode; activity: None where nobody counts."""
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
@@ -64,12 +64,12 @@ class View:
     claims: Any
     logits: Any
     kv: Any
-    gate_slots: Any
-    rest_slots: Any
-    gate_words: Any
-    rest_words: Any
-    gate_window: Any
-    rest_window: Any
+    trigger_slots: Any
+    value_slots: Any
+    trigger_entries: Any
+    value_entries: Any
+    trigger_window: Any
+    value_window: Any
     arrivals: Any
     epoch: Any
     barrier: Any
@@ -79,15 +79,15 @@ class View:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """This member's place in the step: the fields of np_place in native/neuronpipe.h."""
+class EngineConfig:
+    """This participant's config in the step: the fields of np_engine_config in native/neuronpipe.h."""
 
     sequences: int
     context_tokens: int
     max_tokens: int
     logit_rows: int
-    members: int
-    member: int
+    participants: int
+    participant: int
     window_blocks: int
     partial_tokens: int
     spin_us: int
@@ -99,9 +99,9 @@ class Place:
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> Any:
     """The package's shape and layout as the native library wants them."""
-    s, layout = manifest.shape, manifest.layout
+    s, layout = manifest.model, manifest.layout
     predictor = manifest.predictor if predicts else None
-    gate_slot_bytes, rest_slot_bytes = slot_sizes(manifest)
+    trigger_slot_bytes, value_slot_bytes = slot_sizes(manifest)
     return ffi.new(
         "np_shape *",
         {
@@ -113,23 +113,19 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "head_width": s.head_width,
             "vocabulary": s.vocabulary,
             "context_tokens": context_tokens,
-            "window_tokens": s.window_tokens,
+            "window_tokens": s.windows_tokens[0],
             "norm_epsilon": s.norm_epsilon,
             "type": TYPES[manifest.quantization],
-            "activation": ACTIVATIONS[manifest.activation],
+            "activation": ACTIVATIONS[s.activation],
             "cluster_neurons": layout.cluster_neurons,
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
-            "gate_slot_bytes": gate_slot_bytes,
-            "rest_slot_bytes": rest_slot_bytes,
-            "gate_quants": layout.gate_quants,
-            "gate_scales": layout.gate_scales,
-            "up_quants": layout.up_quants,
-            "down_quants": layout.down_quants,
-            "up_scales": layout.up_scales,
-            "down_scales": layout.down_scales,
-            "scales_in_gate": layout.scales_part == "gate",
+            "trigger_slot_bytes": trigger_slot_bytes,
+            "value_slot_bytes": value_slot_bytes,
+            **{f"{matrix.name}_quants": matrix.quants for matrix in layout.matrices},
+            **{f"{matrix.name}_scales": matrix.scales for matrix in layout.matrices},
+            "scales_in_trigger": layout.matrices[-1].scales_part == "trigger",
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
@@ -138,25 +134,25 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
     )
 
 
-class Member:
-    """The engine of one member. One thread uses it; `close` before the segments are unmapped."""
+class Participant:
+    """The engine of one participant. One thread uses it; `close` before the segments are unmapped."""
 
-    def __init__(self, manifest: Manifest, view: View, place: Place) -> None:
+    def __init__(self, manifest: Manifest, view: View, config: EngineConfig) -> None:
         self._manifest = manifest
-        self._place = place
+        self._config = config
         self._keep: list[Any] = []  # cffi frees what nobody holds
-        shape = native_shape(manifest, place.context_tokens, predicts=place.predicts)
+        shape = native_shape(manifest, config.context_tokens, predicts=config.predicts)
         fixed = self._native_fixed(view.fixed)
         shared = self._native_shared(view)
-        native_place = ffi.new(
-            "np_place *",
+        native_config = ffi.new(
+            "np_engine_config *",
             {
-                field.name: getattr(place, field.name)
-                for field in dataclasses.fields(Place)
+                field.name: getattr(config, field.name)
+                for field in dataclasses.fields(EngineConfig)
                 if field.name not in ("context_tokens", "predicts")
             },
         )
-        self._engine = lib.np_engine_create(shape, fixed, shared, native_place)
+        self._engine = lib.np_engine_create(shape, fixed, shared, native_config)
         if self._engine == ffi.NULL:
             raise MemoryError("the engine's private memory could not be allocated")
 
@@ -204,7 +200,7 @@ class Member:
     def _describe_damage(self) -> str:
         counters = self._read_counters()
         layer, cluster = divmod(counters.damaged_word, self._manifest.layout.clusters)
-        part = "up/down" if counters.damaged_part else "gate"
+        part = "value" if counters.damaged_part else "trigger"
         n = self._manifest.layout.cluster_neurons
         return (
             f"bundles.bin: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
@@ -228,12 +224,12 @@ class Member:
             "predicted": "uint8_t *",
             "claims": "uint32_t *",
             "kv": "uint16_t *",
-            "gate_slots": "uint8_t *",
-            "rest_slots": "uint8_t *",
-            "gate_words": "uint32_t *",
-            "rest_words": "uint32_t *",
-            "gate_window": "uint64_t *",
-            "rest_window": "uint64_t *",
+            "trigger_slots": "uint8_t *",
+            "value_slots": "uint8_t *",
+            "trigger_entries": "uint32_t *",
+            "value_entries": "uint32_t *",
+            "trigger_window": "uint64_t *",
+            "value_window": "uint64_t *",
             "arrivals": "uint32_t *",
             "epoch": "uint32_t *",
             "activity": "uint32_t *",
@@ -248,7 +244,7 @@ class Member:
 
     def _predictor(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
         predictor = self._manifest.predictor
-        if not self._place.predicts or predictor is None:
+        if not self._config.predicts or predictor is None:
             return {}
         name = f"layers.{layer}.predictor"
         sides = {side: matrix(f"{name}.{side}") for side in predictor.sides}
@@ -276,7 +272,7 @@ class Member:
                     "ffn_norm": vector(f"layers.{n}.ffn_norm"),
                     **self._predictor(n, matrix, vector),
                 }
-                for n in range(self._manifest.shape.layers)
+                for n in range(self._manifest.model.layers)
             ],
         )
         embedding = matrix("embedding")
@@ -284,7 +280,7 @@ class Member:
             "np_fixed *",
             {
                 "embedding": embedding,
-                "output": embedding if self._manifest.tied_embeddings else matrix("output"),
+                "output": embedding if self._manifest.model.tied_embeddings else matrix("output"),
                 "output_norm": vector("output_norm"),
                 "inverse_frequency": vector("rope.inverse_frequency"),
                 "layers": layers,

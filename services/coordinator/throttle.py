@@ -1,13 +1,13 @@
-"""Pauses between steps, for a device that is too hot: the run works only a share of the time. Pure: the clock is given.
+"""Throttling: pauses between steps, for a device that is too hot. Pure: the clock is given.
 
-A pause is as long as the step before it times share / (1 - share), so that fast and slow models rest alike. What was
+A pause is as long as the step before it times share / (1 - share), so that fast and slow models pause alike. What was
 asked for ends by itself: whoever watches the temperature asks again in time, and one that died slows nobody for long.
 """
 
 from __future__ import annotations
 
 
-class Rest:
+class Throttle:
     """The pauses of one run."""
 
     def __init__(self) -> None:
@@ -17,11 +17,11 @@ class Rest:
         self.resume_at = 0.0
 
     def share(self, now: float) -> float:
-        """The share of the time that is rested, 0..1."""
+        """The share of the time that is spent in pauses, 0..1."""
         return self._share if now < self._until else 0.0
 
-    def ask(self, share: float, until: float) -> None:
-        """From now on, and until then, rest that share of the time."""
+    def set(self, share: float, until: float) -> None:
+        """From now on, and until then, pause for that share of the time."""
         self._share, self._until = share, until
         if share == 0:
             self.resume_at = 0.0

@@ -1,4 +1,4 @@
-"""`neuronpipe cool [--run DIR] [--once] [--json]`: let a run rest while the device is too hot.
+"""`neuronpipe throttle [--run DIR] [--once] [--json]`: slow a run down while the device is too hot.
 
 A client like any other: what it asks of the run ends by itself when this command does.
 """
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from neuronpipe.launch.attached import attach
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.cooling import Cooling, battery_status, render
+from neuronpipe.launch.throttling import Throttling, battery_status, render
 from neuronpipe.plans.device.heat import Heat, read_heat
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.request import Ease
+from neuronpipe.protocol.messages.request import Throttle
 
 EVERY_S = 5.0
 BATTERY_EVERY_S = 60.0  # asking it starts a process of Android's, and batteries heat up slowly
-SHARES_HOLD = 3  # looks: one that comes late does not end the rest
+SHARES_HOLD = 3  # looks: one that comes late does not end the pauses
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `cool`."""
+    """Arguments of `throttle`."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument("--once", action="store_true", help="look once and say how hot it is; needs no run")
     parser.add_argument("--every", type=_seconds, default=EVERY_S, metavar="S", help="seconds between two looks (5)")
@@ -55,34 +55,34 @@ def main(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 print(ended)
         except KeyboardInterrupt:
-            client.send(Ease(share=0.0))
+            client.send(Throttle(share=0.0))
             raise
     return 0
 
 
 def _watch(client: Client, arguments: argparse.Namespace) -> None:
     """Raises UserError when the run is over."""
-    cooling = Cooling()
+    throttling = Throttling()
     told: tuple[object, ...] = ()
     battery, battery_due = "", 0.0
     while True:
         if time.monotonic() >= battery_due:
             battery, battery_due = battery_status(), time.monotonic() + BATTERY_EVERY_S
         heat = read_heat(arguments.sensors, battery)
-        before, rest = cooling.rest, cooling.look(heat)
-        if rest or before:
-            client.send(Ease(share=rest, for_s=SHARES_HOLD * arguments.every))
-        now = (heat.state, heat.throttled, rest)
+        before, share = throttling.share, throttling.look(heat)
+        if share or before:
+            client.send(Throttle(share=share, for_s=SHARES_HOLD * arguments.every))
+        now = (heat.state, heat.throttled, share)
         if arguments.json or now != told:
-            _say(heat, rest, arguments.json)
+            _say(heat, share, arguments.json)
             told = now
         time.sleep(arguments.every)
         client.status()
 
 
-def _say(heat: Heat, rest: float, as_json: bool) -> None:
+def _say(heat: Heat, share: float, as_json: bool) -> None:
     if not as_json:
-        print(f"{time.strftime('%H:%M:%S')}  {render(heat, rest)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')}  {render(heat, share)}", flush=True)
         return
-    whole = {**dataclasses.asdict(heat), "state": heat.state, "throttled": heat.throttled, "rest_share": rest}
+    whole = {**dataclasses.asdict(heat), "state": heat.state, "throttled": heat.throttled, "throttle_share": share}
     print(json.dumps(whole), flush=True)

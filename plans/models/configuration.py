@@ -1,0 +1,158 @@
+"""What many classes of transformers say alike in config.json: sizes, windows, the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from neuronpipe.plans.models.activations import SAY_WHICH, named_activation
+from neuronpipe.plans.models.family import Choices, TensorNames
+from neuronpipe.plans.models.spec import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_WIDTH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_NEURONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    Activation,
+    ModelSpec,
+    SpecError,
+    runs_of,
+)
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import quoted
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+# Names of LlamaForCausalLM, which most classes after it took over.
+GATED_NAMES = TensorNames(
+    embedding="model.embed_tokens",
+    output="lm_head",
+    output_norm="model.norm",
+    layer="model.layers.{}.",
+    attention_norm="input_layernorm",
+    ffn_norm="post_attention_layernorm",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    attention_output="self_attn.o_proj",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+# Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
+GATED_HARMLESS = r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)"
+
+# What the configuration classes of gated models have alike. rope_theta: RotaryEmbeddingConfigMixin.default_theta in
+# transformers/modeling_rope_utils.py, and in transformers 4 a default of each class.
+GATED_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+    "rope_parameters": None,
+}
+
+
+def context_tokens(config: Record, wanted: int | None) -> int:
+    """Most positions of a text: what was asked for, if the model has so many, else all it has."""
+    most_tokens = config.integer("max_position_embeddings", 1, MAX_CONTEXT_TOKENS)
+    if wanted is not None and not 1 <= wanted <= most_tokens:
+        config.fail("max_position_embeddings", f"is {most_tokens}, so a context of {wanted} tokens is impossible")
+    return wanted or most_tokens
+
+
+def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
+    """Each layer's window by `sliding_window`, which counts from a first layer on, unless `layer_types` says where, in
+    classes that read it."""
+    layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if not config.has("sliding_window"):
+        return [0] * layers
+    window = config.integer("sliding_window", 1, MAX_CONTEXT_TOKENS)
+    kinds = [SLIDING if layer >= first_layer else FULL for layer in range(layers)]
+    if config.has("layer_types"):
+        said = config.items("layer_types")
+        if not reads_layer_types and said != kinds:
+            config.fail("layer_types", "layers with different windows are not supported in this class")
+        if len(said) != layers or not all(kind in (SLIDING, FULL) for kind in said):
+            config.fail("layer_types", f"{quoted(said)} is not {SLIDING} or {FULL} for each of {layers} layers")
+        kinds = said
+    return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def windows_of_qwen(config: Record) -> list[int]:
+    """Sliding windows that count with use_sliding_window only, and only from layer max_window_layers on."""
+    layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if not (config.has("use_sliding_window") and config.boolean("use_sliding_window")):
+        return [0] * layers
+    first = config.integer("max_window_layers", 0, MAX_LAYERS)
+    return sliding_windows(config, first_layer=first, reads_layer_types=True)
+
+
+def gated_activation(
+    config: Record, has: Callable[[str], bool], wanted: Activation | None, *, relu_may_mean_drelu: bool = False
+) -> Activation:
+    """What was asked for, else what `hidden_act` says, where the tensors do not speak against it."""
+    if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
+        config.fail("hidden_act_param", "activations with a threshold are not supported")
+    if wanted is not None:
+        return wanted
+    activation = named_activation(config, "hidden_act", relu_may_mean_drelu=relu_may_mean_drelu)
+    if has("model.layers.0.mlp.predictor.fc1.weight") and activation != "drelu":
+        said = quoted(config.text("hidden_act"))
+        config.fail("hidden_act", f"is {said}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
+    return activation
+
+
+def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
+    """Refuse biases of attention's output and of a gated feed-forward."""
+    for name, field in (("self_attn.o_proj", "attention_bias"), ("mlp.down_proj", "mlp_bias")):
+        if has(f"model.layers.0.{name}.bias"):
+            config.fail(field, f"a bias of {name} is not supported")
+    if config.has("mlp_bias") and config.boolean("mlp_bias"):
+        config.fail("mlp_bias", "biases in the feed-forward are not supported")
+
+
+def gated_model(
+    config: Record,
+    choices: Choices,
+    *,
+    family: str,
+    activation: Activation,
+    windows: list[int],
+    qkv_bias: bool,
+    head_norm: bool = False,
+) -> ModelSpec:
+    """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share."""
+    width = config.integer("hidden_size", 1, MAX_WIDTH)
+    query_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    if not config.has("head_dim") and width % query_heads:
+        config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
+    key_heads = "num_key_value_heads"
+    try:
+        return ModelSpec(
+            family=family,
+            width=width,
+            neurons=config.integer("intermediate_size", 1, MAX_NEURONS),
+            layer_kinds=runs_of(windows),
+            query_heads=query_heads,
+            key_heads=config.integer(key_heads, 1, MAX_HEADS) if config.has(key_heads) else query_heads,
+            head_width=config.integer("head_dim", 2, MAX_HEAD_WIDTH)
+            if config.has("head_dim")
+            else width // query_heads,
+            vocabulary=config.integer("vocab_size", 1, MAX_VOCABULARY),
+            context_tokens=context_tokens(config, choices.context_tokens),
+            norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
+            head_norm=head_norm,
+            activation=activation,
+            qkv_bias=qkv_bias,
+            tied_embeddings=config.has("tie_word_embeddings") and config.boolean("tie_word_embeddings"),
+        )
+    except SpecError as error:
+        config.fail(error.field, error.complaint)

@@ -1,0 +1,86 @@
+"""What a family file states: how its checkpoints' configurations and tensor names become one description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.package.fields import Record
+
+
+class Choices(NamedTuple):
+    """What the person who converts may say besides the source; None: as the source says."""
+
+    activation: Activation | None = None
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """What a source calls the tensors of a model, without `.weight` and `.bias`; None: its models have no such tensor.
+
+    Those of a layer follow `layer`, in which {} is the layer's number. first_position: rows of `positions` before the
+    one of position 0.
+    """
+
+    embedding: str
+    output: str
+    output_norm: str
+    layer: str
+    attention_norm: str
+    ffn_norm: str
+    query: str
+    key: str
+    value: str
+    attention_output: str
+    up: str
+    down: str
+    gate: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    positions: str | None = None
+    first_position: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One class of transformers, as config.json names it under `architectures`.
+
+    config_class: whose defaults count where a key is missing
+    defaults: of that class, for every key that is read here; `null` in a file is not missing
+    read: (configuration, whether there is a tensor of this name, choices) -> the model; raises UserError by the field
+    harmless: a regular expression of tensors that change nothing, and may be there
+    """
+
+    config_class: str
+    defaults: Mapping[str, Any]
+    read: Callable[[Record, Callable[[str], bool], Choices], ModelSpec]
+    names: TensorNames
+    harmless: str = r"(?!)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufArchitecture:
+    """One `general.architecture` of GGUF files, whose keys and tensor names are all made alike.
+
+    interleaved: rows of queries and keys pair neighbouring elements for rotary positions
+    qkv_bias: queries, keys and values always have biases; otherwise where the tensors are there
+    head_norm: queries and keys are normed, each head by itself
+    relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
+    """
+
+    interleaved: bool
+    qkv_bias: bool = False
+    head_norm: bool = False
+    relu_may_mean_drelu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models that are read alike. architectures, gguf: by the names that their files give."""
+
+    name: str
+    architectures: Mapping[str, Architecture]
+    gguf: Mapping[str, GgufArchitecture] = field(default_factory=dict)

@@ -1,0 +1,142 @@
+"""Llama and what is built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
+
+transformers writes every key it knows into config.json, but files made by hand or by other programs do not, and what is
+missing decides results: a Mistral without `sliding_window` has a window of 4096. The defaults below are compared with
+transformers' own (tests/conformance/golden).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from neuronpipe.plans.models.configuration import (
+    GATED_DEFAULTS,
+    GATED_HARMLESS,
+    GATED_NAMES,
+    gated_activation,
+    gated_model,
+    refuse_biases,
+    sliding_windows,
+    windows_of_qwen,
+)
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.spec import MAX_LAYERS, Activation, ModelSpec
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import quoted
+
+NAME = "llama"
+Has = Callable[[str], bool]
+
+
+def _llama(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    refuse_biases(config, has)
+    biased = config.has("attention_bias") and config.boolean("attention_bias")
+    if not biased and has("model.layers.0.self_attn.q_proj.bias"):
+        config.fail(
+            "attention_bias", "is not true, but the checkpoint has biases of self_attn.q_proj; say which is right"
+        )
+    windows = [0] * config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    activation = gated_activation(config, has, choices.activation)
+    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=biased)
+
+
+def _mistral(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    refuse_biases(config, has)
+    windows = sliding_windows(config, reads_layer_types=False)
+    activation = gated_activation(config, has, choices.activation)
+    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=False)
+
+
+def _qwen2(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    """Biases of queries, keys and values are fixed in modeling_qwen2.py."""
+    refuse_biases(config, has)
+    activation = gated_activation(config, has, choices.activation, relu_may_mean_drelu=True)
+    windows = windows_of_qwen(config)
+    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=True)
+
+
+def _bamboo(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    """Its class applies the configured activation to gate and to up."""
+    refuse_biases(config, has)
+    activation: Activation = "drelu"
+    if choices.activation is not None:
+        activation = choices.activation
+    elif (said := config.text("hidden_act")) not in ("relu", "drelu"):
+        config.fail("hidden_act", f"is {quoted(said)}, but Bamboo's class is known with relu only")
+    windows = sliding_windows(config, reads_layer_types=False)
+    return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=False)
+
+
+# MistralConfig in transformers/models/mistral/configuration_mistral.py.
+MISTRAL_DEFAULTS = {
+    **GATED_DEFAULTS,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096 * 32,
+    "sliding_window": 4096,
+    "eos_token_id": 2,
+}
+# LlamaConfig in transformers/models/llama/configuration_llama.py. num_key_value_heads: None means as many as heads.
+LLAMA_DEFAULTS = {
+    **GATED_DEFAULTS,
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 2,
+}
+# Qwen2Config in transformers/models/qwen2/configuration_qwen2.py.
+QWEN2_DEFAULTS = {
+    **GATED_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "eos_token_id": None,
+}
+
+FAMILY = Family(
+    name=NAME,
+    architectures={
+        "LlamaForCausalLM": Architecture(
+            config_class="LlamaConfig",
+            defaults=LLAMA_DEFAULTS,
+            read=_llama,
+            names=GATED_NAMES,
+            harmless=GATED_HARMLESS,
+        ),
+        "MistralForCausalLM": Architecture(
+            config_class="MistralConfig",
+            defaults=MISTRAL_DEFAULTS,
+            read=_mistral,
+            names=GATED_NAMES,
+            harmless=GATED_HARMLESS,
+        ),
+        "Qwen2ForCausalLM": Architecture(
+            config_class="Qwen2Config",
+            defaults=QWEN2_DEFAULTS,
+            read=_qwen2,
+            names=GATED_NAMES,
+            harmless=GATED_HARMLESS,
+        ),
+        # BambooConfig in configuration_bamboo.py of the models' own repositories (PowerInfer/Bamboo-base-v0_1).
+        "BambooForCausalLM": Architecture(
+            config_class="BambooConfig",
+            defaults=MISTRAL_DEFAULTS,
+            read=_bamboo,
+            names=GATED_NAMES,
+            harmless=GATED_HARMLESS,
+        ),
+    },
+    gguf={
+        "llama": GgufArchitecture(interleaved=True),
+        "qwen2": GgufArchitecture(interleaved=False, qkv_bias=True, relu_may_mean_drelu=True),
+    },
+)

@@ -1,0 +1,18 @@
+"""The families there are: a new one is a file beside this and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from neuronpipe.plans.models import llama
+from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (llama.FAMILY,)}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    name: architecture for family in FAMILIES.values() for name, architecture in family.architectures.items()
+}
+
+GGUF_ARCHITECTURES: Mapping[str, tuple[Family, GgufArchitecture]] = {
+    name: (family, architecture) for family in FAMILIES.values() for name, architecture in family.gguf.items()
+}

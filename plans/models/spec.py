@@ -1,0 +1,172 @@
+"""A model as data: what its architecture computes, without its weights and without its name.
+
+Everything else derives from this description: which tensors a package holds, what the engines compute, what memory a
+run takes. Nothing else asks which family a model is of.
+
+    step       x = embedding[token] (+ position_embedding[position])
+    each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x)))
+    logits     output(norm(x))
+    inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["relu", "drelu", "relu2", "silu"]
+NormKind = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
+NORMS: tuple[NormKind, ...] = ("rms", "layer")
+POSITIONS: tuple[Positions, ...] = ("rotary", "learned")
+
+MAX_WIDTH = 1 << 20
+MAX_NEURONS = 1 << 22
+MAX_LAYERS = 4096
+MAX_HEADS = 4096
+MAX_HEAD_WIDTH = 4096
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT_TOKENS = 1 << 24
+
+
+class SpecError(ValueError):
+    """A field of a description that contradicts another, or is out of its range."""
+
+    def __init__(self, field: str, complaint: str) -> None:
+        super().__init__(f"{field}: {complaint}")
+        self.field, self.complaint = field, complaint
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A run of layers that are alike.
+
+    layers: how many
+    window_tokens: a token attends to so many, itself among them; 0: to all before it
+    """
+
+    layers: int
+    window_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """An architecture with its sizes. Raises SpecError where fields contradict each other.
+
+    family: of plans/models/, for people; nothing computes by it
+    width: of the residual stream
+    neurons: of one expert's feed-forward
+    experts: of each layer; a dense model has one
+    layer_kinds: the layers from the first to the last, in runs of like ones
+    query_heads: heads of attention
+    key_heads: heads of keys and values; query_heads is a multiple
+    head_width: of a query, a key, a value
+    vocabulary: rows of the embedding
+    context_tokens: most positions of a text
+    norm: rms: x / rms(x) * weight; layer: (x - mean(x)) / deviation(x) * weight + bias
+    norm_epsilon: added to the mean square, or to the variance
+    positions: rotary: heads are rotated by tables of the package; learned: each has a row that is added at the start
+    head_norm: queries and keys are RMS-normed, each head by itself, before they are rotated
+    activation: of the feed-forward
+    gated: whether the feed-forward has Gate beside Up and Down
+    qkv_bias, output_bias: of attention's projections; ffn_bias: of Up and Down, in a feed-forward without Gate
+    tied_embeddings: the embedding is the output matrix too
+    """
+
+    family: str
+    width: int
+    neurons: int
+    experts: int = 1
+    layer_kinds: tuple[LayerKind, ...]
+    query_heads: int
+    key_heads: int
+    head_width: int
+    vocabulary: int
+    context_tokens: int
+    norm: NormKind = "rms"
+    norm_epsilon: float
+    positions: Positions = "rotary"
+    head_norm: bool = False
+    activation: Activation
+    gated: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field, most in (
+            ("width", MAX_WIDTH),
+            ("neurons", MAX_NEURONS),
+            ("experts", 1),
+            ("query_heads", MAX_HEADS),
+            ("key_heads", MAX_HEADS),
+            ("head_width", MAX_HEAD_WIDTH),
+            ("vocabulary", MAX_VOCABULARY),
+            ("context_tokens", MAX_CONTEXT_TOKENS),
+        ):
+            value = getattr(self, field)
+            self._require(field, 1 <= value <= most, f"{value} is not between 1 and {most}")
+        self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
+        self._require("layer_kinds", 1 <= self.layers <= MAX_LAYERS, f"{self.layers} layers, not 1 to {MAX_LAYERS}")
+        windows = (0 <= kind.window_tokens <= MAX_CONTEXT_TOKENS for kind in self.layer_kinds)
+        self._require("layer_kinds", all(windows), f"a window is not between 0 and {MAX_CONTEXT_TOKENS} tokens")
+        pairs = self.positions != "rotary" or self.head_width % 2 == 0
+        self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
+        multiple = self.query_heads % self.key_heads == 0
+        self._require("query_heads", multiple, f"{self.query_heads} is no multiple of key_heads, {self.key_heads}")
+        self._require("norm_epsilon", 0 <= self.norm_epsilon <= 1, f"{self.norm_epsilon} is not between 0 and 1")
+        plain = self.gated or self.activation in ("relu", "relu2")
+        self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
+        self._require("ffn_bias", not (self.gated and self.ffn_bias), "not supported where there is a gate")
+
+    def _require(self, field: str, holds: bool, complaint: str) -> None:
+        if not holds:
+            raise SpecError(field, complaint)
+
+    @property
+    def layers(self) -> int:
+        """Layers of all kinds."""
+        return sum(kind.layers for kind in self.layer_kinds)
+
+    @property
+    def windows_tokens(self) -> tuple[int, ...]:
+        """Each layer's window; 0: none."""
+        return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
+
+    @property
+    def query_width(self) -> int:
+        """Columns of attention_output."""
+        return self.query_heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """Rows of the key matrix, and of the value matrix."""
+        return self.key_heads * self.head_width
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the joined query, key and value matrix."""
+        return self.query_width + 2 * self.key_width
+
+    @property
+    def ffn_matrices(self) -> tuple[str, ...]:
+        """The matrices of the feed-forward, the trigger first."""
+        return ("gate", "up", "down") if self.gated else ("up", "down")
+
+    @property
+    def trigger(self) -> Literal["gate", "up"]:
+        """The matrix whose row decides whether a neuron fires."""
+        return "gate" if self.gated else "up"
+
+
+def runs_of(windows_tokens: list[int]) -> tuple[LayerKind, ...]:
+    """The layer kinds of a model whose layers have these windows, from the first to the last."""
+    kinds: list[LayerKind] = []
+    for window in windows_tokens:
+        if kinds and kinds[-1].window_tokens == window:
+            kinds[-1] = LayerKind(kinds[-1].layers + 1, window)
+        else:
+            kinds.append(LayerKind(1, window))
+    return tuple(kinds)
