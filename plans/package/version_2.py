@@ -23,6 +23,8 @@ PARTS = {"gate": "trigger", "rest": "value"}
 def as_version_3(record: Record) -> Record:
     """A manifest of version 2 as version 3 says it. What it cannot place stays as it is, for the reader to refuse."""
     values = record.without("")
+    if "model" in values:
+        record.fail("model", "unknown field; a newer version may understand it")
     shape = dict(_object(values.pop("shape", None)))
     layers = {name: shape.pop(name, None) for name in ("layers", "window_tokens")}
     values["version"] = 3
@@ -55,7 +57,7 @@ def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _layout(layout: Any) -> Any:
-    if not isinstance(layout, dict):
+    if not isinstance(layout, dict) or "matrices" in layout:
         return layout
     layout = _renamed(layout, {"gate_part_bytes": "trigger_part_bytes", "rest_part_bytes": "value_part_bytes"})
     layout["matrices"] = {}
