@@ -57,9 +57,11 @@ def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _layout(layout: Any) -> Any:
-    if not isinstance(layout, dict) or "matrices" in layout:
+    if not isinstance(layout, dict):
         return layout
     layout = _renamed(layout, {"gate_part_bytes": "trigger_part_bytes", "rest_part_bytes": "value_part_bytes"})
+    if "matrices" in layout:
+        return layout  # with gate, up and down, which are refused beside it
     layout["matrices"] = {}
     for name in ("gate", "up", "down"):
         if isinstance(place := layout.pop(name, None), dict):

@@ -309,7 +309,7 @@ static void say_hello(void)
     pack_number(&p, "index", strtoull(place_fact("INDEX"), NULL, 10));
     pack_number(&p, "pid", (uint64_t)getpid());
     pack_number(&p, "incarnation", strtoull(place_fact("INCARNATION"), NULL, 10));
-    pack_text(&p, "protocol", "1.0");
+    pack_text(&p, "protocol", "2.0");
     pack_number(&p, "slots", 0);
     if (*core)
         pack_number(&p, "core", strtoull(core, NULL, 10));

@@ -204,7 +204,7 @@ const uint8_t *wire_next(wire *w, size_t *bytes)
 
 void wire_send(wire *w, const uint8_t *map, size_t bytes)
 {
-    uint8_t head[16] = {MORE, 3, 'N', 'P', '1'};
+    uint8_t head[16] = {MORE, 3, 'N', 'P', '2'};
     size_t end = 5;
     if (!w->open)
         return;
