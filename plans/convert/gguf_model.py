@@ -1,4 +1,4 @@
-"""A GGUF file of architecture llama or qwen2."""
+"""A GGUF file, of any architecture that a family knows."""
 
 from __future__ import annotations
 
