@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from neuronpipe.plans.package.fixed import fixed_matrices, fixed_tensors, fixed_vectors
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
-from neuronpipe.plans.package.predictor import DEFAULT_RECALL
+from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
+from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
 
 BAR_WIDTH = 64
 MIB = 1 << 20

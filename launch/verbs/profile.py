@@ -19,7 +19,7 @@ from neuronpipe.launch.typed import as_typed
 from neuronpipe.plans.inspect import low_recall
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
-from neuronpipe.plans.package.predictor import DEFAULT_RECALL
+from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, StoredMatrix
 from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
-from neuronpipe.plans.convert.frequencies import hot_first, read_frequencies
+from neuronpipe.plans.convert.gguf_model import open_gguf
+from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.quantize import decode, encode
-from neuronpipe.plans.convert.source import open_checkpoint
-from neuronpipe.plans.models.spec import Activation
+from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import one_line
-from neuronpipe.plans.package.fixed import fixed_matrices
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import Chat, Manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_matrices
 from neuronpipe.plans.package.writer import PackageWriter, Rows
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 20  # of float32 rows in work at a time: small enough for the caches
@@ -78,6 +80,36 @@ def convert(
                 work.neurons(layer, np.arange(model.neurons) if shares is None else hot_first(shares[layer, 0]))
             writer.complete(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
             return writer.publish()
+
+
+def open_checkpoint(path: Path, options: Options) -> Checkpoint:
+    """Open a Hugging Face directory or a GGUF file: told by what is there, not by its name."""
+    refuse_no_source(path)
+    if path.is_dir():
+        return open_huggingface(path, options)
+    return open_gguf(path, options)
+
+
+def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
+    """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
+    expected = (model.layers, model.experts, model.neurons)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none
+            # The file is mapped first: a damaged header may promise more than there is memory.
+            shares = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises whatever Python's own parser makes of the header
+        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
+    if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
+        raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
+    if not ((shares >= 0) & (shares <= 1)).all():
+        raise UserError(f"{path}: firing shares lie between 0 and 1")
+    return np.asarray(shares, dtype=np.float32)
+
+
+def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Neuron numbers by falling share; among equals the order of the source."""
+    return np.argsort(-shares, kind="stable")
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:

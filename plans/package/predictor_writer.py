@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.package.manifest import MANIFEST, PREDICTOR, FileEntry, Manifest, Predictor, Side
-from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
+from neuronpipe.plans.package.tensors import predictor_tensors
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
+
+DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
 
 
 @dataclass(frozen=True)

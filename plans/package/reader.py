@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
     CHAT_TEMPLATE,
@@ -22,8 +21,8 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.parse import read_manifest, require_package
 from neuronpipe.plans.package.passing import forget, passing
-from neuronpipe.plans.package.predictor import predictor_tensors
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
+from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 

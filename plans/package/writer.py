@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
-from neuronpipe.plans.package.checksum import cluster_checksums
+from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.directory import PartialDirectory
-from neuronpipe.plans.package.fixed import fixed_tensors
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -27,6 +26,7 @@ from neuronpipe.plans.package.manifest import (
 )
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
+from neuronpipe.plans.package.tensors import fixed_tensors
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
@@ -53,6 +53,17 @@ def pack_clusters(layout: Layout, matrices: Sequence[Rows]) -> NDArray[np.uint8]
             filled[: len(piece)] = piece
             packed[:, offset : offset + count * piece.shape[1]] = filled.reshape(clusters, -1)
     return packed
+
+
+def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np.uint32]:
+    """crc32c of trigger part and value part, uint32 [clusters, 2], of contiguous bytes uint8 [clusters, stride]."""
+    start = ffi.from_buffer("uint8_t[]", clusters)
+    checksums = np.empty((len(clusters), 2), dtype="<u4")
+    for cluster in range(len(clusters)):
+        gate = start + cluster * layout.cluster_stride_bytes
+        checksums[cluster, 0] = lib.np_crc32c(0, gate, layout.trigger_part_bytes)
+        checksums[cluster, 1] = lib.np_crc32c(0, gate + layout.trigger_part_bytes, layout.value_part_bytes)
+    return checksums
 
 
 class PackageWriter:

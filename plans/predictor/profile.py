@@ -11,8 +11,7 @@ from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
-from neuronpipe.plans.package.predictor import DEFAULT_RECALL
-from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, write_predictor
+from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL, Activity, LayerFactors, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import Calibration, fit_layer, thresholds

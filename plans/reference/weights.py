@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode
-from neuronpipe.plans.package.checksum import cluster_checksums
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.package.writer import Rows, cluster_checksums
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
-from neuronpipe.plans.convert.source import open_checkpoint
+from neuronpipe.plans.convert.conversion import open_checkpoint
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.fixed import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.layout import Quantization, compute_layout, quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest, Source
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 
 from tests.conformance.checkpoints import tokenizer

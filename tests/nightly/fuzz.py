@@ -31,8 +31,8 @@ except ImportError:
     atheris = None
 with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.checkpoint import Options
+    from neuronpipe.plans.convert.conversion import open_checkpoint
     from neuronpipe.plans.convert.gguf_header import read_gguf_header
-    from neuronpipe.plans.convert.source import open_checkpoint
     from neuronpipe.plans.package.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
     from neuronpipe.plans.plan.plan import parse_plan

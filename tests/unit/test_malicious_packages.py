@@ -18,7 +18,7 @@ import pytest
 from neuronpipe.launch.generation import for_terminal
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
-from neuronpipe.plans.convert.source import open_checkpoint
+from neuronpipe.plans.convert.conversion import open_checkpoint
 from neuronpipe.plans.package.fields import parse_json
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.reader import Package

@@ -1,4 +1,4 @@
-"""The tensors of fixed.safetensors: everything but the neurons, by name."""
+"""The tensors of a package's safetensors files, by name: everything but the neurons, and the predictor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
+from neuronpipe.plans.package.manifest import Predictor
 
 QUANT_DTYPES = {"q4": "U8", "q8": "I8", "f16": "F16"}
 
@@ -62,3 +63,31 @@ def fixed_tensors(model: ModelSpec, quantization: Quantization) -> dict[str, tup
         if quantization != "f16":
             tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(quantization, columns) // 2))
     return tensors
+
+
+def predictor_matrices(model: ModelSpec, predictor: Predictor, layer: int) -> Iterator[tuple[str, int, int]]:
+    """(name, rows, columns) of one layer's quantized matrices, in the order of the file."""
+    name = f"layers.{layer}.predictor"
+    yield f"{name}.input", predictor.rank, model.width
+    for side in predictor.sides:
+        yield f"{name}.{side}", model.neurons, predictor.rank
+
+
+def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"layers.{layer}.predictor.{side}.bias": ("F32", (model.neurons,))
+        for layer in range(model.layers)
+        for side in predictor.sides
+    }
+    # Two-byte elements before those of one byte: an odd number of odd rows must not push scales off their alignment.
+    narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for layer in range(model.layers):
+        for name, rows, columns in predictor_matrices(model, predictor, layer):
+            quants = quant_bytes(predictor.quantization, columns)
+            if predictor.quantization == "f16":
+                tensors[f"{name}.quants"] = ("F16", (rows, columns))
+                continue
+            narrow[f"{name}.quants"] = (QUANT_DTYPES[predictor.quantization], (rows, quants))
+            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(predictor.quantization, columns) // 2))
+    return {**tensors, **narrow}

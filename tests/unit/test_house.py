@@ -1,0 +1,92 @@
+"""The house stays one that a newcomer finds their way in: no cycles, no crowds, no file too long and few too short."""
+
+from __future__ import annotations
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.models.registry import ARCHITECTURES
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("protocol", "native", "plans", "services", "launch")
+MAX_LINES, SHORT_LINES, MAX_SHORT_MODULES = 450, 40, 15
+LONG_BY_DESIGN = {"native/neuronpipe.h", "protocol/SPEC.md", "services/examples/loader.c"}
+
+
+def sources(*endings: str) -> list[Path]:
+    """The project's own files outside tests, as git or a checkout without it has them."""
+    return [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in endings and "__pycache__" not in path.parts and "package" not in path.parts[-2:-1]
+    ]
+
+
+def module_name(path: Path) -> str:
+    name = ".".join(("neuronpipe", *path.relative_to(ROOT).with_suffix("").parts))
+    return name.removesuffix(".__init__")
+
+
+def imported(path: Path, modules: set[str]) -> set[str]:
+    """Modules of ours that a file imports when it is loaded itself: not those that a function imports later."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in tree.body:
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & modules
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    paths = {module_name(path): path for path in sources(".py")}
+    graph = {name: imported(path, set(paths)) - {name} for name, path in paths.items()}
+    for name, targets in graph.items():  # a package is loaded before its modules, which it may name
+        graph[name] = {target for target in targets if not name.startswith(f"{target}.")}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as cycle:
+        pytest.fail(" <- ".join(cycle.args[1]))
+
+
+def test_no_header_includes_itself_over_others() -> None:
+    paths = {path.name: path for path in sources(".h")}
+    include = re.compile(r'^#include "(?:.*/)?([\w.]+)"', re.MULTILINE)
+    graph = {name: set(include.findall(path.read_text())) & set(paths) for name, path in paths.items()}
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_files_are_read_in_one_sitting() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(".py", ".c", ".h")}
+    assert {name: n for name, n in lengths.items() if n > MAX_LINES and name not in LONG_BY_DESIGN} == {}
+    short = [name for name, n in lengths.items() if name.endswith(".py") and 1 < n < SHORT_LINES]
+    assert len(short) <= MAX_SHORT_MODULES, short
+
+
+def test_no_room_is_crowded() -> None:
+    modules = [path for path in (ROOT / "services" / "coordinator").glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= 12
+    assert len([path for path in (ROOT / "launch").glob("*.py") if path.name != "__init__.py"]) <= 12
+
+
+def test_only_a_familys_file_knows_its_architectures() -> None:
+    knowing = {
+        str(path.relative_to(ROOT))
+        for path in sources(".py", ".c", ".h")
+        for name in ARCHITECTURES
+        if name in path.read_text()
+    }
+    assert {name for name in knowing if not name.startswith(("plans/models/", "plans/demo/"))} == set()
