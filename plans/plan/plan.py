@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 
-VERSION = 3
+VERSION = 4
 MAX_PLAN_BYTES = 16 << 20
 
 
