@@ -193,6 +193,9 @@ uint32_t np_reader_in_flight(const np_reader *reader);
 uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli; start with 0 */
 
 /* ---- residency (residency/) -------------------------------------------------------------------------------- */
+/* The parts of a cluster: the rows that decide whether a neuron fires, and the others. What there is of each part is an array by these. */
+enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
+
 /* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned.
  *   from     to       by      ordering
  *   absent   loading  loader  claims the cluster; bits 0-23 say for which slot it is read
@@ -221,8 +224,8 @@ enum {
  * as it is while this worker's window covers the cluster; a word that was read in any other way promises nothing. */
 uint32_t np_entry_look(uint32_t *word);
 
-/* A worker's window: the clusters it may be reading, published by np_long_store before it looks at their words.
- * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word array of a part. */
+/* A worker's window: the clusters it may be reading, of either part, published by np_long_store before it looks at their words.
+ * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word arrays of both parts. */
 
 /* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
  * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */
@@ -379,6 +382,12 @@ enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
 /* What a layer's predictor reads: the normed input of its attention or of its feed-forward. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1 };
 
+/* Where a matrix of the feed-forward lies in a cluster: its first row's quants and scales, each by part and offset within it. */
+typedef struct {
+    uint32_t part, quants;
+    uint32_t scales_part, scales;
+} np_matrix_place;
+
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
     uint32_t window_tokens; /* a token attends to this many positions at most; 0: to all */
@@ -386,15 +395,12 @@ typedef struct {
     int32_t type;       /* NP_F16, NP_Q8, NP_Q4: of every matrix */
     int32_t activation; /* NP_RELU ... */
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer */
-    uint32_t trigger_slot_bytes, value_slot_bytes;
-    uint32_t gate_quants, gate_scales;                           /* offsets in the trigger part */
-    uint32_t up_quants, down_quants;                             /* offsets in the value part */
-    uint32_t up_scales, down_scales;                             /* offsets in the part that holds them */
-    uint32_t scales_in_trigger;                                     /* 1: up and down scales lie in the trigger part */
-    uint32_t predictor_rank;                                     /* 0: no predictor, every gate is computed */
+    uint32_t slot_bytes[2];         /* by part */
+    np_matrix_place gate, up, down; /* the first of them is the trigger: its rows lie in that part */
+    uint32_t predictor_rank;        /* 0: no predictor, every trigger is computed */
     int32_t predictor_type;
-    int32_t predictor_relu;                                      /* 1: a rank vector's negative elements count as zero */
-    int32_t predictor_reads;                                     /* NP_READS_* */
+    int32_t predictor_relu;         /* 1: a rank vector's negative elements count as zero */
+    int32_t predictor_reads;        /* NP_READS_* */
 } np_shape;
 
 typedef struct {
@@ -433,9 +439,9 @@ typedef struct {
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
-    const uint8_t *trigger_slots, *value_slots;
-    uint32_t *trigger_entries, *value_entries;     /* [layers*clusters] */
-    uint64_t *trigger_window, *value_window;   /* this participant's own */
+    const uint8_t *slots[2];               /* by part */
+    uint32_t *entries[2];                  /* by part: [layers*clusters] */
+    uint64_t *window;                      /* this participant's own */
     uint32_t *arrivals;
     const uint32_t *epoch;
     np_barrier *barrier;
@@ -458,8 +464,10 @@ typedef struct {
 typedef struct np_engine np_engine;
 
 uint32_t np_engine_claims(uint32_t layers);
-/* All pointers are kept. Allocates; NULL when out of memory or when the shape or the configuration is inconsistent. */
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config);
+/* All pointers are kept. Allocates. NULL: *wrong names the field of shape, shared or config that is out of its range or contradicts
+ * another; or is NULL, when memory is short. */
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
+                            const char **wrong);
 void np_engine_destroy(np_engine *engine);
 /* One pass of `count` tokens over all layers, together with the other participants; then the logits of `logits_count` tokens from
  * `logits_first` on into logit rows 0... Every argument is checked. Returns NP_OK, NP_E_ARGUMENT, NP_E_EPOCH or NP_E_DAMAGED. */
@@ -471,8 +479,7 @@ typedef struct {
     uint64_t predicted;                          /* of them, whose gate was computed */
     uint64_t fired, active;                      /* pairs whose gate let them through; whose value is not zero */
     uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots: a row once for each token that reads it */
-    uint64_t trigger_clusters, trigger_missed;         /* cluster parts needed, and not there when computing came to them */
-    uint64_t value_clusters, value_missed;
+    uint64_t clusters[2], missed[2];             /* by part: clusters needed, and not there when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
     uint64_t step_ns, flash_ns, barrier_ns;         /* the whole step; of it waiting for flash, for other participants */
     int64_t damaged_word;                        /* word index of the failed part, or -1 */

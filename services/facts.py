@@ -23,7 +23,7 @@ def run_facts(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> 
         layers=model.layers,
         neurons=model.experts * model.neurons,
         clusters=manifest.clusters // model.layers,
-        participants=segments["residency"].layout["windows"].shape[1],
+        participants=segments["residency"].layout["windows"].shape[0],
         trigger_slots=memory.trigger_slots,
         value_slots=memory.value_slots,
         trigger_slot_bytes=manifest.trigger_slot_bytes,

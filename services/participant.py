@@ -19,6 +19,7 @@ ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2
 READS = {"feed_forward": lib.NP_READS_FEED_FORWARD, "attention": lib.NP_READS_ATTENTION}
 
 
+PARTS = {"trigger": lib.NP_TRIGGER, "value": lib.NP_VALUE}
 COUNTS = (
     "neurons",
     "predicted",
@@ -27,14 +28,13 @@ COUNTS = (
     "gate_rows",
     "up_rows",
     "down_rows",
-    "trigger_clusters",
-    "trigger_missed",
-    "value_clusters",
-    "value_missed",
     "foreseen",
     "foreseen_missed",
 )
 """Counters of a step, by the names of native/neuronpipe.h."""
+
+PART_COUNTS = ("clusters", "missed")
+"""Those that there are of each part: `trigger_clusters` and so on."""
 
 TIMES = ("step_ms", "flash_ms", "barrier_ms")
 """Times of a step: all of it, and what of it went into waiting for flash and for the other participants."""
@@ -51,7 +51,8 @@ class Damaged(Exception):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
     """Buffers of memory that participants share, each at least as long as native/neuronpipe.h says of the field of
-    np_shared by the same name. ranks, predicted: None in exact mode; activity: None where nobody counts."""
+    np_shared by the same name. slots, entries: by part. ranks, predicted: None in exact mode; activity: None where
+    nobody counts."""
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
@@ -64,12 +65,9 @@ class View:
     claims: Any
     logits: Any
     kv: Any
-    trigger_slots: Any
-    value_slots: Any
-    trigger_entries: Any
-    value_entries: Any
-    trigger_window: Any
-    value_window: Any
+    slots: tuple[Any, Any]
+    entries: tuple[Any, Any]
+    window: Any
     arrivals: Any
     epoch: Any
     barrier: Any
@@ -101,7 +99,15 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
     """The package's shape and layout as the native library wants them."""
     s, layout = manifest.model, manifest.layout
     predictor = manifest.predictor if predicts else None
-    trigger_slot_bytes, value_slot_bytes = slot_sizes(manifest)
+    places = {
+        matrix.name: {
+            "part": PARTS[matrix.part],
+            "quants": matrix.quants,
+            "scales_part": PARTS[matrix.scales_part],
+            "scales": matrix.scales,
+        }
+        for matrix in layout.matrices
+    }
     return ffi.new(
         "np_shape *",
         {
@@ -121,17 +127,26 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
-            "trigger_slot_bytes": trigger_slot_bytes,
-            "value_slot_bytes": value_slot_bytes,
-            **{f"{matrix.name}_quants": matrix.quants for matrix in layout.matrices},
-            **{f"{matrix.name}_scales": matrix.scales for matrix in layout.matrices},
-            "scales_in_trigger": layout.matrices[-1].scales_part == "trigger",
+            "slot_bytes": slot_sizes(manifest),
+            **places,
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": TYPES[predictor.quantization] if predictor else 0,
             "predictor_relu": predictor is not None and predictor.hidden == "relu",
             "predictor_reads": READS[predictor.reads] if predictor else 0,
         },
     )
+
+
+def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
+    """The native engine. Raises ValueError naming the field that is wrong, MemoryError when memory is short."""
+    wrong = ffi.new("const char **")
+    engine = lib.np_engine_create(shape, fixed, shared, config, wrong)
+    if engine != ffi.NULL:
+        return engine
+    if wrong[0] == ffi.NULL:
+        raise MemoryError("the engine's private memory could not be allocated")
+    field = ffi.string(wrong[0]).decode()
+    raise ValueError(f"the engine refuses `{field}`: it is out of its range, or contradicts another field")
 
 
 class Participant:
@@ -152,9 +167,7 @@ class Participant:
                 if field.name not in ("context_tokens", "predicts")
             },
         )
-        self._engine = lib.np_engine_create(shape, fixed, shared, native_config)
-        if self._engine == ffi.NULL:
-            raise MemoryError("the engine's private memory could not be allocated")
+        self._engine = create_engine(shape, fixed, shared, native_config)
 
     def close(self) -> None:
         """Free the engine."""
@@ -186,6 +199,7 @@ class Participant:
         """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
         counters = self._read_counters()
         counts = {name: getattr(counters, name) for name in COUNTS}
+        counts |= {f"{part}_{name}": getattr(counters, name)[n] for part, n in PARTS.items() for name in PART_COUNTS}
         return counts | {name: getattr(counters, f"{name[:-3]}_ns") / 1e6 for name in TIMES}
 
     def _check(self, result: int) -> None:
@@ -200,7 +214,7 @@ class Participant:
     def _describe_damage(self) -> str:
         counters = self._read_counters()
         layer, cluster = divmod(counters.damaged_word, self._manifest.layout.clusters)
-        part = "value" if counters.damaged_part else "trigger"
+        part = next(name for name, number in PARTS.items() if number == counters.damaged_part)
         n = self._manifest.layout.cluster_neurons
         return (
             f"bundles.bin: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
@@ -219,17 +233,20 @@ class Participant:
         self._keep.append(pinned)
         return ffi.cast(kind, pinned)
 
+    def _pointers(self, kind: str, buffers: Any) -> Any:
+        """A buffer's pointer; those of both parts where there are two."""
+        if isinstance(buffers, tuple):
+            return [self._pointer(kind, buffer) for buffer in buffers]
+        return self._pointer(kind, buffers)
+
     def _native_shared(self, view: View) -> Any:
         kinds = {
             "predicted": "uint8_t *",
             "claims": "uint32_t *",
             "kv": "uint16_t *",
-            "trigger_slots": "uint8_t *",
-            "value_slots": "uint8_t *",
-            "trigger_entries": "uint32_t *",
-            "value_entries": "uint32_t *",
-            "trigger_window": "uint64_t *",
-            "value_window": "uint64_t *",
+            "slots": "uint8_t *",
+            "entries": "uint32_t *",
+            "window": "uint64_t *",
             "arrivals": "uint32_t *",
             "epoch": "uint32_t *",
             "activity": "uint32_t *",
@@ -237,7 +254,7 @@ class Participant:
         }
         structures = {"requests": view.requests[0], "trace": view.trace[0]}
         names = [field.name for field in dataclasses.fields(View) if field.name not in ("fixed", *structures)]
-        pointers = {name: self._pointer(kinds.get(name, "float *"), getattr(view, name)) for name in names}
+        pointers = {name: self._pointers(kinds.get(name, "float *"), getattr(view, name)) for name in names}
         shared = ffi.new("np_shared *", pointers | structures)
         self._keep += [shared, view.requests, view.trace]
         return shared

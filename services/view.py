@@ -54,8 +54,6 @@ def participant_view(
     activity: array[int] | None = None,
 ) -> View:
     """The view of the participant with this window and ring of requests."""
-    windows = memory.view("residency", "windows")
-    participants = len(windows) // 2
     fixed = memory.view("fixed", "file")
     tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
     predictor = memory.view("fixed", "predictor")
@@ -74,12 +72,9 @@ def participant_view(
         barrier=stage("barriers"),
         logits=memory.view("exchange", "logits"),
         kv=memory.view("kv", "kv"),
-        trigger_slots=memory.view("slots", "trigger_slots"),
-        value_slots=memory.view("slots", "value_slots"),
-        trigger_entries=memory.view("residency", "trigger_entries"),
-        value_entries=memory.view("residency", "value_entries"),
-        trigger_window=windows[window : window + 1],
-        value_window=windows[participants + window : participants + window + 1],
+        slots=(memory.view("slots", "trigger_slots"), memory.view("slots", "value_slots")),
+        entries=(memory.view("residency", "trigger_entries"), memory.view("residency", "value_entries")),
+        window=memory.view("residency", "windows")[window : window + 1],
         arrivals=memory.view("residency", "arrivals"),
         epoch=memory.view("exchange", "epoch"),
         requests=rings.of(window),

@@ -8,13 +8,19 @@ np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t 
     return (np_range){range.from < all ? range.from : all, range.to < all ? range.to : all};
 }
 
-int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot)
+uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t cluster)
 {
-    const uint32_t index = engine->layer * engine->shape.clusters + cluster;
-    const uint32_t value = np_entry_look((part ? engine->shared.value_entries : engine->shared.trigger_entries) + index);
+    return layer * engine->shape.clusters + cluster;
+}
+
+int np_look_up(np_engine *engine, int part, uint32_t cluster)
+{
+    const uint32_t index = np_cluster_index(engine, engine->layer, cluster);
+    const uint32_t value = np_entry_look(&engine->shared.entries[part][index]);
+    engine->slot[part][cluster] = NP_NO_PIECE;
     switch (value & NP_ENTRY_STATE_MASK) {
     case NP_ENTRY_PRESENT:
-        *slot = value & NP_ENTRY_SLOT_MASK;
+        engine->slot[part][cluster] = value & NP_ENTRY_SLOT_MASK;
         return 1;
     case NP_ENTRY_FAILED:
         engine->counters.damaged_word = index;
@@ -27,12 +33,12 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot)
 
 uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts)
 {
-    const uint32_t index = layer * engine->shape.clusters + cluster;
+    const uint32_t index = np_cluster_index(engine, layer, cluster);
     uint32_t lacking = 0;
-    if (parts & NP_REQUEST_TRIGGER && (np_entry_look(&engine->shared.trigger_entries[index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
+    if (parts & NP_REQUEST_TRIGGER && (np_entry_look(&engine->shared.entries[NP_TRIGGER][index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
         lacking |= NP_REQUEST_TRIGGER;
     /* Only looked at, not marked as used: a neuron that is wanted may still not fire. */
-    if (parts & NP_REQUEST_VALUE && (np_word_load(&engine->shared.value_entries[index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
+    if (parts & NP_REQUEST_VALUE && (np_word_load(&engine->shared.entries[NP_VALUE][index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
         lacking |= NP_REQUEST_VALUE;
     return lacking ? lacking | index : 0;
 }

@@ -4,8 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
-
 static size_t larger(size_t a, size_t b)
 {
     return a > b ? a : b;
@@ -30,32 +28,11 @@ static int vectors_create(np_vectors *vectors, int type, size_t longest, size_t 
     return vectors->prepared && (tokens < NP_PANEL_TOKENS || vectors->panel);
 }
 
-static int shape_is_consistent(const np_shape *s)
+np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
+                            const char **wrong)
 {
-    return s->width && s->neurons && s->layers && s->query_heads && s->key_heads && s->head_width && s->vocabulary &&
-           s->context_tokens && s->head_width % 2 == 0 && s->query_heads % s->key_heads == 0 && s->cluster_neurons &&
-           s->block_neurons && s->block_neurons % s->cluster_neurons == 0 &&
-           s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS &&
-           (uint64_t)s->clusters * s->cluster_neurons >= s->neurons &&
-           (uint64_t)s->clusters * s->cluster_neurons <= (uint64_t)s->blocks * s->block_neurons &&
-           (uint64_t)s->layers * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u && s->activation >= NP_RELU &&
-           s->activation <= NP_SILU && np_quant_bytes(s->type, s->width) > 0 &&
-           np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0 &&
-           (!s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0);
-}
-
-static int config_is_consistent(const np_engine_config *p, const np_shape *s)
-{
-    return p->sequences && p->max_tokens && p->logit_rows && p->participants && p->participant < p->participants && p->window_blocks &&
-           p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks);
-}
-
-np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
-{
-    if (!shape_is_consistent(shape) || !config_is_consistent(config, shape) ||
-        (shape->predictor_rank && (!shared->ranks || !shared->predicted)))
-        return NULL;
-    np_engine *engine = calloc(1, sizeof *engine);
+    *wrong = np_engine_wrong_field(shape, shared, config);
+    np_engine *engine = *wrong ? NULL : calloc(1, sizeof *engine);
     if (!engine)
         return NULL;
     engine->shape = *shape;
@@ -79,8 +56,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(4 * (size_t)shape->context_tokens * sizeof(float)); /* as np_attend wants them */
     engine->cluster_state = aligned_zeros(shape->clusters);
-    engine->trigger_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
-    engine->value_slot = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    for (int part = 0; part < NP_PARTS; part++)
+        engine->slot[part] = aligned_zeros(shape->clusters * sizeof(uint32_t));
     engine->pending = aligned_zeros(shape->blocks * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
@@ -93,8 +70,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
-    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->trigger_slot ||
-        !engine->value_slot || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
+    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->slot[NP_TRIGGER] ||
+        !engine->slot[NP_VALUE] || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
         !engine->list.neurons || !engine->asked) {
         np_engine_destroy(engine);
         return NULL;
@@ -118,8 +95,8 @@ void np_engine_destroy(np_engine *engine)
     free(engine->rows);
     free(engine->scores);
     free(engine->cluster_state);
-    free(engine->trigger_slot);
-    free(engine->value_slot);
+    for (int part = 0; part < NP_PARTS; part++)
+        free(engine->slot[part]);
     free(engine->pending);
     free(engine->list.quants);
     free(engine->list.scales);

@@ -53,7 +53,7 @@ struct np_engine {
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
     uint8_t *cluster_state;    /* [clusters] NP_CLUSTER_* bits */
-    uint32_t *trigger_slot, *value_slot; /* [clusters] NP_NO_PIECE until found; good while the window is open */
+    uint32_t *slot[NP_PARTS];  /* by part: [clusters] NP_NO_PIECE until found; good while the window is open */
     uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
     uint32_t pending_count;
     np_row_list list;
@@ -74,6 +74,9 @@ enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that
 
 /* Work that participants take piece by piece. One counter each per layer; the logits have one of their own. */
 enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
+
+/* The first field that is out of its range or contradicts another, or NULL (check.c). */
+const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared, const np_engine_config *config);
 
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
@@ -114,9 +117,12 @@ int np_add_downs(np_engine *engine, uint32_t block, np_range tokens);
 enum { NP_DENSE_TOKENS = 16 };
 
 /* Residency (ask.c) */
+/* The index of a cluster's entries, in either part. */
+uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t cluster);
 np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block);
-/* 1 when the part is present (its slot in *slot, good while the window is open), 0 when it is not, NP_E_DAMAGED when it failed. */
-int np_look_up(np_engine *engine, int part, uint32_t cluster, uint32_t *slot);
+/* 1 when the part is present: its slot is in engine->slot, good while the window is open. 0 when it is not there, and the slot
+ * NP_NO_PIECE. NP_E_DAMAGED when it failed. */
+int np_look_up(np_engine *engine, int part, uint32_t cluster);
 /* The request for what a cluster lacks of these parts (NP_REQUEST_TRIGGER, NP_REQUEST_VALUE), or 0. */
 uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts);
 /* Ask the loader for clusters that the step waits for. Returns NP_OK or NP_E_EPOCH. */

@@ -71,8 +71,7 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 /* ---- windows ---------------------------------------------------------------------------------------------------- */
 static void close_window(np_engine *engine)
 {
-    np_long_store(engine->shared.trigger_window, 0);
-    np_long_store(engine->shared.value_window, 0);
+    np_long_store(engine->shared.window, 0);
     engine->window = (np_range){0, 0};
 }
 
@@ -84,13 +83,12 @@ static void open_window(np_engine *engine, uint32_t block)
     const uint32_t first = block / engine->config.window_blocks * engine->config.window_blocks;
     const uint32_t end = s->blocks - first < engine->config.window_blocks ? s->blocks : first + engine->config.window_blocks;
     const np_range clusters = np_clusters_of(engine, first, end);
-    const uint64_t base = (uint64_t)engine->layer * s->clusters;
+    const uint64_t base = np_cluster_index(engine, engine->layer, 0);
     engine->window = (np_range){first, end};
-    np_long_store(engine->shared.trigger_window, (base + clusters.from) << 32 | (base + clusters.to));
-    np_long_store(engine->shared.value_window, (base + clusters.from) << 32 | (base + clusters.to));
+    np_long_store(engine->shared.window, (base + clusters.from) << 32 | (base + clusters.to));
     memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        engine->trigger_slot[cluster] = engine->value_slot[cluster] = NP_NO_PIECE;
+        engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NO_PIECE;
     if (!engine->config.prefetch || s->predictor_rank || block != first)
         return;
     const uint32_t parts = engine->count >= NP_DENSE_TOKENS ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;

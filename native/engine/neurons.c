@@ -50,29 +50,29 @@ static void dot_listed(np_engine *engine, uint32_t t, const np_fetch *fetch)
                      engine->list.values, 0);
 }
 
-/* A neuron's rows in the slots of its cluster. */
-static const uint8_t *trigger_part(const np_engine *engine, uint32_t cluster)
+/* The first rows of a cluster in its slots. */
+static const uint8_t *slot_of(const np_engine *engine, uint32_t part, uint32_t cluster)
 {
-    return engine->shared.trigger_slots + (size_t)engine->trigger_slot[cluster] * engine->shape.trigger_slot_bytes;
+    return engine->shared.slots[part] + (size_t)engine->slot[part][cluster] * engine->shape.slot_bytes[part];
 }
 
-static const uint8_t *value_part(const np_engine *engine, uint32_t cluster)
+static const uint8_t *quants_of(const np_engine *engine, const np_matrix_place *matrix, uint32_t cluster)
 {
-    return engine->shared.value_slots + (size_t)engine->value_slot[cluster] * engine->shape.value_slot_bytes;
+    return slot_of(engine, matrix->part, cluster) + matrix->quants;
+}
+
+static const uint8_t *scales_of(const np_engine *engine, const np_matrix_place *matrix, uint32_t cluster)
+{
+    return slot_of(engine, matrix->scales_part, cluster) + matrix->scales;
 }
 
 /* Where the value part seems to be, good for fetching only; the trigger part when it is not there. */
-static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *gate)
+static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster)
 {
-    const uint32_t value = np_word_load(&engine->shared.value_entries[engine->layer * engine->shape.clusters + cluster]);
+    const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, cluster)]);
     if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
-        return gate;
-    return engine->shared.value_slots + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.value_slot_bytes;
-}
-
-static const uint8_t *scales_part(const np_engine *engine, uint32_t cluster)
-{
-    return engine->shape.scales_in_trigger ? trigger_part(engine, cluster) : value_part(engine, cluster);
+        return slot_of(engine, NP_TRIGGER, cluster);
+    return engine->shared.slots[NP_VALUE] + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.slot_bytes[NP_VALUE];
 }
 
 /* ---- gates ------------------------------------------------------------------------------------------------------ */
@@ -83,14 +83,14 @@ static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int 
     const uint32_t n = s->cluster_neurons;
     engine->list.count = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-        if (engine->cluster_state[cluster] & NP_CLUSTER_TRIGGERED || engine->trigger_slot[cluster] == NP_NO_PIECE)
+        if (engine->cluster_state[cluster] & NP_CLUSTER_TRIGGERED || engine->slot[NP_TRIGGER][cluster] == NP_NO_PIECE)
             continue;
-        const uint8_t *part = trigger_part(engine, cluster);
-        engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster, part) : NULL;
+        const uint8_t *quants = quants_of(engine, &s->gate, cluster), *scales = scales_of(engine, &s->gate, cluster);
+        engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster) : NULL;
         for (uint32_t i = 0; i < n; i++) {
             if (np_is_predicted(engine, cluster * n + i, t))
-                list_row(engine, part + s->gate_quants + (size_t)i * engine->row_quant_bytes,
-                         part + s->gate_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, 0.0f);
+                list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
+                         cluster * n + i, 0.0f);
             else
                 *hidden_of(engine, t, cluster * n + i) = 0.0f;
         }
@@ -118,7 +118,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
     const np_shape *s = &engine->shape;
     const int own_slot = s->cluster_neurons == 1;
     if (!s->predictor_rank && engine->count > 1) { /* all tokens want all gates */
-        const np_fetch fetch = {own_slot ? s->trigger_slot_bytes : 0, NULL, 0};
+        const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, NULL, 0};
         list_triggers(engine, clusters, 0, 0);
         if (engine->count >= NP_PANEL_TOKENS)
             np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
@@ -131,7 +131,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
     } else {
         /* A neuron that was predicted will most likely fire: its value part comes along. */
         const int whole = own_slot && s->predictor_rank;
-        const np_fetch fetch = {own_slot ? s->trigger_slot_bytes : 0, whole ? engine->list.beside : NULL, s->value_slot_bytes};
+        const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, whole ? engine->list.beside : NULL, s->slot_bytes[NP_VALUE]};
         for (uint32_t t = 0; t < engine->count; t++) {
             list_triggers(engine, clusters, t, whole);
             dot_listed(engine, t, &fetch);
@@ -139,7 +139,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
         }
     }
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        if (engine->trigger_slot[cluster] != NP_NO_PIECE)
+        if (engine->slot[NP_TRIGGER][cluster] != NP_NO_PIECE)
             engine->cluster_state[cluster] |= NP_CLUSTER_TRIGGERED;
 }
 
@@ -160,17 +160,16 @@ int np_find_triggers(np_engine *engine, np_range clusters)
             *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_TRIGGERED | NP_CLUSTER_UPPED;
             continue;
         }
-        const int there = np_look_up(engine, 0, cluster, &engine->trigger_slot[cluster]);
+        const int there = np_look_up(engine, NP_TRIGGER, cluster);
         if (there < 0)
             return there;
         if (!(*state & NP_CLUSTER_LOOKED)) {
-            engine->counters.trigger_clusters++;
-            engine->counters.trigger_missed += !there;
+            engine->counters.clusters[NP_TRIGGER]++;
+            engine->counters.missed[NP_TRIGGER] += !there;
         }
         *state |= NP_CLUSTER_LOOKED;
         if (there)
             continue;
-        engine->trigger_slot[cluster] = NP_NO_PIECE;
         missing++;
         if (!(*state & NP_CLUSTER_TRIGGER_ASKED)) {
             *state |= NP_CLUSTER_TRIGGER_ASKED;
@@ -193,23 +192,20 @@ int np_find_values(np_engine *engine, np_range clusters)
         uint8_t *state = &engine->cluster_state[cluster];
         if ((*state & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED)
             continue;
-        const int there = np_look_up(engine, 1, cluster, &engine->value_slot[cluster]);
+        const int there = np_look_up(engine, NP_VALUE, cluster);
         if (there < 0)
             return there;
         if (!(*state & NP_CLUSTER_VALUE_ASKED)) {
             *state |= NP_CLUSTER_VALUE_ASKED;
-            engine->counters.value_clusters++;
-            engine->counters.value_missed += !there;
+            engine->counters.clusters[NP_VALUE]++;
+            engine->counters.missed[NP_VALUE] += !there;
             if (!there) {
                 const uint32_t lacking = np_lacking(engine, engine->layer, cluster, NP_REQUEST_VALUE);
                 if (lacking)
                     engine->asked[asked++] = lacking;
             }
         }
-        if (!there) {
-            engine->value_slot[cluster] = NP_NO_PIECE;
-            missing++;
-        }
+        missing += !there;
     }
     const int done = np_ask(engine, engine->asked, asked);
     return done < 0 ? done : missing;
@@ -220,14 +216,14 @@ void np_compute_values(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
-    const np_fetch fetch = {n == 1 ? s->value_slot_bytes : 0, NULL, 0}; /* the row of Down lies behind that of Up */
+    const np_fetch fetch = {n == 1 ? s->slot_bytes[NP_VALUE] : 0, NULL, 0}; /* the row of Down lies behind that of Up */
     for (uint32_t t = 0; t < engine->count; t++) {
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
             if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED ||
-                engine->value_slot[cluster] == NP_NO_PIECE)
+                engine->slot[NP_VALUE][cluster] == NP_NO_PIECE)
                 continue;
-            const uint8_t *quants = value_part(engine, cluster) + s->up_quants, *scales = scales_part(engine, cluster) + s->up_scales;
+            const uint8_t *quants = quants_of(engine, &s->up, cluster), *scales = scales_of(engine, &s->up, cluster);
             for (uint32_t i = 0; i < n; i++)
                 if (*hidden_of(engine, t, cluster * n + i) != 0.0f)
                     list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
@@ -244,18 +240,16 @@ void np_compute_values(np_engine *engine, np_range clusters)
         engine->counters.up_rows += engine->list.count;
     }
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->value_slot[cluster] != NP_NO_PIECE)
+        if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->slot[NP_VALUE][cluster] != NP_NO_PIECE)
             engine->cluster_state[cluster] |= NP_CLUSTER_UPPED;
 }
 
 /* Where a cluster that fired is. Whoever computed its values found it; another participant, adding its rows of Down, looks for itself. */
 static int find_again(np_engine *engine, uint32_t cluster)
 {
-    for (int part = 0; part < 2; part++) {
-        uint32_t *slot = part ? &engine->value_slot[cluster] : &engine->trigger_slot[cluster];
-        if (*slot == NP_NO_PIECE && np_look_up(engine, part, cluster, slot) != 1)
+    for (int part = 0; part < NP_PARTS; part++)
+        if (engine->slot[part][cluster] == NP_NO_PIECE && np_look_up(engine, part, cluster) != 1)
             return NP_E_ARGUMENT; /* not inside a window */
-    }
     return NP_OK;
 }
 
@@ -276,8 +270,8 @@ int np_add_downs(np_engine *engine, uint32_t block, np_range tokens)
                 const int found = find_again(engine, cluster);
                 if (found < 0)
                     return found;
-                list_row(engine, value_part(engine, cluster) + s->down_quants + (size_t)i * engine->row_quant_bytes,
-                         scales_part(engine, cluster) + s->down_scales + (size_t)i * engine->row_scale_bytes, cluster * n + i, value);
+                list_row(engine, quants_of(engine, &s->down, cluster) + (size_t)i * engine->row_quant_bytes,
+                         scales_of(engine, &s->down, cluster) + (size_t)i * engine->row_scale_bytes, cluster * n + i, value);
             }
         memset(partial, 0, s->width * sizeof *partial);
         np_add_rows(s->type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);

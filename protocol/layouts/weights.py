@@ -84,9 +84,8 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
     fields.add(
         "windows",
         "u64",
-        2,
         "participants",
-        by="each participant its own, of either part",
+        by="each participant its own, of both parts",
         to="cache",
         ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
     )

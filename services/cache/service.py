@@ -64,9 +64,7 @@ class CacheService:
         ]
         self._entries = [self._memory.view("residency", name) for name in NAMES]
         self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]
-        windows = self._memory.view("residency", "windows")
-        self._participants = len(windows) // 2
-        self._windows = ffi.from_buffer("uint64_t[]", windows)
+        self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
         self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
@@ -151,8 +149,8 @@ class CacheService:
             self._pointers[part],
             len(self._entries[part]),
             self._hands[part],
-            self._windows + part * self._participants,
-            self._participants,
+            self._windows,
+            len(self._windows),
             want,
             slots,
         )

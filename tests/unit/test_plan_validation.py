@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.participant import native_shape
+from neuronpipe.services.participant import create_engine, native_shape
 
 from tests.unit.test_planner import device, least_bytes, manifest
 
@@ -176,9 +176,47 @@ def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int
     shape, fixed, shared = native_shape(m, 8, predicts=False), ffi.new("np_fixed *"), ffi.new("np_shared *")
 
     def create(config: dict[str, int]) -> Any:
-        return lib.np_engine_create(shape, fixed, shared, ffi.new("np_engine_config *", config))
+        return create_engine(shape, fixed, shared, ffi.new("np_engine_config *", config))
 
-    engine = create(right)
-    assert engine != ffi.NULL
-    lib.np_engine_destroy(engine)
-    assert create(right | wrong) == ffi.NULL
+    lib.np_engine_destroy(create(right))
+    with pytest.raises(ValueError, match=f"refuses `{next(iter(wrong))}`"):
+        create(right | wrong)
+
+
+def of_gate(**fields: int) -> dict[str, dict[str, int]]:
+    """The trigger's place with some of it changed."""
+    place = native_shape(manifest(), 8, predicts=False).gate
+    return {"gate": {name: getattr(place, name) for name in ("part", "quants", "scales_part", "scales")} | fields}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"width": 0}, "width"),
+        ({"width": 33}, "width"),
+        ({"key_heads": 0}, "key_heads"),
+        ({"head_width": 7}, "head_width"),
+        ({"query_heads": 3, "key_heads": 2}, "query_heads"),
+        ({"activation": 9}, "activation"),
+        ({"cluster_neurons": 0}, "cluster_neurons"),
+        ({"clusters": 1}, "clusters"),
+        ({"layers": (1 << 24) + 1}, "clusters"),
+        ({"blocks": 0}, "blocks"),
+        ({"slot_bytes": [64, 1 << 20]}, "gate"),
+        ({"slot_bytes": [1 << 20, 64]}, "up"),
+        (of_gate(part=1), "gate"),
+        (of_gate(scales_part=2), "gate"),
+        (of_gate(quants=0xFFFFFFFF), "gate"),
+        ({"predictor_rank": 33, "predictor_type": lib.NP_Q4}, "predictor_rank"),
+        ({"predictor_rank": 32, "predictor_type": lib.NP_Q4}, "ranks"),
+    ],
+)
+def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], field: str) -> None:
+    m = manifest()
+    shape = native_shape(m, 8, predicts=False)
+    for name, value in wrong.items():
+        setattr(shape, name, value)
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "participants": 1, "window_blocks": 1}
+    native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
+    with pytest.raises(ValueError, match=f"refuses `{field}`"):
+        create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)

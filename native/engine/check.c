@@ -1,0 +1,80 @@
+/* Whether what an engine is made of fits together: what is wrong is named by its field. */
+#include "engine.h"
+
+enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
+
+/* The first of these conditions that does not hold, or NULL. */
+#define FIRST_WRONG(...)                                                  \
+    do {                                                                  \
+        const struct {                                                    \
+            const char *field;                                            \
+            int holds;                                                    \
+        } conditions[] = {__VA_ARGS__};                                   \
+        for (size_t i = 0; i < sizeof conditions / sizeof *conditions; i++) \
+            if (!conditions[i].holds)                                     \
+                return conditions[i].field;                               \
+        return NULL;                                                      \
+    } while (0)
+
+static const char *wrong_size(const np_shape *s)
+{
+    FIRST_WRONG({"width", s->width && np_quant_bytes(s->type, s->width) > 0}, {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
+                {"key_heads", s->key_heads > 0}, {"head_width", s->head_width && s->head_width % 2 == 0},
+                {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0 &&
+                                    np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0},
+                {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
+                {"activation", s->activation >= NP_RELU && s->activation <= NP_SILU},
+                {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
+}
+
+static const char *wrong_layout(const np_shape *s)
+{
+    const uint64_t stored = (uint64_t)s->clusters * s->cluster_neurons;
+    FIRST_WRONG({"cluster_neurons", s->cluster_neurons > 0},
+                {"block_neurons", s->block_neurons && s->cluster_neurons && s->block_neurons % s->cluster_neurons == 0 &&
+                                      s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS},
+                {"blocks", stored <= (uint64_t)s->blocks * s->block_neurons},
+                {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
+}
+
+/* Whether `rows` of so many bytes from `offset` on lie within a slot of `part`. */
+static int fits(const np_shape *s, uint32_t part, uint32_t offset, size_t row_bytes)
+{
+    return part < NP_PARTS && offset + (uint64_t)s->cluster_neurons * row_bytes <= s->slot_bytes[part];
+}
+
+/* part: where its rows must be. */
+static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part)
+{
+    return place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
+           fits(s, place->part, place->quants, np_quant_bytes(s->type, s->width)) &&
+           fits(s, place->scales_part, place->scales, np_scale_bytes(s->type, s->width));
+}
+
+static const char *wrong_place(const np_shape *s)
+{
+    FIRST_WRONG({"gate", is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, NP_VALUE)},
+                {"down", is_placed(s, &s->down, NP_VALUE)});
+}
+
+static const char *wrong_config(const np_engine_config *p, const np_shape *s)
+{
+    FIRST_WRONG({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
+                {"participants", p->participants > 0}, {"participant", p->participant < p->participants},
+                {"window_blocks", p->window_blocks > 0},
+                {"partial_tokens", p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks)});
+}
+
+const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared, const np_engine_config *config)
+{
+    const char *wrong = wrong_size(shape);
+    if (!wrong)
+        wrong = wrong_layout(shape);
+    if (!wrong)
+        wrong = wrong_place(shape);
+    if (!wrong)
+        wrong = wrong_config(config, shape);
+    if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))
+        wrong = shared->ranks ? "predicted" : "ranks";
+    return wrong;
+}
