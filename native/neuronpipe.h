@@ -88,6 +88,9 @@ void np_decode_row(int type, const void *quants, const void *scales, size_t n, f
 /* out = x / rms(x) * weight, rms with epsilon under the root. out may be x. */
 void np_rms_norm(const float *x, const float *weight, size_t n, float epsilon, float *out);
 
+/* out = (x - mean(x)) / deviation(x) * weight + bias, the deviation with epsilon under the root. out may be x. */
+void np_layer_norm(const float *x, const float *weight, const float *bias, size_t n, float epsilon, float *out);
+
 /* Rotate one head in place: pairs (j, j+width/2) by angle position * inverse_frequency[j]. */
 void np_rope(float *head, size_t width, const float *inverse_frequency, int32_t position);
 

@@ -28,6 +28,36 @@ static void test_rms_norm(const char *isa) {
     CHECK(zeros[0] == 0.0f, "zero stays zero: %g", zeros[0]);
 }
 
+/* offset: what all of x has in common, which the norm takes off. */
+static void layer_norm_case(const char *isa, size_t n, float offset) {
+    float x[4096] = {0}, weight[4096] = {0}, bias[4096] = {0}, out[4096];
+    double mean = 0, square = 0;
+    for (size_t j = 0; j < n; j++) {
+        x[j] = offset + 5.0f * random_float(), weight[j] = random_float(), bias[j] = random_float();
+        mean += (double)x[j] / (double)n;
+    }
+    for (size_t j = 0; j < n; j++) square += (x[j] - mean) * (x[j] - mean) / (double)n;
+    np_layer_norm(x, weight, bias, n, 1e-5f, out);
+    for (size_t j = 0; j < n; j++) {
+        const double scaled = (x[j] - mean) / sqrt(square + 1e-5) * weight[j], want = scaled + bias[j];
+        CHECK(fabs(out[j] - want) <= 4e-7 * (fabs(scaled) + fabs(want)), "%s n=%zu [%zu]: %g, want %g", isa, n, j, out[j], want);
+    }
+    np_layer_norm(x, weight, bias, n, 1e-5f, x);
+    CHECK(memcmp(x, out, n * sizeof *x) == 0, "%s n=%zu: out may be x", isa, n);
+}
+
+static void test_layer_norm(const char *isa) {
+    static const size_t lengths[] = {1, 7, 8, 31, 320, 4096};
+    for (size_t k = 0; k < 6; k++) {
+        layer_norm_case(isa, lengths[k], 0.0f);
+        layer_norm_case(isa, lengths[k], 1000.0f);
+    }
+    float same[9], ones[9], bias[9];
+    for (int j = 0; j < 9; j++) same[j] = 3.0f, ones[j] = 1.0f, bias[j] = (float)j;
+    np_layer_norm(same, ones, bias, 9, 1e-5f, same);
+    CHECK(memcmp(same, bias, sizeof same) == 0, "%s what does not deviate becomes the bias: %g", isa, same[1]);
+}
+
 static void test_rope(const char *isa) {
     static const int32_t positions[] = {0, 1, 2, 31, 4095, 131071, 900000};
     for (size_t k = 0; k < 7; k++) {
@@ -132,6 +162,7 @@ static void test_sums(const char *isa) {
 
 static void test_isa(const char *isa) {
     test_rms_norm(isa);
+    test_layer_norm(isa);
     test_rope(isa);
     test_exponential(isa);
     test_attend(isa);
