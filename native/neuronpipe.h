@@ -382,6 +382,7 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * rows or block of neurons that nobody has taken (claims). What is computed never depends on who took it: a row, a head, a block is
  * always computed whole, by the same kernel, in index order. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
+enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* What a layer's predictor reads: the normed input of its attention or of its feed-forward. */
 enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1 };
 
@@ -393,13 +394,17 @@ typedef struct {
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
-    uint32_t window_tokens; /* a token attends to this many positions at most; 0: to all */
-    float norm_epsilon;
-    int32_t type;       /* NP_F16, NP_Q8, NP_Q4: of every matrix */
-    int32_t activation; /* NP_RELU ... */
-    uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer */
+    uint32_t experts;               /* of each layer: 1 */
+    int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
+    float norm_epsilon;             /* of every norm */
+    int32_t head_norm;              /* 1: queries and keys are RMS-normed, each head by itself, before they are rotated */
+    int32_t rotary;                 /* 1: heads are rotated; 0: a position has a learned row, which is added to the embedding */
+    int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of every matrix */
+    int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
+    int32_t gated;                  /* 1: a neuron's value is activation(gate) * up; 0: activation(up), and there is no gate */
+    uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer and expert */
     uint32_t slot_bytes[2];         /* by part */
-    np_matrix_place gate, up, down; /* the first of them is the trigger: its rows lie in that part */
+    np_matrix_place gate, up, down; /* the first that there is lies in the trigger part, the others in the value part */
     uint32_t predictor_rank;        /* 0: no predictor, every trigger is computed */
     int32_t predictor_type;
     int32_t predictor_relu;         /* 1: a rank vector's negative elements count as zero */
@@ -410,23 +415,32 @@ typedef struct {
     const void *quants, *scales;
 } np_matrix;
 
-/* Predicted: gate score + gate_bias > 0 and, when there is an up side, up score + up_bias > 0. */
 typedef struct {
-    np_matrix input;           /* [rank, width] */
-    np_matrix gate, up;        /* [neurons, rank]; up.quants NULL: the gate side alone */
-    const float *gate_bias, *up_bias; /* [neurons] */
+    const float *weight, *bias; /* bias: of NP_NORM_LAYER alone */
+} np_norm;
+
+/* Predicted: score + bias > 0 on every side. The first guesses the trigger; the second, behind a gate, whether Up is positive. */
+typedef struct {
+    np_matrix input;        /* [rank, width] */
+    np_matrix sides[2];     /* [neurons, rank]; sides[1].quants NULL: the trigger alone */
+    const float *biases[2]; /* [neurons] */
 } np_predictor;
 
 typedef struct {
+    uint32_t window_tokens; /* a token attends to this many positions at most; 0: to all */
     np_matrix qkv, attention_output;
-    const float *qkv_bias; /* NULL: none */
-    const float *attention_norm, *ffn_norm;
-    np_predictor predictor; /* looked at when shape.predictor_rank > 0 */
+    np_norm attention_norm, ffn_norm;
+    const float *qkv_bias, *attention_output_bias;  /* NULL: none */
+    const float *query_norm, *key_norm;             /* [head_width], where shape.head_norm */
+    const float *up_bias, *down_bias;               /* [neurons], [width], where there is no gate; NULL: none */
+    np_predictor predictor;                         /* looked at when shape.predictor_rank > 0 */
 } np_layer;
 
 typedef struct {
     np_matrix embedding, output;
-    const float *output_norm, *inverse_frequency;
+    np_norm output_norm;
+    const float *inverse_frequency;  /* [head_width/2], where shape.rotary */
+    const float *position_embedding; /* [context_tokens][width], where not */
     const np_layer *layers;
 } np_fixed;
 
@@ -435,7 +449,7 @@ typedef struct {
     float *residual;   /* [T][width] */
     float *queries;    /* [T][query_heads*head_width] */
     float *attention;  /* [T][query_heads*head_width] */
-    float *hidden;     /* [T][blocks*block_neurons]: gates, then values */
+    float *hidden;     /* [T][blocks*block_neurons]: gates where there are, then values */
     float *partials;   /* [partial_tokens][blocks][width] */
     float *ranks;      /* [T][predictor_rank]; NULL without a predictor */
     uint8_t *predicted;/* [blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t; NULL without a predictor */

@@ -16,6 +16,7 @@ from neuronpipe.plans.plan.account import slot_sizes
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
+NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
 READS = {"feed_forward": lib.NP_READS_FEED_FORWARD, "attention": lib.NP_READS_ATTENTION}
 
 
@@ -119,10 +120,14 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "head_width": s.head_width,
             "vocabulary": s.vocabulary,
             "context_tokens": context_tokens,
-            "window_tokens": s.windows_tokens[0],
+            "experts": s.experts,
+            "norm": NORMS[s.norm],
             "norm_epsilon": s.norm_epsilon,
+            "head_norm": s.head_norm,
+            "rotary": s.positions == "rotary",
             "type": TYPES[manifest.quantization],
             "activation": ACTIVATIONS[s.activation],
+            "gated": s.gated,
             "cluster_neurons": layout.cluster_neurons,
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
@@ -264,9 +269,13 @@ class Participant:
         if not self._config.predicts or predictor is None:
             return {}
         name = f"layers.{layer}.predictor"
-        sides = {side: matrix(f"{name}.{side}") for side in predictor.sides}
-        biases = {f"{side}_bias": vector(f"{name}.{side}.bias") for side in predictor.sides}
-        return {"predictor": {"input": matrix(f"{name}.input"), **sides, **biases}}
+        return {
+            "predictor": {
+                "input": matrix(f"{name}.input"),
+                "sides": [matrix(f"{name}.{side}") for side in predictor.sides],
+                "biases": [vector(f"{name}.{side}.bias") for side in predictor.sides],
+            }
+        }
 
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
         def matrix(name: str) -> dict[str, Any]:
@@ -278,18 +287,28 @@ class Participant:
         def vector(name: str) -> Any:
             return self._pointer("float *", tensors.get(name))
 
+        def norm(name: str) -> dict[str, Any]:
+            return {"weight": vector(name), "bias": vector(f"{name}.bias")}
+
+        model = self._manifest.model
         layers = ffi.new(
             "np_layer[]",
             [
                 {
+                    "window_tokens": window_tokens,
                     "qkv": matrix(f"layers.{n}.qkv"),
                     "attention_output": matrix(f"layers.{n}.attention_output"),
+                    "attention_norm": norm(f"layers.{n}.attention_norm"),
+                    "ffn_norm": norm(f"layers.{n}.ffn_norm"),
                     "qkv_bias": vector(f"layers.{n}.qkv.bias"),
-                    "attention_norm": vector(f"layers.{n}.attention_norm"),
-                    "ffn_norm": vector(f"layers.{n}.ffn_norm"),
+                    "attention_output_bias": vector(f"layers.{n}.attention_output.bias"),
+                    "query_norm": vector(f"layers.{n}.query_norm"),
+                    "key_norm": vector(f"layers.{n}.key_norm"),
+                    "up_bias": vector(f"layers.{n}.up.bias"),
+                    "down_bias": vector(f"layers.{n}.down.bias"),
                     **self._predictor(n, matrix, vector),
                 }
-                for n in range(self._manifest.model.layers)
+                for n, window_tokens in enumerate(model.windows_tokens)
             ],
         )
         embedding = matrix("embedding")
@@ -297,9 +316,10 @@ class Participant:
             "np_fixed *",
             {
                 "embedding": embedding,
-                "output": embedding if self._manifest.model.tied_embeddings else matrix("output"),
-                "output_norm": vector("output_norm"),
+                "output": embedding if model.tied_embeddings else matrix("output"),
+                "output_norm": norm("output_norm"),
                 "inverse_frequency": vector("rope.inverse_frequency"),
+                "position_embedding": vector("position_embedding"),
                 "layers": layers,
             },
         )

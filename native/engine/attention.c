@@ -18,8 +18,19 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
     return engine->shared.kv + head * s->context_tokens * s->head_width;
 }
 
+/* A query or a key as attention compares it: normed and rotated, by the model. */
+static void norm_and_rotate(const np_engine *engine, const float *norm, int32_t position, float *head)
+{
+    const np_shape *s = &engine->shape;
+    if (s->head_norm)
+        np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
+    if (s->rotary)
+        np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
+}
+
 static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_t t, float *values)
 {
+    const np_layer *l = &engine->fixed.layers[layer];
     const np_shape *s = &engine->shape;
     const size_t position = (size_t)engine->position[t], width = s->head_width;
     const uint32_t sequence = (uint32_t)engine->sequence[t];
@@ -27,9 +38,9 @@ static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
         float *query = engine->shared.queries + ((size_t)t * s->query_heads + head) * width;
         for (size_t j = 0; j < width; j++)
             query[j] = values[j];
-        np_rope(query, width, engine->fixed.inverse_frequency, engine->position[t]);
+        norm_and_rotate(engine, l->query_norm, engine->position[t], query);
     } else if (head < s->query_heads + s->key_heads) {
-        np_rope(values, width, engine->fixed.inverse_frequency, engine->position[t]);
+        norm_and_rotate(engine, l->key_norm, engine->position[t], values);
         np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
     } else {
         const uint32_t key_head = head - s->query_heads - s->key_heads;
@@ -56,6 +67,7 @@ static void attend(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const size_t width = s->head_width;
+    const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const uint32_t group = s->query_heads / s->key_heads;
     const uint32_t heads = s->key_heads * engine->count >= engine->config.participants ? group : 1;
     const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
@@ -64,7 +76,7 @@ static void attend(np_engine *engine, uint32_t layer)
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NO_PIECE;) {
         const uint32_t head = piece / engine->count * heads, t = piece % engine->count;
         const uint32_t sequence = (uint32_t)engine->sequence[t], positions = (uint32_t)engine->position[t] + 1;
-        const uint32_t first = s->window_tokens && positions > s->window_tokens ? positions - s->window_tokens : 0;
+        const uint32_t first = window && positions > window ? positions - window : 0;
         const size_t at = ((size_t)t * s->query_heads + head) * width;
         np_attend(engine->shared.queries + at, heads, kv_of(engine, layer, sequence, head / group, 0) + first * width,
                   kv_of(engine, layer, sequence, head / group, 1) + first * width, positions - first, width, scale,
@@ -76,21 +88,22 @@ static void attend(np_engine *engine, uint32_t layer)
 static void project(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
-    const np_matrix *m = &engine->fixed.layers[layer].attention_output;
+    const np_layer *l = &engine->fixed.layers[layer];
     const size_t columns = (size_t)s->query_heads * s->head_width;
     const uint64_t started = np_clock_ns();
     np_engine_prepare(engine, &engine->vectors, engine->shared.attention, columns, columns, NULL);
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
-        np_engine_dot(engine, &engine->vectors, m, row, rows, NULL, engine->rows, engine->max_rows);
+        np_engine_dot(engine, &engine->vectors, &l->attention_output, row, rows, l->attention_output_bias, engine->rows,
+                      engine->max_rows);
         for (uint32_t t = 0; t < engine->count; t++)
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
 }
 
-static int predict(np_engine *engine, const float *norm)
+static int predict(np_engine *engine, const np_norm *norm)
 {
     np_predict_ranks(engine, norm);
     const int met = np_engine_barrier(engine);
@@ -100,7 +113,7 @@ static int predict(np_engine *engine, const float *norm)
 int np_engine_attention(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
-    const float *norm = engine->fixed.layers[layer].attention_norm;
+    const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
     int done = np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;

@@ -19,11 +19,14 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
 static const char *wrong_size(const np_shape *s)
 {
     FIRST_WRONG({"width", s->width && np_quant_bytes(s->type, s->width) > 0}, {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
-                {"key_heads", s->key_heads > 0}, {"head_width", s->head_width && s->head_width % 2 == 0},
+                {"experts", s->experts == 1}, {"key_heads", s->key_heads > 0},
+                {"head_width", s->head_width && (!s->rotary || s->head_width % 2 == 0)},
                 {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0 &&
                                     np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0},
                 {"vocabulary", s->vocabulary > 0}, {"context_tokens", s->context_tokens > 0},
-                {"activation", s->activation >= NP_RELU && s->activation <= NP_SILU},
+                {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
+                {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
+                                   (s->gated && (s->activation == NP_DRELU || s->activation == NP_SILU))},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }
 
@@ -53,7 +56,7 @@ static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t p
 
 static const char *wrong_place(const np_shape *s)
 {
-    FIRST_WRONG({"gate", is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, NP_VALUE)},
+    FIRST_WRONG({"gate", !s->gated || is_placed(s, &s->gate, NP_TRIGGER)}, {"up", is_placed(s, &s->up, s->gated ? NP_VALUE : NP_TRIGGER)},
                 {"down", is_placed(s, &s->down, NP_VALUE)});
 }
 

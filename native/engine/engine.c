@@ -180,13 +180,21 @@ int np_engine_barrier(np_engine *engine)
     return last;
 }
 
-void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const float *norm)
+static void norm_vector(const np_engine *engine, const np_norm *norm, const float *x, size_t n, float *out)
+{
+    if (engine->shape.norm == NP_NORM_LAYER)
+        np_layer_norm(x, norm->weight, norm->bias, n, engine->shape.norm_epsilon, out);
+    else
+        np_rms_norm(x, norm->weight, n, engine->shape.norm_epsilon, out);
+}
+
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const np_norm *norm)
 {
     to->n = n;
     for (uint32_t t = 0; t < engine->count; t++) {
         const float *x = source + t * stride;
         if (norm) {
-            np_rms_norm(x, norm, n, engine->shape.norm_epsilon, engine->vector);
+            norm_vector(engine, norm, x, n, engine->vector);
             x = engine->vector;
         }
         np_activation_prepare(to->type, x, n, to->prepared + t * to->stride);
@@ -223,10 +231,13 @@ int np_engine_embed(np_engine *engine)
     const np_shape *s = &engine->shape;
     const np_range tokens = np_engine_share(engine, engine->count);
     const np_matrix *m = &engine->fixed.embedding;
-    for (uint32_t t = tokens.from; t < tokens.to; t++)
+    for (uint32_t t = tokens.from; t < tokens.to; t++) {
+        float *residual = engine->shared.residual + (size_t)t * s->width;
         np_decode_row(s->type, (const uint8_t *)m->quants + (size_t)engine->token[t] * engine->row_quant_bytes,
-                      (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width,
-                      engine->shared.residual + (size_t)t * s->width);
+                      (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width, residual);
+        if (!s->rotary)
+            np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);
+    }
     return np_engine_barrier(engine);
 }
 
@@ -237,8 +248,8 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     const uint64_t started = np_clock_ns();
     for (uint32_t t = 0; t < count; t++) {
-        np_rms_norm(engine->shared.residual + (size_t)(first + t) * s->width, engine->fixed.output_norm, s->width,
-                    s->norm_epsilon, engine->vector);
+        norm_vector(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
+                    engine->vector);
         np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {

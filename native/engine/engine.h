@@ -63,9 +63,9 @@ struct np_engine {
 
 enum {
     NP_CLUSTER_LOOKED = 1,  /* was looked for once */
-    NP_CLUSTER_TRIGGERED = 2,   /* its gates are computed, or not needed */
+    NP_CLUSTER_TRIGGERED = 2,   /* its triggers are computed, or not needed */
     NP_CLUSTER_FIRED = 4,   /* at least one of its neurons fired for some token */
-    NP_CLUSTER_UPPED = 8,   /* its values are computed */
+    NP_CLUSTER_DONE = 8,    /* its values are computed, and the rows of Down that they need are there */
     NP_CLUSTER_TRIGGER_ASKED = 16,
     NP_CLUSTER_VALUE_ASKED = 32
 };
@@ -86,8 +86,8 @@ uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t p
 np_range np_engine_share(const np_engine *engine, uint32_t n);
 /* Barrier with the engine's epoch; counts the time. */
 int np_engine_barrier(np_engine *engine);
-/* Prepare the `n`-long vectors of all tokens from `source` ([tokens][stride]); norm weight or NULL. */
-void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const float *norm);
+/* Prepare the `n`-long vectors of all tokens from `source` ([tokens][stride]); norm: theirs, or NULL. */
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const np_norm *norm);
 /* out[t*out_stride + r] = row first_row + r of the matrix times token t's vector. */
 void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
                    const float *bias, float *out, size_t out_stride);
@@ -100,7 +100,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 /* Prediction (predict.c): rank vectors from the residual stream; and, after a meeting, scores: who is predicted, and what of it
  * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Without a predictor everybody is predicted. */
 int np_predicts(const np_engine *engine, int reads);
-void np_predict_ranks(np_engine *engine, const float *norm);
+void np_predict_ranks(np_engine *engine, const np_norm *norm);
 int np_predict_scores(np_engine *engine);
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);
 int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for any token */
@@ -113,12 +113,12 @@ int np_find_values(np_engine *engine, np_range clusters);
 void np_compute_values(np_engine *engine, np_range clusters);
 /* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
 int np_add_downs(np_engine *engine, uint32_t block, np_range tokens);
-/* From so many tokens on, some token wants nearly every neuron's value part: it is asked for with the gate. */
+/* From so many tokens on, some token wants nearly every neuron's value part: it is asked for with the trigger part. */
 enum { NP_DENSE_TOKENS = 16 };
 
 /* Residency (ask.c) */
 /* The index of a cluster's entries, in either part. */
-uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t cluster);
+uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster);
 np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block);
 /* 1 when the part is present: its slot is in engine->slot, good while the window is open. 0 when it is not there, and the slot
  * NP_NO_PIECE. NP_E_DAMAGED when it failed. */

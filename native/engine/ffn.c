@@ -1,7 +1,7 @@
 /* Feed-forward of one layer: the blocks this participant takes, what is resident of them first.
  *
- *   a cluster    looked  ->  gated (fired or not)  ->  upped      its two parts may arrive at any time, in any order
- *   a block      claimed ->  pending, while some cluster of it is not upped  ->  done: its rows of Down are added
+ *   a cluster    looked  ->  triggered (fired or not)  ->  done   its two parts may arrive at any time, in any order
+ *   a block      claimed ->  pending, while some cluster of it is not done  ->  done: its rows of Down are added
  *
  * The promise of equal bits rests on three rules kept here and in neurons.c: a gate or up value is one whole row product; the
  * neurons of a block add to the block's partial sum in index order; block sums meet in a fixed tree (np_sum_tree). When a cluster
@@ -31,15 +31,15 @@ static int finish(np_engine *engine, uint32_t block)
 static int advance(np_engine *engine, uint32_t block)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
-    const int gates = np_find_triggers(engine, clusters);
-    if (gates < 0)
-        return gates;
+    const int triggers = np_find_triggers(engine, clusters);
+    if (triggers < 0)
+        return triggers;
     np_compute_triggers(engine, clusters);
-    const int rests = np_find_values(engine, clusters);
-    if (rests < 0)
-        return rests;
+    const int values = np_find_values(engine, clusters);
+    if (values < 0)
+        return values;
     np_compute_values(engine, clusters);
-    return gates || rests ? 0 : finish(engine, block);
+    return triggers || values ? 0 : finish(engine, block);
 }
 
 /* Go on with the blocks that wait for clusters until `step` has done with all of them, sleeping between two passes. */
@@ -76,14 +76,14 @@ static void close_window(np_engine *engine)
 }
 
 /* Publish the window that holds `block`: what the cache must leave alone while this participant reads it. Whoever takes a window's first
- * block asks for what the next window lacks, where every gate is needed anyway. */
+ * block asks for what the next window lacks, where every trigger is needed anyway. */
 static void open_window(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
     const uint32_t first = block / engine->config.window_blocks * engine->config.window_blocks;
     const uint32_t end = s->blocks - first < engine->config.window_blocks ? s->blocks : first + engine->config.window_blocks;
     const np_range clusters = np_clusters_of(engine, first, end);
-    const uint64_t base = np_cluster_index(engine, engine->layer, 0);
+    const uint64_t base = np_cluster_index(engine, engine->layer, 0, 0);
     engine->window = (np_range){first, end};
     np_long_store(engine->shared.window, (base + clusters.from) << 32 | (base + clusters.to));
     memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
@@ -117,7 +117,7 @@ static int triggers_then_values(np_engine *engine, uint32_t block)
     return values_there(engine, block);
 }
 
-static int ups_then_downs(np_engine *engine, uint32_t block)
+static int values_then_downs(np_engine *engine, uint32_t block)
 {
     np_compute_values(engine, np_clusters_of(engine, block, block + 1));
     return finish(engine, block);
@@ -139,8 +139,8 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
     return finish_pending(engine, again);
 }
 
-/* One matrix after the other, as engines without a pipeline do it: a window's gates are all there before the first is computed, and
- * all participants have computed theirs before ups and downs begin, which wait for each other likewise. For comparison. */
+/* One part after the other, as engines without a pipeline do it: a window's triggers are all there before the first is computed, and
+ * all participants have computed theirs before the value parts begin, which wait for each other likewise. For comparison. */
 static int compute_matrices(np_engine *engine)
 {
     int done = NP_OK;
@@ -154,7 +154,7 @@ static int compute_matrices(np_engine *engine)
         if (done >= 0)
             done = np_engine_barrier(engine);
         if (done >= 0)
-            done = do_own(engine, ups_then_downs, NULL);
+            done = do_own(engine, values_then_downs, NULL);
     }
     return done;
 }
@@ -182,11 +182,12 @@ static int compute_blocks(np_engine *engine)
     return finish_pending(engine, advance);
 }
 
-/* Add the sums of all blocks to the residual stream, for the tokens [from, to). */
+/* Add the sums of all blocks, and Down's bias, to the residual stream, for the tokens [from, to). */
 static int combine(np_engine *engine, np_range tokens)
 {
     const np_shape *s = &engine->shape;
     const np_range own = np_engine_share(engine, s->width);
+    const float *bias = engine->fixed.layers[engine->layer].down_bias;
     int done = np_engine_barrier(engine);
     if (done < 0)
         return done;
@@ -196,6 +197,8 @@ static int combine(np_engine *engine, np_range tokens)
             const uint32_t columns = own.to - column < NP_PIECE_ROWS ? own.to - column : NP_PIECE_ROWS;
             np_sum_tree(engine->shared.partials + (size_t)(t - tokens.from) * s->blocks * s->width + column, s->blocks, s->width,
                         columns, engine->rows);
+            if (bias)
+                np_add(bias + column, columns, engine->rows);
             np_add(engine->rows, columns, engine->shared.residual + (size_t)t * s->width + column);
         }
     np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
@@ -228,9 +231,10 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     int done = NP_OK;
     engine->layer = layer;
-    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, engine->fixed.layers[layer].ffn_norm);
+    const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
+    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
     if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
-        np_predict_ranks(engine, engine->fixed.layers[layer].ffn_norm);
+        np_predict_ranks(engine, norm);
         done = np_engine_barrier(engine);
         if (done >= 0)
             done = np_predict_scores(engine);

@@ -1,4 +1,5 @@
-/* Gates, ups and downs of the clusters that are there, one token's rows at a time.
+/* Triggers, values and rows of Down of the clusters that are there, one token's rows at a time. The trigger is Gate's product; where
+ * there is no gate it is Up's, and with it a neuron's value is known: only its row of Down is still wanted.
  *
  * For one token that is the whole work: its neurons' rows, wherever they lie, one behind the other. For many tokens a block's rows
  * stay in the processor's cache from one token to the next. */
@@ -12,10 +13,16 @@ static float *hidden_of(np_engine *engine, uint32_t token, uint32_t neuron)
     return engine->shared.hidden + token * engine->layer_neurons + neuron;
 }
 
-/* Whether neuron's value can be other than zero, from its gate alone. */
-static int fires(int activation, float gate)
+/* Whether a neuron's value can be other than zero, from its trigger alone. */
+static int fires(int activation, float trigger)
 {
-    return activation == NP_SILU ? gate != 0.0f : gate > 0.0f;
+    return activation == NP_SILU ? trigger != 0.0f : trigger > 0.0f;
+}
+
+/* The value of a neuron without a gate that fired. */
+static float activate_alone(int activation, float up)
+{
+    return activation == NP_RELU2 ? up * up : up;
 }
 
 static float activate(int activation, float gate, float up)
@@ -69,23 +76,24 @@ static const uint8_t *scales_of(const np_engine *engine, const np_matrix_place *
 /* Where the value part seems to be, good for fetching only; the trigger part when it is not there. */
 static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster)
 {
-    const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, cluster)]);
+    const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, 0, cluster)]);
     if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
         return slot_of(engine, NP_TRIGGER, cluster);
     return engine->shared.slots[NP_VALUE] + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.slot_bytes[NP_VALUE];
 }
 
-/* ---- gates ------------------------------------------------------------------------------------------------------ */
-/* Gate rows of the clusters that have a gate slot and are not gated yet, where token t is predicted to want them. */
+/* ---- triggers --------------------------------------------------------------------------------------------------- */
+/* Trigger rows of the clusters that have a trigger slot and are not triggered yet, where token t is predicted to want them. */
 static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int whole)
 {
     const np_shape *s = &engine->shape;
+    const np_matrix_place *trigger = s->gated ? &s->gate : &s->up;
     const uint32_t n = s->cluster_neurons;
     engine->list.count = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         if (engine->cluster_state[cluster] & NP_CLUSTER_TRIGGERED || engine->slot[NP_TRIGGER][cluster] == NP_NO_PIECE)
             continue;
-        const uint8_t *quants = quants_of(engine, &s->gate, cluster), *scales = scales_of(engine, &s->gate, cluster);
+        const uint8_t *quants = quants_of(engine, trigger, cluster), *scales = scales_of(engine, trigger, cluster);
         engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster) : NULL;
         for (uint32_t i = 0; i < n; i++) {
             if (np_is_predicted(engine, cluster * n + i, t))
@@ -97,27 +105,64 @@ static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int 
     }
 }
 
+/* A neuron's value for token t is known. */
+static void take_value(np_engine *engine, uint32_t t, uint32_t neuron, float value)
+{
+    *hidden_of(engine, t, neuron) = value;
+    engine->counters.active += value != 0.0f;
+    if (engine->shared.activity && value != 0.0f)
+        engine->shared.activity[engine->layer * engine->layer_neurons + neuron]++;
+}
+
+static void note_fired(np_engine *engine, uint32_t neuron)
+{
+    engine->cluster_state[neuron / engine->shape.cluster_neurons] |= NP_CLUSTER_FIRED;
+    engine->counters.fired++;
+}
+
 /* The listed neurons' gates of token t are known. */
-static void take_triggers(np_engine *engine, uint32_t t, const float *gates)
+static void take_gates(np_engine *engine, uint32_t t, const float *gates)
 {
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
         const int fired = fires(engine->shape.activation, gates[r]);
         *hidden_of(engine, t, neuron) = fired ? gates[r] : 0.0f;
-        if (fired) {
-            engine->cluster_state[neuron / engine->shape.cluster_neurons] |= NP_CLUSTER_FIRED;
-            engine->counters.fired++;
-        }
+        if (fired)
+            note_fired(engine, neuron);
     }
-    engine->counters.predicted += engine->list.count;
     engine->counters.gate_rows += engine->list.count;
+}
+
+/* The same without gates: their products with Up are known, and by them their values. */
+static void take_ups(np_engine *engine, uint32_t t, const float *products)
+{
+    const int activation = engine->shape.activation;
+    const float *bias = engine->fixed.layers[engine->layer].up_bias;
+    for (uint32_t r = 0; r < engine->list.count; r++) {
+        const uint32_t neuron = engine->list.neurons[r];
+        const float up = bias && neuron < engine->shape.neurons ? products[r] + bias[neuron] : products[r]; /* padding has no bias */
+        const int fired = fires(activation, up);
+        take_value(engine, t, neuron, fired ? activate_alone(activation, up) : 0.0f);
+        if (fired)
+            note_fired(engine, neuron);
+    }
+    engine->counters.up_rows += engine->list.count;
+}
+
+static void take_triggers(np_engine *engine, uint32_t t, const float *products)
+{
+    if (engine->shape.gated)
+        take_gates(engine, t, products);
+    else
+        take_ups(engine, t, products);
+    engine->counters.predicted += engine->list.count;
 }
 
 void np_compute_triggers(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const int own_slot = s->cluster_neurons == 1;
-    if (!s->predictor_rank && engine->count > 1) { /* all tokens want all gates */
+    if (!s->predictor_rank && engine->count > 1) { /* all tokens want all triggers */
         const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, NULL, 0};
         list_triggers(engine, clusters, 0, 0);
         if (engine->count >= NP_PANEL_TOKENS)
@@ -157,7 +202,7 @@ int np_find_triggers(np_engine *engine, np_range clusters)
         if (!(*state & NP_CLUSTER_LOOKED) && !np_cluster_is_predicted(engine, cluster)) {
             for (uint32_t t = 0; t < engine->count; t++)
                 memset(hidden_of(engine, t, cluster * engine->shape.cluster_neurons), 0, engine->shape.cluster_neurons * sizeof(float));
-            *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_TRIGGERED | NP_CLUSTER_UPPED;
+            *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_TRIGGERED | NP_CLUSTER_DONE;
             continue;
         }
         const int there = np_look_up(engine, NP_TRIGGER, cluster);
@@ -182,7 +227,7 @@ int np_find_triggers(np_engine *engine, np_range clusters)
     return done < 0 ? done : missing;
 }
 
-/* ---- up and down ------------------------------------------------------------------------------------------------ */
+/* ---- values and down -------------------------------------------------------------------------------------------- */
 /* Look up the value parts of clusters that fired. Returns how many are still to come, or an error. */
 int np_find_values(np_engine *engine, np_range clusters)
 {
@@ -190,7 +235,7 @@ int np_find_values(np_engine *engine, np_range clusters)
     uint32_t asked = 0;
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         uint8_t *state = &engine->cluster_state[cluster];
-        if ((*state & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED)
+        if ((*state & (NP_CLUSTER_FIRED | NP_CLUSTER_DONE)) != NP_CLUSTER_FIRED)
             continue;
         const int there = np_look_up(engine, NP_VALUE, cluster);
         if (there < 0)
@@ -211,8 +256,8 @@ int np_find_values(np_engine *engine, np_range clusters)
     return done < 0 ? done : missing;
 }
 
-/* Values of the fired neurons whose value part is there: gates in `hidden` become values. */
-void np_compute_values(np_engine *engine, np_range clusters)
+/* Gates in `hidden` become values, where the value part is there. */
+static void multiply_by_ups(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
@@ -220,7 +265,7 @@ void np_compute_values(np_engine *engine, np_range clusters)
     for (uint32_t t = 0; t < engine->count; t++) {
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-            if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_UPPED)) != NP_CLUSTER_FIRED ||
+            if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_DONE)) != NP_CLUSTER_FIRED ||
                 engine->slot[NP_VALUE][cluster] == NP_NO_PIECE)
                 continue;
             const uint8_t *quants = quants_of(engine, &s->up, cluster), *scales = scales_of(engine, &s->up, cluster);
@@ -231,17 +276,22 @@ void np_compute_values(np_engine *engine, np_range clusters)
         }
         dot_listed(engine, t, &fetch);
         for (uint32_t r = 0; r < engine->list.count; r++) {
-            float *value = hidden_of(engine, t, engine->list.neurons[r]);
-            *value = activate(s->activation, *value, engine->list.values[r]);
-            engine->counters.active += *value != 0.0f;
-            if (engine->shared.activity && *value != 0.0f)
-                engine->shared.activity[engine->layer * engine->layer_neurons + engine->list.neurons[r]]++;
+            const uint32_t neuron = engine->list.neurons[r];
+            const float gate = *hidden_of(engine, t, neuron);
+            take_value(engine, t, neuron, activate(s->activation, gate, engine->list.values[r]));
         }
         engine->counters.up_rows += engine->list.count;
     }
+}
+
+/* Values of the fired neurons whose value part is there. */
+void np_compute_values(np_engine *engine, np_range clusters)
+{
+    if (engine->shape.gated)
+        multiply_by_ups(engine, clusters);
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
         if (engine->cluster_state[cluster] & NP_CLUSTER_FIRED && engine->slot[NP_VALUE][cluster] != NP_NO_PIECE)
-            engine->cluster_state[cluster] |= NP_CLUSTER_UPPED;
+            engine->cluster_state[cluster] |= NP_CLUSTER_DONE;
 }
 
 /* Where a cluster that fired is. Whoever computed its values found it; another participant, adding its rows of Down, looks for itself. */

@@ -1,4 +1,4 @@
-/* Which neurons will fire, guessed from a low-rank image of the gates (and, for a gate on both sides, of the ups).
+/* Which neurons will fire, guessed from a low-rank image of the triggers (and, where the sign of Up behind a gate counts, of the ups).
  *
  * A predictor reads attention's input or the feed-forward's. Reading early costs a little recall and gives flash the time of
  * attention to bring what is missing. */
@@ -32,7 +32,7 @@ int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
     return 0;
 }
 
-void np_predict_ranks(np_engine *engine, const float *norm)
+void np_predict_ranks(np_engine *engine, const np_norm *norm)
 {
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.layers[engine->layer].predictor.input;
@@ -60,15 +60,16 @@ static uint32_t predict_block(np_engine *engine, uint32_t block)
     const uint32_t rows = left < s->block_neurons ? left : s->block_neurons;
     uint32_t predicted = 0;
     memset(predictions(engine, first), 0, s->block_neurons * engine->mask_bytes);
-    np_engine_dot(engine, &engine->ranks, &p->gate, first, rows, p->gate_bias, engine->rows, engine->max_rows);
-    if (p->up.quants)
-        np_engine_dot(engine, &engine->ranks, &p->up, first, rows, p->up_bias, engine->rows + s->block_neurons, engine->max_rows);
+    const int both = p->sides[1].quants != NULL;
+    for (int side = 0; side <= both; side++)
+        np_engine_dot(engine, &engine->ranks, &p->sides[side], first, rows, p->biases[side],
+                      engine->rows + (size_t)side * s->block_neurons, engine->max_rows);
     for (uint32_t t = 0; t < engine->count; t++) {
-        const float *gate = engine->rows + t * engine->max_rows, *up = p->up.quants ? gate + s->block_neurons : gate;
+        const float *trigger = engine->rows + t * engine->max_rows, *up = both ? trigger + s->block_neurons : trigger;
         uint8_t *mask = predictions(engine, first) + t / 8;
         const uint8_t bit = (uint8_t)(1u << t % 8);
         for (uint32_t i = 0; i < rows; i++)
-            if (gate[i] > 0.0f && up[i] > 0.0f) {
+            if (trigger[i] > 0.0f && up[i] > 0.0f) {
                 mask[i * engine->mask_bytes] |= bit;
                 predicted++;
             }
@@ -86,7 +87,7 @@ static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
             continue;
         const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
         engine->counters.foreseen++;
-        if (lacking & NP_REQUEST_TRIGGER) { /* of a neuron whose gate is there, the gate decides whether the rest is read */
+        if (lacking & NP_REQUEST_TRIGGER) { /* of a neuron whose trigger is there, that decides whether the value part is read */
             engine->asked[count++] = lacking;
             engine->counters.foreseen_missed++;
         }

@@ -1,0 +1,117 @@
+"""The participants of a step over plain arrays, every cluster resident: the engine without a pipeline around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.services.participant import EngineConfig, Participant, View
+from numpy.typing import NDArray
+
+RING_ENTRIES = 1024
+
+
+class Participants:
+    """So many participants of steps of up to max_tokens tokens of one text."""
+
+    def __init__(self, package: Package, *, count: int, max_tokens: int, predicts: bool = False) -> None:
+        manifest, self._package = package.manifest, package
+        self._model = model = manifest.model
+        layout, tokens = manifest.layout, max_tokens
+        neurons = layout.blocks * layout.block_neurons
+        rank = manifest.predictor.rank if predicts and manifest.predictor else 0
+        self._claims = np.zeros(lib.np_engine_claims(model.layers), np.uint32)
+        self._barrier = np.zeros(LINE_WORDS, np.uint32)
+        self._logits = np.zeros((tokens, model.vocabulary), np.float32)
+        shared: dict[str, Any] = {
+            "fixed": self._tensors(predicts),
+            "residual": np.zeros((tokens, model.width), np.float32),
+            "queries": np.zeros((tokens, model.query_width), np.float32),
+            "attention": np.zeros((tokens, model.query_width), np.float32),
+            "hidden": np.zeros((tokens, neurons), np.float32),
+            "partials": np.zeros((tokens, layout.blocks, model.width), np.float32),
+            "ranks": np.zeros((tokens, rank), np.float32) if rank else None,
+            "predicted": np.zeros((neurons, -(-tokens // 8)), np.uint8) if rank else None,
+            "claims": self._claims,
+            "logits": self._logits,
+            "kv": np.zeros(2 * model.layers * model.key_width * model.context_tokens, np.uint16),
+            "slots": self._slots(),
+            "entries": tuple(lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)),
+            "arrivals": np.zeros(LINE_WORDS, np.uint32),
+            "epoch": np.zeros(LINE_WORDS, np.uint32),
+            "barrier": self._barrier,
+            "activity": None,
+        }
+        self._rings = [np.zeros(3 * LINE_WORDS + RING_ENTRIES, np.uint32) for _ in range(count)]
+        self.all = [
+            Participant(
+                manifest,
+                View(**shared, window=np.zeros(1, np.uint64), requests=_ring(ring), trace=ffi.new("np_trace *")),
+                self._config(number, count, max_tokens, predicts),
+            )
+            for number, ring in enumerate(self._rings)
+        ]
+
+    def run(self, tokens: Sequence[int], chunk: int) -> NDArray[np.float32]:
+        """Logits after each token of a text from its start, computed in steps of `chunk` tokens."""
+        logits = np.empty((len(tokens), self._model.vocabulary), np.float32)
+        with ThreadPoolExecutor(len(self.all)) as threads:
+            for first in range(0, len(tokens), chunk):
+                some = list(tokens[first : first + chunk])
+                self._claims[:] = 0
+                work = (first, 0, [0] * len(some), range(first, first + len(some)), some, (0, len(some)))
+                list(threads.map(lambda one, work=work: one.compute(*work), self.all))
+                logits[first : first + len(some)] = self._logits[: len(some)]
+        return logits
+
+    def counters(self) -> dict[str, float]:
+        """Sums over the participants, of the last step."""
+        counters = [participant.counters() for participant in self.all]
+        return {name: sum(one[name] for one in counters) for name in counters[0]}
+
+    def _config(self, number: int, count: int, max_tokens: int, predicts: bool) -> EngineConfig:
+        return EngineConfig(
+            sequences=1,
+            context_tokens=self._model.context_tokens,
+            max_tokens=max_tokens,
+            logit_rows=max_tokens,
+            participants=count,
+            participant=number,
+            window_blocks=2,
+            partial_tokens=max_tokens,
+            spin_us=0,
+            predicts=predicts,
+            bundle=False,
+            prefetch=False,
+            pipeline=True,
+        )
+
+    def _tensors(self, predicts: bool) -> dict[str, Any]:
+        package = self._package
+        file = np.fromfile(package.fixed_path, np.uint8)
+        tensors = {name: file[entry.start : entry.stop] for name, entry in package.fixed.items()}
+        if predicts and package.predictor is not None:
+            file = np.fromfile(package.predictor_path, np.uint8)
+            tensors |= {name: file[entry.start : entry.stop] for name, entry in package.predictor.items()}
+        return tensors
+
+    def _slots(self) -> tuple[Any, Any]:
+        manifest, layout = self._package.manifest, self._package.manifest.layout
+        bundles = np.fromfile(self._package.bundles_path, np.uint8).reshape(manifest.clusters, -1)
+        trigger, value = bundles, bundles[:, layout.part_offset("value") :]
+        return (
+            np.ascontiguousarray(trigger[:, : manifest.trigger_slot_bytes]),
+            np.ascontiguousarray(value[:, : manifest.value_slot_bytes]),
+        )
+
+
+def _ring(words: NDArray[np.uint32]) -> Any:
+    place = ffi.from_buffer("uint32_t[]", words)
+    tail, head, asleep, entries = (place + n * LINE_WORDS for n in range(4))
+    facts = {"tail": tail, "head": head, "asleep": asleep, "entries": entries}
+    return ffi.new("np_requests *", facts | {"capacity": RING_ENTRIES, "doorbell": -1})

@@ -1,0 +1,137 @@
+"""Random packages straight from a description, for what an architecture may combine and no single family does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from neuronpipe.plans.convert.quantize import encode
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.fixed import fixed_matrices, fixed_vectors
+from neuronpipe.plans.package.layout import Quantization, compute_layout
+from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorQuality, Source
+from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, SideFactor, write_predictor
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import PackageWriter
+from neuronpipe.plans.predictor.fit import scores
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from numpy.typing import NDArray
+
+from tests.conformance.checkpoints import tokenizer
+
+Array = NDArray[np.float32]
+COMMON: dict[str, Any] = {"vocabulary": 509, "context_tokens": 128, "norm_epsilon": 1e-5}
+OPT: dict[str, Any] = {
+    "family": "llama",  # a label, by which nothing computes
+    "norm": "layer",
+    "positions": "learned",
+    "activation": "relu",
+    "gated": False,
+    "qkv_bias": True,
+    "output_bias": True,
+    "ffn_bias": True,
+    "tied_embeddings": True,
+    **COMMON,
+}
+
+SPECS = {
+    "opt": ModelSpec(
+        width=160, neurons=333, layer_kinds=(LayerKind(3),), query_heads=4, key_heads=4, head_width=40, **OPT
+    ),
+    "opt odd": ModelSpec(
+        width=99, neurons=500, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=33, **OPT
+    ),
+    "qwen3": ModelSpec(
+        family="llama", width=192, neurons=500, layer_kinds=(LayerKind(2, 24), LayerKind(2)), query_heads=6,
+        key_heads=2, head_width=64, activation="silu", head_norm=True, **COMMON,
+    ),
+    "ungated relu2": ModelSpec(
+        family="llama", width=128, neurons=700, layer_kinds=(LayerKind(1), LayerKind(1, 9), LayerKind(1, 30)),
+        query_heads=4, key_heads=2, head_width=32, activation="relu2", gated=False, **COMMON,
+    ),
+    "gated layer norm": ModelSpec(
+        family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32,
+        norm="layer", positions="learned", activation="drelu", output_bias=True, **COMMON,
+    ),
+}  # fmt: skip
+
+RANK = 64
+
+
+def write_package(target: Path, model: ModelSpec, quantization: Quantization) -> Package:
+    """A package of this model, its weights as wide as those of the conformance checkpoints, so that logits are of order
+    10. Biases of Up leave few neurons firing."""
+    random = np.random.default_rng(1)
+    layout = compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, "source")
+    manifest = Manifest(
+        name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
+        end_tokens=(), layout=layout, files={}, quantization_error={}, activity_by_layer=None,
+    )  # fmt: skip
+    with PackageWriter(target, manifest, overwrite=False) as writer:
+        for name, length in fixed_vectors(model):
+            writer.vector(name, _vector(name, length, model, random))
+        for name, rows, columns in fixed_matrices(model):
+            writer.matrix(name, encode(quantization, _normal(random, (rows, columns), _deviation(name, columns))))
+        for _ in range(model.layers):
+            scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
+            deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
+            rows_of = [_normal(random, (model.neurons, model.width), deviation) for deviation in deviations]
+            writer.neurons(*(encode(quantization, rows) for rows in rows_of))
+        writer.complete(tokenizer(model.vocabulary).to_str().encode(), {})
+        return writer.publish()
+
+
+def _normal(random: np.random.Generator, shape: tuple[int, ...], deviation: float) -> Array:
+    return (deviation * random.standard_normal(shape)).astype(np.float32)
+
+
+def _deviation(name: str, columns: int) -> float:
+    factor = {"embedding": 5.0, "output": 5.0, "qkv": 1.3, "attention_output": 0.5}[name.split(".")[-1]]
+    return float(factor * columns**-0.5)
+
+
+def _vector(name: str, length: int, model: ModelSpec, random: np.random.Generator) -> Array:
+    if name == "rope.inverse_frequency":
+        return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
+    if name == "position_embedding":
+        return _normal(random, (length,), 0.3)
+    values = _normal(random, (length,), 0.3)
+    if name.endswith("norm"):
+        return 1 + values / 3
+    return values - np.float32(1.8) if name.endswith("up.bias") else values
+
+
+def give_predictor(package: Package, text: Sequence[int]) -> tuple[Package, Array]:
+    """The package with a random predictor of its triggers, and the reference's logits of the text with it. A good
+    predictor would hide mistakes. Each neuron's threshold lies where the text's scores leave a gap: rounding decides
+    nothing."""
+    model, random, layers = package.manifest.model, np.random.default_rng(2), []
+    for _ in range(model.layers):
+        rows = encode("f16", _normal(random, (model.neurons, RANK), RANK**-0.5))
+        reads = encode("f16", _normal(random, (RANK, model.width), model.width**-0.5))
+        layers.append(LayerFactors(reads, {model.trigger: SideFactor(rows, np.zeros(model.neurons, np.float32))}))
+
+    def mask(run: LayerRun) -> NDArray[np.bool_]:
+        layer = layers[run.layer]
+        raw = scores("f16", layer, "none", run.feed_forward_input)[model.trigger]
+        bias = -_in_a_gap(raw)
+        layers[run.layer] = LayerFactors(
+            layer.input, {model.trigger: SideFactor(layer.sides[model.trigger].rows, bias)}
+        )
+        return np.asarray(raw + bias > 0)
+
+    logits = ReferenceEngine(package, mask=mask).run(text).logits
+    quality = tuple(PredictorQuality(0.5, 0.5, 0.5) for _ in range(model.layers))
+    predictor = Predictor(RANK, "f16", "feed_forward", (model.trigger,), "none", 0, quality)
+    shares = (0.5,) * model.layers
+    return write_predictor(package, predictor, layers, Activity(shares, shares)), logits
+
+
+def _in_a_gap(raw: Array) -> Array:
+    """For each column the middle of the widest gap between neighbours among the middle half of its values."""
+    values = np.sort(raw, axis=0)[len(raw) // 4 : -(len(raw) // 4)]
+    gap = np.diff(values, axis=0).argmax(axis=0)
+    columns = np.arange(values.shape[1])
+    return np.asarray((values[gap, columns] + values[gap + 1, columns]) / 2)

@@ -1,0 +1,122 @@
+"""Every kind of model that a description allows, against the reference engine: bits among ourselves, close to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from neuronpipe.launch.attached import attach
+from neuronpipe.launch.rating import kept_logits, rate
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.protocol.run_directory import RunDirectory
+from numpy.typing import NDArray
+
+from tests.conformance.participants import Participants
+from tests.conformance.specs import SPECS, give_predictor, write_package
+from tests.conformance.test_pipeline_logits import BOUNDS
+from tests.pipeline import Shell
+
+Packages = Callable[[str, str], Package]
+CHUNK = 64
+TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks with a panel and without
+CASES = [(name, "f16") for name in SPECS] + [(name, q) for name in ("opt", "ungated relu2") for q in ("q8", "q4")]
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
+    """packages(name of a description, quantization) -> its package."""
+    folder = tmp_path_factory.mktemp("specs")
+
+    @cache
+    def package(name: str, quantization: str) -> Package:
+        target = folder / f"{name.replace(' ', '-')}-{quantization}"
+        return write_package(target, SPECS[name], cast(Quantization, quantization))
+
+    return package
+
+
+def error_of(logits: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    """Root mean square of the difference, relative to that of what is wanted."""
+    return float(np.sqrt(np.square(logits - wanted).mean() / np.square(wanted).mean()))
+
+
+@pytest.mark.parametrize(("name", "quantization"), CASES)
+def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_on_every_path(
+    name: str, quantization: str, packages: Packages
+) -> None:
+    package = packages(name, quantization)
+    wanted = ReferenceEngine(package).run(TEXT).logits
+    logits = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
+    error = error_of(logits, wanted)
+    print(f"{name} {quantization}: relative rms {error:.5f}, deviation of logits {wanted.std():.2f}")
+    assert error < BOUNDS[quantization]
+    for count, tokens in ((2, 1), (3, 5), (1, CHUNK), (2, CHUNK)):
+        assert np.array_equal(logits, Participants(package, count=count, max_tokens=tokens).run(TEXT, tokens))
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16")])
+def test_the_pipeline_gives_those_bits_whatever_is_resident(
+    name: str, quantization: str, packages: Packages, shell: Shell
+) -> None:
+    package = packages(name, quantization)
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
+    for options in (("--workers", "1"), ("--workers", "2", "--ffn-resident", "50%")):
+        for path in ("decode", "prefill"):
+            assert np.array_equal(pipeline_logits(package, shell, path, options), wanted), (options, path)
+
+
+def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[str, ...]) -> NDArray[np.float32]:
+    """Logits after each token of the text, from a run with these options."""
+    file, out = shell.folder / f"{len(options)}-{path}.json", shell.folder / "logits.npy"
+    shell.json("plan", package.path, "-o", file, *options)
+    made = read_plan(file)
+    with (
+        shell.up(package.path, "--plan", file) as run,
+        attach(run.path) as client,
+        kept_logits(out, RunDirectory(run.path), package, made, len(TEXT)) as keep,
+    ):
+        rate(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
+    return np.asarray(np.load(out))
+
+
+@pytest.mark.parametrize("name", ["opt", "ungated relu2"])
+def test_without_a_gate_the_rows_of_down_are_wanted_only_where_a_neuron_fired(name: str, packages: Packages) -> None:
+    package = packages(name, "f16")
+    layout, layers = package.manifest.layout, package.manifest.model.layers
+    fired: list[np.ndarray] = []
+    ReferenceEngine(package, observe=lambda run: fired.append(run.inner != 0)).run(TEXT)
+    by_token = np.stack(fired, axis=1)  # [tokens, layers, neurons]
+    padding = layout.clusters * layout.cluster_neurons - by_token.shape[2]
+    clusters = np.pad(by_token, ((0, 0), (0, 0), (0, padding))).reshape(*by_token.shape[:2], layout.clusters, -1)
+    participants, shares = Participants(package, count=1, max_tokens=1), []
+    for token in range(12):
+        participants.run(TEXT[: token + 1], 1)
+        counters = participants.counters()
+        assert counters["trigger_clusters"] == layers * layout.clusters
+        # A value next to zero may fall on either side.
+        assert counters["value_clusters"] == pytest.approx(clusters[token].any(axis=-1).sum(), abs=1)
+        assert counters["fired"] == pytest.approx(by_token[token].sum(), abs=3)
+        assert counters["fired"] == counters["active"] == counters["down_rows"]
+        assert counters["gate_rows"] == 0
+        assert counters["up_rows"] == counters["neurons"]
+        shares.append(counters["value_clusters"] / counters["trigger_clusters"])
+    print(f"{name}: value parts of {np.mean(shares):.0%} of all clusters")
+    assert name != "opt" or np.mean(shares) < 0.6
+
+
+@pytest.mark.parametrize("name", ["opt", "ungated relu2", "gated layer norm"])
+def test_a_predictor_of_the_trigger_alone_decides_who_takes_part(name: str, tmp_path: Path) -> None:
+    package, wanted = give_predictor(write_package(tmp_path / "package", SPECS[name], "f16"), TEXT)
+    logits = Participants(package, count=1, max_tokens=1, predicts=True).run(TEXT, 1)
+    assert error_of(logits, wanted) < BOUNDS["f16"]
+    assert error_of(logits, ReferenceEngine(package).run(TEXT).logits) > 10 * BOUNDS["f16"]  # it takes part
+    for count, tokens in ((2, 1), (2, CHUNK)):
+        run = Participants(package, count=count, max_tokens=tokens, predicts=True).run(TEXT, tokens)
+        assert np.array_equal(run, logits)
