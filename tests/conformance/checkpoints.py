@@ -43,6 +43,14 @@ class Recipe:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "BambooForCausalLM": "mistral",
+    "MistralForCausalLM": "mistral",
+}
+
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -66,6 +74,10 @@ RECIPES = {
                     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
                 },
             },
+        ),
+        Recipe(
+            "qwen3", "Qwen3ForCausalLM", "silu", 160, 270, 4, 4, 2, 48, dtype="BF16",
+            config={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         ),
     )
 }  # fmt: skip
@@ -111,6 +123,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
             if recipe.bias:
                 yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
+        if recipe.architecture == "Qwen3ForCausalLM":
+            for projection in ("q", "k"):
+                yield made(f"{name}.self_attn.{projection}_norm.weight", (recipe.head_width,), 0.3, 1.2)
         yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
         yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
         yield made(f"{name}.mlp.gate_proj.weight", (neurons, width), width**-0.5)
@@ -135,7 +150,7 @@ def config(recipe: Recipe) -> dict[str, Any]:
     """The recipe's config.json."""
     return {
         "architectures": [recipe.architecture],
-        "model_type": {"L": "llama", "Q": "qwen2", "B": "mistral"}[recipe.architecture[0]],
+        "model_type": MODEL_TYPES[recipe.architecture],
         "hidden_act": recipe.activation,
         "hidden_size": recipe.width,
         "intermediate_size": recipe.neurons,

@@ -22,6 +22,8 @@ NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -53,7 +55,7 @@ def write_gguf(
     name: str = "model",
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors."""
-    architecture = "qwen2" if recipe.architecture.startswith("Qwen2") else "llama"
+    architecture = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_block_count(recipe.layers)

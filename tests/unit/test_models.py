@@ -1,0 +1,84 @@
+"""Families of models: what their configurations say becomes one description, or is refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.plans.convert import convert
+from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import RECIPES, write_checkpoint
+
+DENSE = ModelSpec(
+    family="llama",
+    width=64,
+    neurons=100,
+    layer_kinds=(LayerKind(2),),
+    query_heads=2,
+    key_heads=1,
+    head_width=32,
+    vocabulary=300,
+    context_tokens=128,
+    norm_epsilon=1e-5,
+    activation="relu",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"width": 0}, "width"),
+        ({"experts": 8}, "experts"),
+        ({"layer_kinds": ()}, "layer_kinds"),
+        ({"layer_kinds": (LayerKind(0),)}, "layer_kinds"),
+        ({"layer_kinds": (LayerKind(2, -1),)}, "layer_kinds"),
+        ({"head_width": 33}, "head_width"),
+        ({"query_heads": 3, "key_heads": 2}, "query_heads"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon"),
+        ({"gated": False, "activation": "silu"}, "activation"),
+        ({"ffn_bias": True}, "ffn_bias"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        replace(DENSE, **changes)
+    assert caught.value.field == field
+
+
+def test_an_odd_head_needs_no_pairs_where_positions_are_learned() -> None:
+    assert replace(DENSE, head_width=33, positions="learned").head_width == 33
+
+
+def test_layers_of_one_window_are_one_run() -> None:
+    assert runs_of([0, 0, 9, 9, 0]) == (LayerKind(2), LayerKind(2, 9), LayerKind(1))
+    assert replace(DENSE, layer_kinds=runs_of([0, 9])).windows_tokens == (0, 9)
+
+
+def test_every_family_is_known_by_the_name_that_its_models_carry() -> None:
+    assert all(family.name == name for name, family in FAMILIES.items())
+    assert len(ARCHITECTURES) == sum(len(family.architectures) for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "complaint"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias: is true"),
+        ("qwen3", {"head_dim": None}, r"q_proj\.weight: has shape \[192, 160\], but the configuration needs"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: .*for each of 4 layers"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused_by_its_field(
+    recipe: str, fields: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "source", RECIPES[recipe])
+    path = source / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(UserError, match=complaint):
+        convert(source, tmp_path / "package", quantization="q4")
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
