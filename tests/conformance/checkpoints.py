@@ -79,6 +79,7 @@ RECIPES = {
             "qwen3", "Qwen3ForCausalLM", "silu", 160, 270, 4, 4, 2, 48, dtype="BF16",
             config={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         ),
+        Recipe("opt", "OPTForCausalLM", "relu", 192, 500, 3, 6, 6, 32, tied=True, bias=True),
     )
 }  # fmt: skip
 
@@ -107,6 +108,9 @@ def _bfloat16_bits(values: Array) -> NDArray[np.uint16]:
 
 def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     """Every tensor under its Hugging Face name, rounded to the recipe's dtype."""
+    if recipe.architecture == "OPTForCausalLM":
+        yield from _opt_tensors(recipe)
+        return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
 
@@ -136,6 +140,33 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
+def _opt_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons = recipe.width, recipe.neurons
+
+    def linear(name: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield f"{name}.weight", rounded(random_tensor(generator, (rows, columns), gain * columns**-0.5), recipe.dtype)
+        yield f"{name}.bias", rounded(random_tensor(generator, (rows,), 0.3), recipe.dtype)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield f"{name}.weight", rounded(random_tensor(generator, (width,), 0.1) + np.float32(1), recipe.dtype)
+        yield f"{name}.bias", rounded(random_tensor(generator, (width,), 0.2), recipe.dtype)
+
+    for name, rows in (("tokens", recipe.vocabulary), ("positions", recipe.context_tokens + 2)):
+        values = random_tensor(generator, (rows, width), 5 * width**-0.5)
+        yield f"model.decoder.embed_{name}.weight", rounded(values, recipe.dtype)
+    for layer in range(recipe.layers):
+        name = f"model.decoder.layers.{layer}"
+        yield from norm(f"{name}.self_attn_layer_norm")
+        for projection in "qkv":
+            yield from linear(f"{name}.self_attn.{projection}_proj", width, width, 1.3)
+        yield from linear(f"{name}.self_attn.out_proj", width, width, 0.5)
+        yield from norm(f"{name}.final_layer_norm")
+        yield from linear(f"{name}.fc1", neurons, width, 1.0)
+        yield from linear(f"{name}.fc2", width, neurons, 0.5)
+    yield from norm("model.decoder.final_layer_norm")
+
+
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:
     """A token list that repeats itself a little and starts with the last id."""
     raw = np.random.PCG64(recipe.seed + 1000).random_raw(count) % recipe.vocabulary
@@ -148,6 +179,24 @@ def tokens(recipe: Recipe, count: int = 40) -> list[int]:
 
 def config(recipe: Recipe) -> dict[str, Any]:
     """The recipe's config.json."""
+    if recipe.architecture == "OPTForCausalLM":
+        return {
+            "architectures": [recipe.architecture],
+            "model_type": "opt",
+            "activation_function": recipe.activation,
+            "hidden_size": recipe.width,
+            "word_embed_proj_dim": recipe.width,
+            "ffn_dim": recipe.neurons,
+            "num_hidden_layers": recipe.layers,
+            "num_attention_heads": recipe.query_heads,
+            "vocab_size": recipe.vocabulary,
+            "max_position_embeddings": recipe.context_tokens,
+            "tie_word_embeddings": recipe.tied,
+            "eos_token_id": recipe.vocabulary - 1,
+            "bos_token_id": None,
+            "pad_token_id": None,
+            **recipe.config,
+        }
     return {
         "architectures": [recipe.architecture],
         "model_type": MODEL_TYPES[recipe.architecture],

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
 from neuronpipe.protocol.errors import UserError
@@ -68,6 +70,12 @@ def test_every_family_is_known_by_the_name_that_its_models_carry() -> None:
 @pytest.mark.parametrize(
     ("recipe", "fields", "complaint"),
     [
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: only models with true"),
+        ("opt", {"enable_bias": False}, "enable_bias: only models with true"),
+        ("opt", {"word_embed_proj_dim": 64}, "word_embed_proj_dim: differs from hidden_size, 192"),
+        ("opt", {"activation_function": "gelu"}, "activation_function: 'gelu' is not supported"),
+        ("opt", {"num_attention_heads": 5}, "num_attention_heads: 5 does not divide hidden_size"),
+        ("opt", {"max_position_embeddings": 1000}, r"embed_positions\.weight: 130 rows, but 1002 are needed"),
         ("qwen3", {"attention_bias": True}, "attention_bias: is true"),
         ("qwen3", {"head_dim": None}, r"q_proj\.weight: has shape \[192, 160\], but the configuration needs"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: .*for each of 4 layers"),
@@ -82,3 +90,11 @@ def test_what_a_family_cannot_be_is_refused_by_its_field(
     with pytest.raises(UserError, match=complaint):
         convert(source, tmp_path / "package", quantization="q4")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_shorter_context_takes_the_first_positions(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", RECIPES["opt"])
+    with open_huggingface(source, Options()) as whole, open_huggingface(source, Options(context_tokens=7)) as short:
+        name = "position_embedding"
+        all_rows, rows = (checkpoint.vectors[name][0].vector() for checkpoint in (whole, short))
+    assert rows.tolist() == all_rows[: 7 * RECIPES["opt"].width].tolist()
