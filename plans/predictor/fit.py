@@ -138,10 +138,9 @@ def thresholds(
     raw = scores(quantization, plain, hidden, layer.reads)
     lines = {side: _line(raw[side], layer.values[side]) for side in sides}
     constant = {side: _constant(layer.values[side]) for side in sides}
-    fired = (layer.values["gate"] > 0).sum(axis=0)
-    both = np.ones(len(fired)) if "up" in sides else (layer.active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS)
-    if "up" not in sides:
-        both = np.minimum(both, 1.0)
+    fired = (layer.values[next(iter(sides))] > 0).sum(axis=0)  # the trigger's side comes first
+    active_of_fired = np.minimum((layer.active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS), 1.0)
+    both = np.ones(len(fired)) if len(sides) > 1 else active_of_fired
 
     def biases(least: float) -> dict[Side, Array]:
         needed = np.minimum(least / both, 1.0)

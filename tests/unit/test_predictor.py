@@ -145,6 +145,18 @@ def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], 
     assert profiled.package.manifest.activity_by_layer == pytest.approx(active, abs=1e-4)
 
 
+def test_without_a_gate_the_sign_of_up_is_predicted(converted: Callable[[str, str], Package], tmp_path: Path) -> None:
+    package = Package.open(Path(shutil.copytree(converted("opt", "q8").path, tmp_path / "p")))
+    windows = np.random.default_rng(5).integers(0, package.manifest.model.vocabulary, (10, 64)).tolist()
+    profiled = profile(package, Texts(windows[:8], windows[8:]), rank=64)
+    predictor = profiled.package.manifest.predictor
+    assert predictor is not None
+    assert predictor.sides == ("up",)
+    profiled.package.verify_fixed()
+    assert all(layer.recall > 0.9 and layer.predicted < 0.95 for layer in predictor.by_layer)
+    assert profiled.predicted_perplexity < 1.1 * profiled.exact_perplexity
+
+
 def test_masking_every_neuron_leaves_only_attention(tiny: Callable[[Activation], Package]) -> None:
     package = tiny("drelu")
     masked = ReferenceEngine(package, mask=lambda run: np.zeros(run.inner.shape, bool)).run([1, 2, 3])
