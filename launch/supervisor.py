@@ -48,7 +48,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
-from neuronpipe.services.pinning import pin
+from neuronpipe.services.worker.pinning import pin
 
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0

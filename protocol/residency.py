@@ -5,6 +5,11 @@ native/neuronpipe.h has the same numbers for C; a test holds the two together.
 
 from __future__ import annotations
 
+from typing import Final
+
+TRIGGER: Final = 0  # the parts of a cluster, as the wire numbers them
+VALUE: Final = 1
+
 SLOT_MASK = 0x00FFFFFF
 STATE_MASK = 0x03000000
 ABSENT = 0x00000000

@@ -27,8 +27,8 @@ from neuronpipe.services.job import Job
 OURS = {
     "loader": "neuronpipe.services.loader.service:LoaderService",
     "cache": "neuronpipe.services.cache.service:CacheService",
-    "decode": "neuronpipe.services.decode.service:DecodeService",
-    "prefill": "neuronpipe.services.prefill.service:PrefillService",
+    "decode": "neuronpipe.services.worker.decode:DecodeService",
+    "prefill": "neuronpipe.services.worker.prefill:PrefillService",
     "coordinator": "neuronpipe.services.coordinator.service:CoordinatorService",
     "gateway": "neuronpipe.services.gateway.service:GatewayService",
 }

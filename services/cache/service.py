@@ -17,11 +17,11 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
 from neuronpipe.services.cache.core import FreeSlots, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import TRIGGER, VALUE
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 

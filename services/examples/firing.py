@@ -10,9 +10,9 @@ from array import array
 
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.services.decode.service import DecodeService
 from neuronpipe.services.job import Job
-from neuronpipe.services.worker import Outcome
+from neuronpipe.services.worker.decode import DecodeService
+from neuronpipe.services.worker.worker import Outcome
 
 
 class FiringLog(DecodeService):

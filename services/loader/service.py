@@ -19,11 +19,10 @@ from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services.job import Job
 from neuronpipe.services.loader.fixed import load_fixed
-from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.parts import TRIGGER, VALUE
-from neuronpipe.services.rings import Rings
+from neuronpipe.services.memory import Rings, RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 

@@ -23,8 +23,8 @@ import dataclasses
 import time
 from neuronpipe.protocol.messages.lifecycle import Beat
 from neuronpipe.protocol.messages.worker import Prefill
-from neuronpipe.services.decode.service import DecodeService
-from neuronpipe.services.prefill.service import PrefillService
+from neuronpipe.services.worker.decode import DecodeService
+from neuronpipe.services.worker.prefill import PrefillService
 
 class OneBitOff(DecodeService):
     def compute(self, step):

@@ -18,7 +18,7 @@ from tests.pipeline import Run, Shell, eventually
 LONG = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True}
 WORKERS = """
 import os, time
-from neuronpipe.services.decode.service import DecodeService
+from neuronpipe.services.worker.decode import DecodeService
 
 class Slow(DecodeService):
     def __init__(self, job):

@@ -20,7 +20,7 @@ PROMPT = tokens(RECIPES["relu2"], 20)
 FIRING_LOG = "neuronpipe.services.examples.firing:FiringLog"
 WORKERS = """
 import os, time
-from neuronpipe.services.decode.service import DecodeService
+from neuronpipe.services.worker.decode import DecodeService
 from neuronpipe.services.loader.service import LoaderService
 
 class EndsAtOnce:
@@ -173,7 +173,7 @@ def test_one_that_fails_in_its_seat_makes_way_for_the_implementation_before(smal
     assert small.ask(prompt, 12)["token_ids"][:6] == said
     assert eventually(lambda: small.status().ready)
     text, _ = door.ask(small.path, {"ask": "implementations"}, 5.0)["decode.1"]
-    assert text == "neuronpipe.services.decode.service:DecodeService"
+    assert text == "neuronpipe.services.worker.decode:DecodeService"
 
 
 @pytest.mark.parametrize(

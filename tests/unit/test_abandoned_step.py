@@ -14,7 +14,7 @@ from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.memory import Epoch, RunMemory
-from neuronpipe.services.worker import Worker, engine_config
+from neuronpipe.services.worker.worker import Worker, engine_config
 
 from tests.service_job import make_job
 

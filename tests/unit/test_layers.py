@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("protocol", "native", "plans", "services", "launch")
+ROLES = ("coordinator", "gateway", "loader", "cache", "worker")
 DOORS = {
     "zmq": ("protocol/channel.py", "protocol/guarded.py"),
     "msgpack": ("protocol/codec.py",),
@@ -42,6 +43,18 @@ def test_nothing_imports_upwards(layer: str) -> None:
         if name.startswith(above) or name.split(".")[0] in LAYERS
     ]
     assert upwards == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_imports_a_sibling_role(role: str) -> None:
+    siblings = tuple(f"neuronpipe.services.{other}" for other in ROLES if other != role)
+    assert files(f"services/{role}")
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files(f"services/{role}")
+        for name in imports(path)
+        if name.startswith(siblings)
+    ] == []
 
 
 @pytest.mark.parametrize("library", DOORS)

@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.participant import create_engine, native_shape
+from neuronpipe.services.worker.participant import create_engine, native_shape
 
 from tests.unit.test_planner import device, least_bytes, manifest
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, Place, common_tokens, longest_match
-from neuronpipe.services.prefill.keys_values import KeysValues
+from neuronpipe.services.worker.prefill import KeysValues
 
 texts = st.lists(st.integers(0, 2), max_size=12)  # few tokens, so that texts often begin alike
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -18,7 +18,7 @@ from neuronpipe.protocol.messages.lifecycle import Drain
 from neuronpipe.protocol.messages.loader import Grant, Reset
 from neuronpipe.services.cache.service import CacheService
 from neuronpipe.services.loader.service import LoaderService
-from neuronpipe.services.rings import Rings
+from neuronpipe.services.memory import Rings
 
 from tests.pipeline import eventually
 from tests.service_job import make_job

@@ -11,7 +11,7 @@ from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker import Outcome, Worker, engine_config
+from neuronpipe.services.worker.worker import Outcome, Worker, engine_config
 
 
 class DecodeService:

@@ -1,0 +1,1 @@
+"""Decode and prefill workers: who computes the steps."""
