@@ -10,11 +10,9 @@ from typing import Any, Literal
 from neuronpipe.launch.client import Client
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole_file import whole_file
-from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.messages.client import Scored
 from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.memory import run_layouts
 
 Keep = Callable[[int, Scored], None]
 """(index of the window's first token, message): called while the logit rows are ours to read."""
@@ -45,7 +43,7 @@ def rate(
 
 
 @contextlib.contextmanager
-def kept_logits(file: Path, directory: RunDirectory, package: Package, plan: Plan, tokens: int) -> Iterator[Keep]:
+def kept_logits(file: Path, directory: RunDirectory, package: Package, tokens: int) -> Iterator[Keep]:
     """Copies logit rows from the run's exchange segment into a .npy file, float32 [tokens, vocabulary], as they come.
     Raises UserError when the file cannot be written; then there is none."""
     import numpy as np
@@ -62,8 +60,7 @@ def kept_logits(file: Path, directory: RunDirectory, package: Package, plan: Pla
             nonlocal logits
             if logits is None:  # the run is live: its segments are there
                 run_file = directory.read()
-                layout = run_layouts(package.manifest, plan)["exchange"]
-                segment = run_file.open_segment(layout)
+                segment = run_file.open_segment("exchange")
                 logits = np.frombuffer(segment.map().view("logits"), dtype=np.float32).reshape(-1, vocabulary)
             out.seek(begin + 4 * vocabulary * (first + scored.position))
             out.write(logits[scored.row : scored.row + scored.rows].data)

@@ -24,7 +24,6 @@ from neuronpipe.plans.plan.planner import plan as make_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.implementations import Implementations
-from neuronpipe.services.memory import run_layouts
 
 CONTEXT_TOKENS = 64
 SLOTS_BYTES = 128 << 20  # at most, where that is enough; and half of the neurons, so that some are always missing
@@ -91,9 +90,8 @@ def rehearse(
 
     small = small_plan(package, plan)
     present = Implementations.from_facts(door.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
-    layout = run_layouts(package.manifest, plan)["fixed"]
     with (
-        run_file.open_segment(layout) as fixed,
+        run_file.open_segment("fixed") as fixed,
         started_run(package, small, live.path / FOLDER, stays=False, uses=present, fixed=fixed) as run,
     ):
         stage = Stage(run, package, small)

@@ -18,7 +18,6 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Finished, Scored, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.segments import Mapping
-from neuronpipe.services.memory import run_layouts
 
 PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
 ANSWERED_TOKENS = TEXT_TOKENS + DECODE_TOKENS + PREFILL_TOKENS
@@ -107,8 +106,7 @@ class Stage:
 
     def _exchange(self) -> Mapping:
         run_file = self._run.directory.read()
-        layout = run_layouts(self._package.manifest, self._plan)["exchange"]
-        with run_file.open_segment(layout) as segment:
+        with run_file.open_segment("exchange") as segment:
             return segment.map()
 
 

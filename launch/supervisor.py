@@ -37,6 +37,7 @@ from neuronpipe.launch.takeover import Takeover
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
+from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
@@ -161,6 +162,9 @@ class Supervisor:
                 segments=handles,
                 plan=self._plan.id,
                 package=str(self._package.path.resolve()),
+                private={
+                    name: layout.text for name, layout in private_layouts(self._package.manifest, self._plan).items()
+                },
                 facts=run_facts(self._package, self._plan, self._segments),
             ),
             self._plan.to_json(),

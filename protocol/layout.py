@@ -7,12 +7,15 @@ themselves are in `layouts/`.
 
 from __future__ import annotations
 
+import math
+import re
 import zlib
 from dataclasses import dataclass, field
 
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 4
+_LINE = re.compile(r"([a-z_]+) (u8|u16|u32|u64|f32) (\d{1,15}(?:x\d{1,15}){0,7}) (\d{1,15})")
 TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
 
 
@@ -39,6 +42,35 @@ class Layout:
     kind: int
     fields: tuple[Field, ...]
     total_bytes: int
+
+    @classmethod
+    def parse(cls, name: str, kind: int, text: str, total_bytes: int) -> Layout:
+        """The layout of this `text`, as far as a text tells. Raises ValueError where it is not one, or where a field
+        does not lie within `total_bytes`."""
+        fields, end_bytes = [], PAGE_BYTES
+        for line in text.splitlines():
+            found = _LINE.fullmatch(line)
+            if found is None:
+                raise ValueError(f"{line[:80]!r} is no field: expected a name, a type, lengths and an offset")
+            shape, offset_bytes = tuple(int(length) for length in found[3].split("x")), int(found[4])
+            size_bytes = TYPE_BYTES[found[2]] * math.prod(shape)
+            if offset_bytes % LINE_BYTES or offset_bytes < end_bytes or offset_bytes + size_bytes > total_bytes:
+                raise ValueError(f"{found[1]} does not lie between its neighbours")
+            end_bytes = offset_bytes + size_bytes
+            fields.append(
+                Field(
+                    name=found[1],
+                    type=found[2],
+                    dimensions=tuple(str(length) for length in shape),
+                    shape=shape,
+                    offset_bytes=offset_bytes,
+                    total_bytes=size_bytes,
+                    written_by="",
+                    read_by="",
+                    ordering="",
+                )
+            )
+        return cls(name=name, kind=kind, fields=tuple(fields), total_bytes=total_bytes)
 
     def __getitem__(self, name: str) -> Field:
         """The field of that name. Raises KeyError."""

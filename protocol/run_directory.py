@@ -32,6 +32,7 @@ from pathlib import Path
 from neuronpipe.protocol.codec import Message, from_map, message, to_map
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError
 from neuronpipe.protocol.layout import Layout
+from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import MAJOR, VERSION
@@ -60,7 +61,7 @@ class SegmentHandle(Message):
 
     fd: int
     total_bytes: int
-    layout: str = ""
+    layout: str
 
 
 @message
@@ -119,6 +120,7 @@ class RunFile(Message):
         this id, later or in another PID namespace
     endpoints: address of each link that exists, by the link's name
     segments: the segments, by name
+    private: the layouts of what processes map for themselves, by name, as texts; offsets count from where it is mapped
     plan: id of the plan, which lies beside this file as plan.json
     package: path of the package
     facts: see `RunFacts`
@@ -130,18 +132,27 @@ class RunFile(Message):
     supervisor_started: int
     endpoints: dict[str, str]
     segments: dict[str, SegmentHandle]
+    private: dict[str, str]
     plan: str
     package: str = ""
     facts: RunFacts | None = None
 
-    def open_segment(self, layout: Layout) -> Segment:
-        """The segment of this layout, to be read. Raises UserError when the supervisor cannot be seen from here."""
+    def open_segment(self, name: str) -> Segment:
+        """The segment of this name, laid out as stands here, to be read. Raises UserError when the run has none, or
+        when the supervisor cannot be seen from here."""
+        handle = self.segments.get(name)
+        if handle is None:
+            raise UserError(f"segment {name}: this run has none; is it of this version?")
         if not is_alive(self.supervisor_pid, self.supervisor_started):
             raise UserError(
-                f"segment {layout.name}: the run's supervisor, process {self.supervisor_pid}, is not to be seen from "
+                f"segment {name}: the run's supervisor, process {self.supervisor_pid}, is not to be seen from "
                 "here; do this in the container where the run was started, if it is still live"
             )
-        return Segment.open(layout, self.supervisor_pid, self.segments[layout.name].fd)
+        try:
+            layout = Layout.parse(name, KINDS.get(name, 0), handle.layout, handle.total_bytes)
+        except ValueError as error:
+            raise UserError(f"{RUN_FILE}: segments.{name}.layout: {error}; start the run again") from None
+        return Segment.open(layout, self.supervisor_pid, handle.fd)
 
 
 class RunDirectory:

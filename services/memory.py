@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layout import LINE_WORDS, Layout
+from neuronpipe.plans.plan.sizes import run_layouts
+from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.segments import Mapping, Segment
 
 READS: dict[str, frozenset[str]] = {
@@ -29,47 +29,6 @@ WRITES: dict[str, frozenset[str]] = {
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
 }
-
-
-def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
-    """The layout of every segment of a run."""
-    model, layout, compute = manifest.model, manifest.layout, plan.compute
-    made = (
-        layouts.fixed(
-            file_bytes=manifest.files[FIXED].bytes,
-            predictor_bytes=manifest.files[PREDICTOR].bytes if compute.mode == "predicted" else 0,
-        ),
-        layouts.slots(
-            trigger_slots=plan.memory.trigger_slots,
-            trigger_slot_bytes=manifest.trigger_slot_bytes,
-            value_slots=plan.memory.value_slots,
-            value_slot_bytes=manifest.value_slot_bytes,
-        ),
-        layouts.residency(
-            clusters=manifest.clusters, participants=len(compute.decode_workers()) + compute.prefill_threads
-        ),
-        layouts.kv(
-            layers=model.layers,
-            sequences=compute.sequences,
-            key_heads=model.key_heads,
-            context_tokens=compute.context_tokens,
-            head_width=model.head_width,
-        ),
-        layouts.exchange(
-            tokens=compute.sequences,
-            width=model.width,
-            query_width=model.query_width,
-            neurons=layout.blocks * layout.block_neurons,
-            blocks=layout.blocks,
-            rank=manifest.predictor.rank if compute.mode == "predicted" and manifest.predictor else 0,
-            claims=lib.np_engine_claims(model.layers),
-            logit_rows=compute.logit_rows,
-            vocabulary=model.vocabulary,
-        ),
-        layouts.board(processes=len(compute.seats)),
-        layouts.trace(rings=len(compute.seats)),
-    )
-    return {one.name: one for one in made}
 
 
 def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:

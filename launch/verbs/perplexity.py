@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         file, window_tokens = arguments.logits_out, plan.compute.context_tokens
-        kept = kept_logits(file, live.directory, package, plan, len(tokens)) if file else contextlib.nullcontext()
+        kept = kept_logits(file, live.directory, package, len(tokens)) if file else contextlib.nullcontext()
         with kept as keep, Progress("rating", "tokens", plain=arguments.json) as progress:
             nll = rate(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
     mean = math.fsum(nll) / len(nll)

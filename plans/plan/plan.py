@@ -61,24 +61,26 @@ class Compute:
 class Memory:
     """What is resident. All sizes in bytes; slots hold one cluster part each.
 
-    The first ones, down to staging_bytes, are the account of plans/plan/account.py, by the same names.
+    The first ones, down to staging_bytes, are the account of plans/plan/account.py, by the same names; slots_bytes is
+    of the segment.
     """
 
     limit_bytes: int
-    interpreters_bytes: int
     fixed_bytes: int
+    residency_bytes: int
     kv_bytes: int
     exchange_bytes: int
-    residency_bytes: int
-    private_bytes: int
-    predictor_bytes: int  # 0 in exact mode
+    board_bytes: int
     trace_bytes: int
-    requests_bytes: int
+    prefill_stage_bytes: int
+    interpreters_bytes: int
+    private_bytes: int
+    bookkeeping_bytes: int
     staging_bytes: int  # where the loader's reads land
     trigger_slots: int
     value_slots: int
     slots_bytes: int
-    ffn_bytes: int  # of all slots, were everything resident
+    ffn_bytes: int  # of slots, were everything resident
     pinned_triggers_per_layer: int  # the first clusters of each layer stay for good
     pinned_values_per_layer: int
     least_bytes: int  # the smallest limit this package accepts with these seats
@@ -86,23 +88,19 @@ class Memory:
     def total_bytes(self) -> int:
         """What the run takes at most, by the planner's account."""
         return (
-            self.interpreters_bytes
-            + self.fixed_bytes
+            self.fixed_bytes
+            + self.residency_bytes
             + self.kv_bytes
             + self.exchange_bytes
-            + self.residency_bytes
-            + self.private_bytes
-            + self.predictor_bytes
+            + self.board_bytes
             + self.trace_bytes
-            + self.requests_bytes
+            + self.prefill_stage_bytes
+            + self.interpreters_bytes
+            + self.private_bytes
+            + self.bookkeeping_bytes
             + self.staging_bytes
             + self.slots_bytes
         )
-
-    @property
-    def everything_resident(self) -> bool:
-        """Whether no neuron is read again after start-up."""
-        return self.slots_bytes >= self.ffn_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,24 +6,23 @@ import dataclasses
 from typing import Literal
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.account import (
     MIB,
     MIN_CHUNK_TOKENS,
-    PARTIAL_TOKENS,
     Account,
-    Seating,
     account,
     least_account,
     least_limit_bytes,
     least_slots_bytes,
-    slot_sizes,
     usable_bytes,
 )
 from neuronpipe.plans.plan.activity import rates
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, Mode, Plan, Seat
 from neuronpipe.plans.plan.reading import Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, slots_layout
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
 
@@ -191,14 +190,15 @@ class _Planning:
         for tokens in (min(size, context) for size in CHUNK_TOKENS):
             one = account(self._manifest, self._seating, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
             fits = one.total_bytes() + least_slots <= self._usable_bytes
-            if fits and one.private_bytes <= PREFILL_SHARE * self._usable_bytes:
+            if fits and one.private_bytes + one.prefill_stage_bytes <= PREFILL_SHARE * self._usable_bytes:
                 return tokens
         return min(MIN_CHUNK_TOKENS, context)
 
     def _regions(self, others: Account, least_slots: int) -> Regions:
         manifest, wanted = self._manifest, self._wanted
-        budget = usable = self._usable_bytes - others.total_bytes()
-        ffn_bytes = manifest.clusters * sum(slot_sizes(manifest))
+        usable = self._usable_bytes - others.total_bytes()
+        budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
+        ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
         if wanted.ffn_resident_share is not None:
             budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
         regions = fill(
@@ -221,14 +221,13 @@ class _Planning:
         )
 
     def _memory(self, others: Account, regions: Regions) -> Memory:
-        trigger_bytes, value_bytes = slot_sizes(self._manifest)
         return Memory(
             limit_bytes=self._limit_bytes,
             **dataclasses.asdict(others),
             trigger_slots=regions.gates,
             value_slots=regions.rests,
-            slots_bytes=regions.gates * trigger_bytes + regions.rests * value_bytes,
-            ffn_bytes=self._manifest.clusters * (trigger_bytes + value_bytes),
+            slots_bytes=slots_layout(self._manifest, regions.gates, regions.rests).total_bytes,
+            ffn_bytes=slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes,
             pinned_triggers_per_layer=regions.pinned_triggers,
             pinned_values_per_layer=regions.pinned_values,
             least_bytes=least_limit_bytes(self._manifest, self._seating),
@@ -262,7 +261,8 @@ class _Planning:
         return reasons
 
     def _chunk_reason(self, chunk: int, others: Account) -> str:
+        buffers_bytes = others.private_bytes + others.prefill_stage_bytes
         return (
             f"prefill takes {chunk} tokens at a time with {self._seating.prefill_threads} thread(s): "
-            f"its buffers are within {PREFILL_SHARE:.1%} of the limit ({others.private_bytes / MIB:.0f} MiB)"
+            f"its buffers are within {PREFILL_SHARE:.1%} of the limit ({buffers_bytes / MIB:.0f} MiB)"
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import slot_sizes
 from neuronpipe.plans.plan.activity import Rates
 from neuronpipe.plans.plan.plan import Mode
 
@@ -57,7 +56,7 @@ class _Filling:
         self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
         self._layers = manifest.model.layers * manifest.model.experts
         self._all = manifest.clusters
-        self._trigger_bytes, self._value_bytes = slot_sizes(manifest)
+        self._trigger_bytes, self._value_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
         self._both_bytes = self._trigger_bytes + self._value_bytes
 
     def fill(self, budget: int, *, cache: bool, window_tokens: int) -> Regions | None:

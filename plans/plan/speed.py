@@ -29,7 +29,7 @@ def expected(
     model, layout = manifest.model, manifest.layout
     row_bytes = quant_bytes(manifest.quantization, model.width) + scale_bytes(manifest.quantization, model.width)
     neurons = model.layers * model.experts * model.neurons
-    sequential = memory.fixed_bytes + memory.predictor_bytes
+    sequential = memory.fixed_bytes
     if not manifest.model.tied_embeddings:
         sequential -= model.vocabulary * row_bytes  # of the embedding one row is read
     half = compute.context_tokens // 2

@@ -13,14 +13,12 @@ from typing import NoReturn
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.account import (
-    PARTIAL_TOKENS,
-    Seating,
     account,
     largest_read_bytes,
     least_limit_bytes,
-    slot_sizes,
 )
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")
@@ -88,11 +86,14 @@ class _Check:
             ("prefill_window_blocks", blocks),
         ):
             self._within(f"compute.{name}", getattr(compute, name), 1, most)
-        if compute.prefill_window_blocks < blocks and compute.prefill_chunk_tokens > PARTIAL_TOKENS:
-            self._fail(
-                "compute.prefill_chunk_tokens",
-                f"{compute.prefill_chunk_tokens}, but where a window is less than a layer, {PARTIAL_TOKENS} at most",
-            )
+        if compute.prefill_window_blocks < blocks:
+            for name in ("prefill_chunk_tokens", "logit_rows"):
+                tokens = getattr(compute, name)
+                if tokens > PARTIAL_TOKENS:
+                    self._fail(
+                        f"compute.{name}",
+                        f"{tokens}, but where a window is less than a layer, {PARTIAL_TOKENS} at most",
+                    )
         self._within("compute.spin_us", compute.spin_us, 0, MAX_SPIN_US)
         if compute.mode == "predicted" and self._manifest.predictor is None:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
@@ -145,26 +146,17 @@ class _Check:
 
     def _bytes(self) -> None:
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
-        seating = Seating(
-            mode=compute.mode,
-            processes=len(compute.seats),
-            workers=len(compute.decode_workers()),
-            prefill_threads=compute.prefill_threads,
-            sequences=compute.sequences,
-            context_tokens=compute.context_tokens,
-            logit_rows=compute.logit_rows,
-            gateways=sum(seat.role == GATEWAY for seat in compute.seats),
-        )
+        seating = Seating.of(compute)
         others = account(
             self._manifest,
             seating,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             staging_bytes=flash.staging_bytes,
         )
-        trigger_bytes, value_bytes = slot_sizes(self._manifest)
+        slots, clusters = (memory.trigger_slots, memory.value_slots), self._manifest.clusters
         expected = dataclasses.asdict(others) | {
-            "slots_bytes": memory.trigger_slots * trigger_bytes + memory.value_slots * value_bytes,
-            "ffn_bytes": self._manifest.clusters * (trigger_bytes + value_bytes),
+            "slots_bytes": slots_layout(self._manifest, *slots).total_bytes,
+            "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
             "least_bytes": least_limit_bytes(self._manifest, seating),
         }
         for name, value in expected.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts.run import board, trace
-from neuronpipe.protocol.layouts.step import exchange, kv
+from neuronpipe.protocol.layouts.step import exchange, kv, prefill_stage
 from neuronpipe.protocol.layouts.weights import fixed, residency, slots
 
-__all__ = ["board", "examples", "exchange", "fixed", "kv", "residency", "slots", "trace"]
+__all__ = ["KINDS", "board", "examples", "exchange", "fixed", "kv", "prefill_stage", "residency", "slots", "trace"]
 
 
 def examples() -> tuple[Layout, ...]:
@@ -31,3 +31,7 @@ def examples() -> tuple[Layout, ...]:
         board(processes=6),
         trace(rings=6, spans=8),
     )
+
+
+KINDS = {layout.name: layout.kind for layout in examples()}
+"""How segments are told apart in their headers, by name."""

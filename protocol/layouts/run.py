@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from neuronpipe.protocol.layout import LINE_BYTES, LINE_WORDS, PAGE_BYTES, Fields, Layout
-from neuronpipe.protocol.spans import SPAN_BYTES
+from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
 BOARD_WORDS = ("pid", "incarnation", "restarts")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
@@ -103,8 +102,3 @@ def trace(*, rings: int, spans: int = TRACE_SPANS) -> Layout:
         ordering="span n lies at n modulo spans; whole when, after it was read, n < next < n + spans",
     )
     return fields.layout()
-
-
-def trace_rings(total_bytes: int, spans: int = TRACE_SPANS) -> int:
-    """How many rings a trace segment of this size has, its spans being as many as usual."""
-    return (total_bytes - PAGE_BYTES) // (LINE_BYTES + SPAN_BYTES * spans)

@@ -74,48 +74,7 @@ def exchange(
         to="decode, prefill",
         ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
     )
-    fields.add(
-        "barriers",
-        "u32",
-        1,
-        LINE_WORDS,
-        by="decode",
-        to="decode",
-        ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
-    )
-    for name, dimensions in (
-        ("residual", ("tokens", "width")),
-        ("queries", ("tokens", "query_width")),
-        ("attention", ("tokens", "query_width")),
-        ("hidden", ("tokens", "neurons")),
-        ("partials", ("tokens", "blocks", "width")),
-        ("ranks", ("tokens", "rank")),
-    ):
-        fields.add(
-            name,
-            "f32",
-            *dimensions,
-            by="decode: own ranges",
-            to="decode",
-            ordering="the barrier between the stages of a layer",
-        )
-    fields.add(
-        "predicted",
-        "u8",
-        "neurons",
-        "mask_bytes",
-        by="decode: the blocks that each took",
-        to="decode",
-        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
-    )
-    fields.add(
-        "claims",
-        "u32",
-        "claims",
-        by="coordinator zeroes them before a step; decode",
-        to="decode",
-        ordering="relaxed fetch-and-add: barriers lie between a piece of work, what it reads and who reads it",
-    )
+    _add_stages(fields, "tokens", "decode")
     fields.add(
         "logits",
         "f32",
@@ -126,3 +85,74 @@ def exchange(
         ordering="StepDone, Prefilled and Scored come after the rows are written; a client gives them back by Next",
     )
     return fields.layout()
+
+
+def prefill_stage(
+    *, tokens: int, partial_tokens: int, width: int, query_width: int, neurons: int, blocks: int, rank: int, claims: int
+) -> Layout:
+    """The same stages in the memory of a process whose threads do their steps alone: no segment. partial_tokens: most
+    tokens whose block sums are held at once; the other lengths as in `exchange`."""
+    fields = Fields(
+        "prefill_stage",
+        8,
+        {
+            "tokens": tokens,
+            "partial_tokens": partial_tokens,
+            "width": width,
+            "query_width": query_width,
+            "neurons": neurons,
+            "blocks": blocks,
+            "rank": rank,
+            "claims": claims,
+            "mask_bytes": -(-tokens // 8) if rank else 0,
+        },
+    )
+    _add_stages(fields, "partial_tokens", "prefill")
+    return fields.layout()
+
+
+def _add_stages(fields: Fields, partial_tokens: str, who: str) -> None:
+    """The buffers of a step's stages, which the participants compute together. who: their role."""
+    zeroed_by = "coordinator" if who == "decode" else "prefill"
+    fields.add(
+        "barriers",
+        "u32",
+        1,
+        LINE_WORDS,
+        by=who,
+        to=who,
+        ordering="words 0 arrived, 1 phase, 2 waiters; acquire-release; reset by the coordinator before an attempt",
+    )
+    for name, dimensions in (
+        ("residual", ("tokens", "width")),
+        ("queries", ("tokens", "query_width")),
+        ("attention", ("tokens", "query_width")),
+        ("hidden", ("tokens", "neurons")),
+        ("partials", (partial_tokens, "blocks", "width")),
+        ("ranks", ("tokens", "rank")),
+    ):
+        fields.add(
+            name,
+            "f32",
+            *dimensions,
+            by=f"{who}: own ranges",
+            to=who,
+            ordering="the barrier between the stages of a layer",
+        )
+    fields.add(
+        "predicted",
+        "u8",
+        "neurons",
+        "mask_bytes",
+        by=f"{who}: the blocks that each took",
+        to=who,
+        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
+    )
+    fields.add(
+        "claims",
+        "u32",
+        "claims",
+        by=f"{zeroed_by} zeroes them before a step; {who}",
+        to=who,
+        ordering="relaxed fetch-and-add: barriers lie between a piece of work, what it reads and who reads it",
+    )

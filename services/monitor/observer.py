@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from neuronpipe.native import lib
-from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Subscriber, open_context
 from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
@@ -70,7 +69,7 @@ class Observer(Closing):
         self._activity = Activity(facts.seats.split(), TRACE_SPANS)
         self._regions = Regions(run_file, facts)
         self._open.callback(self._regions.close)
-        with run_file.open_segment(layouts.board(processes=len(self._seats))) as segment:
+        with run_file.open_segment("board") as segment:
             self._board: Mapping = segment.map()
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")

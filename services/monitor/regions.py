@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from neuronpipe.protocol import layouts
 from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
@@ -32,8 +31,7 @@ class Regions(Closing):
     """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
 
     def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
-        layout = layouts.residency(clusters=facts.layers * facts.clusters, participants=facts.participants)
-        with run_file.open_segment(layout) as segment:
+        with run_file.open_segment("residency") as segment:
             self._mapping = segment.map()
         self._layers = facts.layers
         self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_entries"), np.uint32) for part in PARTS]

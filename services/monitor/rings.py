@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol import layouts
 from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_BYTES
-from neuronpipe.protocol.layouts.run import trace_rings
 from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
 from neuronpipe.protocol.segments import Mapping, Segment
@@ -80,11 +78,7 @@ class RunTrace(Closing):
     def open(cls, run_file: RunFile, processes: Sequence[ProcessStatus]) -> RunTrace:
         """The trace of the run that this file names; processes: as in `Status`. Raises UserError when the run is of
         another version, or gone."""
-        handle = run_file.segments.get("trace")
-        if handle is None:
-            raise UserError("this run keeps no trace; is it of this version?")
-        layout = layouts.trace(rings=trace_rings(handle.total_bytes))
-        with run_file.open_segment(layout) as segment:
+        with run_file.open_segment("trace") as segment:
             return cls(segment, processes)
 
     def take(self) -> list[Row]:

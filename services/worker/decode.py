@@ -24,11 +24,10 @@ class DecodeService:
         compute, seat = job.plan.compute, job.seat
         config = engine_config(
             job.plan,
+            job.segments["exchange"].layout,
             participants=len(compute.decode_workers()),
             participant=seat.index,
-            max_tokens=compute.sequences,
             window_blocks=compute.decode_window_blocks,
-            blocks=job.package.manifest.layout.blocks,
         )
         self._worker = Worker(job, RunMemory.open("decode", job.segments), [config], seat.index, activity)
         self._context = open_context()

@@ -12,7 +12,6 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import slot_sizes
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
@@ -132,7 +131,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
-            "slot_bytes": slot_sizes(manifest),
+            "slot_bytes": (manifest.trigger_slot_bytes, manifest.value_slot_bytes),
             **places,
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": TYPES[predictor.quantization] if predictor else 0,

@@ -7,6 +7,7 @@ is computed, the next one is on its way.
 
 from __future__ import annotations
 
+from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import Prefilled
@@ -22,14 +23,14 @@ class PrefillService:
 
     def __init__(self, job: Job) -> None:
         compute, threads = job.plan.compute, job.plan.compute.prefill_threads
+        stage = private_layouts(job.package.manifest, job.plan)["prefill_stage"]
         configs = [
             engine_config(
                 job.plan,
+                stage,
                 participants=threads,
                 participant=number,
-                max_tokens=max(compute.prefill_chunk_tokens, compute.logit_rows),
                 window_blocks=compute.prefill_window_blocks,
-                blocks=job.package.manifest.layout.blocks,
             )
             for number in range(threads)
         ]

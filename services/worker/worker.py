@@ -12,9 +12,9 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.account import PARTIAL_TOKENS
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.plans.plan.sizes import private_layouts
+from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
@@ -32,24 +32,15 @@ def exchange_stage(memory: RunMemory) -> Stage:
     return lambda name: memory.view("exchange", name)
 
 
-def private_stage(package: Package, config: EngineConfig) -> Stage:
+def private_stage(layout: Layout) -> Stage:
     """The same for a process whose threads do its steps alone. Pages cost nothing until they are used."""
-    model, layout, tokens = package.manifest.model, package.manifest.layout, config.max_tokens
-    neurons = layout.blocks * layout.block_neurons
-    rank = package.manifest.predictor.rank if config.predicts and package.manifest.predictor else 0
-    sizes = {
-        "residual": 4 * tokens * model.width,
-        "queries": 4 * tokens * model.query_width,
-        "attention": 4 * tokens * model.query_width,
-        "hidden": 4 * tokens * neurons,
-        "partials": 4 * config.partial_tokens * layout.blocks * model.width,
-        "ranks": 4 * tokens * rank,
-        "predicted": neurons * -(-tokens // 8) if rank else 0,
-        "claims": 4 * lib.np_engine_claims(model.layers),
-        "barriers": 4 * LINE_WORDS,
-    }
-    buffers = {name: mmap.mmap(-1, size) for name, size in sizes.items() if size}
-    return buffers.get
+    memory = memoryview(mmap.mmap(-1, layout.total_bytes))
+
+    def buffer(name: str) -> memoryview:
+        field = layout[name]
+        return memory[field.offset_bytes : field.offset_bytes + field.total_bytes]
+
+    return buffer
 
 
 def participant_view(
@@ -92,19 +83,19 @@ def participant_view(
 
 
 def engine_config(
-    plan: Plan, *, participants: int, participant: int, max_tokens: int, window_blocks: int, blocks: int
+    plan: Plan, stage: Layout, *, participants: int, participant: int, window_blocks: int
 ) -> EngineConfig:
-    """A participant's config in steps of at most `max_tokens`, by the plan."""
+    """A participant's config in steps whose stages are laid out like this, by the plan."""
     compute = plan.compute
     return EngineConfig(
         sequences=compute.sequences,
         context_tokens=compute.context_tokens,
-        max_tokens=max_tokens,
+        max_tokens=stage["residual"].shape[0],
         logit_rows=compute.logit_rows,
         participants=participants,
         participant=participant,
         window_blocks=window_blocks,
-        partial_tokens=min(max_tokens, PARTIAL_TOKENS) if window_blocks >= blocks else max_tokens,
+        partial_tokens=stage["partials"].shape[0],
         spin_us=compute.spin_us,
         predicts=compute.mode == "predicted",
         bundle=plan.flash.bundle,
@@ -140,7 +131,9 @@ class Worker:
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
         self._job, self._memory, self._configs, self._first_window = job, memory, configs, first_window
         self._own_steps = job.seat.role == "prefill"
-        self._stage: Stage = private_stage(job.package, configs[0]) if self._own_steps else exchange_stage(memory)
+        self._stage: Stage = exchange_stage(memory)
+        if self._own_steps:
+            self._stage = private_stage(private_layouts(job.package.manifest, job.plan)["prefill_stage"])
         self._trace = Trace.of(job, memory)
         self._participants: list[Participant] = []
         self._threads = ThreadPoolExecutor(len(configs), "participant")

@@ -31,7 +31,7 @@ def test_logits_agree_with_transformers(
     with shell.up(package.path, "--plan", file) as run, attach(run.path) as client:
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
-            with kept_logits(out, RunDirectory(run.path), package, made, len(text)) as keep:
+            with kept_logits(out, RunDirectory(run.path), package, len(text)) as keep:
                 rate(client, text, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     logits = np.load(shell.folder / "decode.npy")
     assert np.array_equal(logits, np.load(shell.folder / "prefill.npy"))

@@ -13,8 +13,8 @@ from neuronpipe.launch.demo import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Seat, parse_plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.sizes import run_layouts
 from neuronpipe.plans.plan.validate import validate
-from neuronpipe.services.memory import run_layouts
 
 from tests.fuzz.test_model_files import fuzzed, mutated_json, only_user_errors
 from tests.service_job import ROLES

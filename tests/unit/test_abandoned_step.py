@@ -32,14 +32,13 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     tails, epoch = memory.view("residency", "request_tails"), Epoch(memory)
     loaded[0] = 1
     tails[0] = full = REQUEST_ENTRIES  # of which a loader that does not listen has taken none
-    compute, layout = job.plan.compute, package.manifest.layout
+    compute = job.plan.compute
     config = engine_config(
         job.plan,
+        job.segments["exchange"].layout,
         participants=1,
         participant=0,
-        max_tokens=compute.sequences,
         window_blocks=compute.decode_window_blocks,
-        blocks=layout.blocks,
     )
     step = Step(step=7, epoch=0, sequences=(0,), positions=(0,), tokens=(1,))
     worker = Worker(job, RunMemory.open("decode", job.segments), [config], 0)

@@ -84,3 +84,43 @@ def test_a_field_is_laid_out_once() -> None:
     fields.add("one", "u32", 4, by="a", to="b", ordering="none")
     with pytest.raises(ValueError, match=r"twice.one: laid out twice"):
         fields.add("one", "u32", 4, by="a", to="b", ordering="none")
+
+
+@given(some_layout)
+def test_a_layout_is_read_from_its_text_as_it_was_made(layout: Layout) -> None:
+    read = Layout.parse(layout.name, layout.kind, layout.text, layout.total_bytes)
+    assert (read.text, read.fingerprint, read.total_bytes) == (layout.text, layout.fingerprint, layout.total_bytes)
+    for one, other in zip(read.fields, layout.fields, strict=True):
+        assert (one.name, one.type, one.shape, one.offset_bytes, one.total_bytes) == (
+            other.name,
+            other.type,
+            other.shape,
+            other.offset_bytes,
+            other.total_bytes,
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("one u32 16", "is no field"),
+        ("one u32 -1 4096", "is no field"),
+        ("one u32 16x99999999999999999999 4096", "is no field"),
+        ("one u32 16 64", "one does not lie"),
+        ("one u32 16 4097", "one does not lie"),
+        ("one u32 2048 4096", "one does not lie"),
+        ("one u32 16 4160\ntwo u32 16 4096", "two does not lie"),
+    ],
+)
+def test_a_text_that_lays_a_field_out_of_its_place_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Layout.parse("board", 6, text, 8192)
+
+
+def test_prefill_has_the_same_stages_as_decode() -> None:
+    lengths = {"tokens": 4, "width": 32, "query_width": 64, "neurons": 96, "blocks": 3, "rank": 8, "claims": 5}
+    own = layouts.prefill_stage(partial_tokens=2, **lengths)
+    shared = layouts.exchange(logit_rows=1, vocabulary=1, **lengths)
+    assert {field.name for field in shared.fields} - {field.name for field in own.fields} == {"epoch", "logits"}
+    assert own["partials"].shape == (2, 3, 32)
+    assert all(own[field.name].shape == shared[field.name].shape for field in own.fields if field.name != "partials")

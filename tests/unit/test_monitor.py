@@ -175,7 +175,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
         rests[7] = PRESENT
         mapping.view("request_tails")[LINE_WORDS] = 9
         mapping.view("request_heads")[LINE_WORDS] = 4
-        handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes)
+        handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout=layout.text)
         run_file = RunFile(
             protocol="1.0",
             run="r",
@@ -183,6 +183,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
             supervisor_started=started(os.getpid()),
             endpoints={},
             segments={"residency": handle},
+            private={},
             plan="p",
         )
         with Regions(run_file, FACTS) as regions:

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import compute_layout
+from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Source
-from neuronpipe.plans.plan.account import MIB, PARTIAL_TOKENS, Seating, account, least_slots_bytes
+from neuronpipe.plans.plan.account import MIB, account, least_slots_bytes
 from neuronpipe.plans.plan.difference import difference
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, private_layouts, run_layouts
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -101,7 +102,8 @@ def least_bytes(made_for: Manifest, facts: DeviceFacts) -> int:
 
 def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> None:
     made = plan(manifest(), device(), Wanted())
-    assert made.memory.everything_resident
+    assert made.memory.trigger_slots == made.memory.value_slots == manifest().clusters
+    assert made.memory.slots_bytes == made.memory.ffn_bytes
     assert made.expected.flash_bytes_per_token == 0
 
 
@@ -116,7 +118,7 @@ def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> N
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.34, 0.2, 0.1])
 def test_the_resident_share_that_was_asked_for_is_not_exceeded(share: float) -> None:
     memory = plan(manifest(), device(), Wanted(ffn_resident_share=share)).memory
-    assert memory.slots_bytes <= share * memory.ffn_bytes
+    assert memory.slots_bytes <= share * memory.ffn_bytes + 2 * PAGE_BYTES  # its first page, and the last one whole
 
 
 def test_a_limit_below_the_least_is_refused_and_the_figure_in_the_message_works() -> None:
@@ -176,7 +178,7 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     flash = made.flash
     assert memory.staging_bytes == flash.depth * flash.most_read_bytes + flash.warm_up_reads * flash.warm_up_read_bytes
     assert flash.warm_up_read_bytes > flash.most_read_bytes or not flash.warm_up_reads
-    if memory.everything_resident:
+    if memory.trigger_slots == memory.value_slots == m.clusters:
         return
     window = made.compute.decode_window_blocks
     assert made.compute.prefill_window_blocks == window
@@ -203,8 +205,32 @@ def test_predicted_mode_needs_a_predictor_and_names_the_command_that_makes_one()
 
 def test_the_predictor_is_counted_only_where_it_is_used() -> None:
     m = predicted(manifest())
-    assert plan(m, device(), Wanted(mode="exact")).memory.predictor_bytes == 0
-    assert plan(m, device(), Wanted(mode="predicted")).memory.predictor_bytes == MIB + 4096
+    exact, guessed = (plan(m, device(), Wanted(mode=mode)).memory for mode in ("exact", "predicted"))
+    assert guessed.fixed_bytes - exact.fixed_bytes == MIB
+
+
+@settings(max_examples=40)
+@given(
+    width=st.sampled_from([256, 1024]),
+    neurons=st.integers(1500, 5000),
+    layers=st.integers(2, 8),
+    workers=st.integers(1, 4),
+    sequences=st.integers(1, 4),
+    share=st.floats(0.5, 1),
+    mode=st.sampled_from(["exact", "predicted"]),
+)
+def test_the_budget_has_a_field_for_every_layout_of_a_run_and_of_just_its_size(
+    width: int, neurons: int, layers: int, workers: int, sequences: int, share: float, mode: Any
+) -> None:
+    m = predicted(manifest(width=width, neurons=neurons, layers=layers))
+    wanted = Wanted(mode=mode, sequences=sequences, ffn_resident_share=share)
+    made = plan(m, device(workers, memory_bytes=16 * GIB), wanted)
+    laid_out = run_layouts(m, made) | private_layouts(m, made)
+    budget = {name: getattr(made.memory, f"{name}_bytes", None) for name in laid_out}
+    assert budget == {name: layout.total_bytes for name, layout in laid_out.items()}
+    no_layout = ("interpreters", "private", "bookkeeping", "staging")
+    rest = sum(getattr(made.memory, f"{name}_bytes") for name in no_layout)
+    assert made.memory.total_bytes() == rest + sum(layout.total_bytes for layout in laid_out.values())
 
 
 def test_predicted_neurons_are_kept_whole_so_both_parts_have_as_many_slots() -> None:
@@ -309,7 +335,6 @@ def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
     assert f"{one.id} -> {other.id}" in said
     assert re.search(r"compute\.mode +exact +predicted\n", said)
     assert re.search(r"compute\.sequences +1 +2 +\+100\.0 %", said)
-    assert re.search(r"memory\.predictor_bytes +0 +1,052,672\n", said)
     assert "context_tokens" not in said
     assert difference(one, one) == f"the plans are the same: {one.id}\n"
 

@@ -43,7 +43,8 @@ def run_file(directory: RunDirectory, ticks: int | None = None) -> RunFile:
         supervisor_pid=os.getpid(),
         supervisor_started=started(os.getpid()) if ticks is None else ticks,
         endpoints=directory.endpoints(),
-        segments={"kv": SegmentHandle(fd=5, total_bytes=8192)},
+        segments={"kv": SegmentHandle(fd=5, total_bytes=8192, layout="")},
+        private={},
         plan="p",
     )
 
@@ -124,16 +125,27 @@ def test_a_run_lives_though_another_pid_namespace_shows_its_supervisor_under_no_
     directory.publish(run_file(directory, ticks=started(os.getpid()) - 1), "{}")
     found = directory.read()
     with pytest.raises(UserError, match="is not to be seen from here; do this in the container"):
-        found.open_segment(layouts.board(processes=1))
+        found.open_segment("kv")
 
 
 def test_a_segment_is_opened_of_the_supervisor_that_run_json_names() -> None:
     layout = layouts.board(processes=1)
     with Segment.create(layout) as segment:
-        handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes)}
+        handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout=layout.text)}
         file = replace(run_file(RunDirectory.create()), segments=handles)
-        with file.open_segment(layout) as opened, opened.map() as mapping:
+        with file.open_segment("board") as opened, opened.map() as mapping:
             assert mapping.view("leaving").tolist() == [0]
+
+
+def test_a_segment_that_run_json_does_not_lay_out_is_refused_by_name() -> None:
+    layout = layouts.board(processes=1)
+    with Segment.create(layout) as segment:
+        handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout="leaving u32 1 5000\n")}
+        file = replace(run_file(RunDirectory.create()), segments=handles)
+        with pytest.raises(UserError, match=r"run\.json: segments\.board\.layout: leaving does not lie"):
+            file.open_segment("board")
+        with pytest.raises(UserError, match="segment trace: this run has none"):
+            file.open_segment("trace")
 
 
 def test_the_lock_is_held_by_the_last_copy_of_the_process_that_took_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol import layouts
-from neuronpipe.protocol.layouts.run import trace_rings
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spans import FIELDS, KINDS, SPAN_BYTES
 from neuronpipe.services.memory import RunMemory
@@ -23,11 +22,6 @@ def test_a_span_lies_in_memory_as_the_specification_says() -> None:
     assert {name: int(offset) for offset, name, _ in FIELDS} == {
         name: ffi.offsetof("np_span", name) for name, _ in ffi.typeof("np_span").fields
     }
-
-
-def test_the_number_of_rings_follows_from_a_segments_size() -> None:
-    for rings in (1, 7, 70):
-        assert trace_rings(layouts.trace(rings=rings).total_bytes) == rings
 
 
 def test_each_process_writes_a_ring_of_its_own_and_the_oldest_spans_go() -> None:

@@ -1,0 +1,124 @@
+"""The memory that a run lays out: every segment, and what a process maps for itself. Computed here and nowhere else.
+
+The planner budgets with these layouts before there is a run, the supervisor makes the segments from them and states
+them in run.json, and whoever attaches maps what stands there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.native import lib
+from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
+from neuronpipe.plans.plan.plan import GATEWAY, Compute, Mode, Plan
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.layout import Layout
+
+PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seating:
+    """What of a plan decides how much memory is taken besides neurons, a prompt's chunk and staging."""
+
+    mode: Mode
+    processes: int
+    workers: int  # decode
+    prefill_threads: int
+    sequences: int
+    context_tokens: int
+    logit_rows: int
+    gateways: int = 0  # of the processes
+
+    @classmethod
+    def of(cls, compute: Compute) -> Seating:
+        """That of a plan."""
+        return cls(
+            mode=compute.mode,
+            processes=len(compute.seats),
+            workers=len(compute.decode_workers()),
+            prefill_threads=compute.prefill_threads,
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            logit_rows=compute.logit_rows,
+            gateways=sum(seat.role == GATEWAY for seat in compute.seats),
+        )
+
+    def prefill_tokens(self, chunk_tokens: int) -> int:
+        """Most tokens of one step of prefill: it is also asked for the logits of `logit_rows` tokens at once."""
+        return max(chunk_tokens, self.logit_rows)
+
+
+def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
+    """The layout of every segment of a run, by name."""
+    others = fixed_layouts(manifest, Seating.of(plan.compute))
+    return others | {"slots": slots_layout(manifest, plan.memory.trigger_slots, plan.memory.value_slots)}
+
+
+def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
+    """The layout of what a process of this run maps for itself, by name."""
+    return own_layouts(manifest, Seating.of(plan.compute), plan.compute.prefill_chunk_tokens)
+
+
+def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int) -> Layout:
+    """The segment of the neurons, with so many slots of either part."""
+    return layouts.slots(
+        trigger_slots=trigger_slots,
+        trigger_slot_bytes=manifest.trigger_slot_bytes,
+        value_slots=value_slots,
+        value_slot_bytes=manifest.value_slot_bytes,
+    )
+
+
+def fixed_layouts(manifest: Manifest, seating: Seating) -> dict[str, Layout]:
+    """The segments whose size depends on neither slots nor chunks: all but that of the neurons."""
+    model = manifest.model
+    made = (
+        layouts.fixed(
+            file_bytes=manifest.files[FIXED].bytes,
+            predictor_bytes=manifest.files[PREDICTOR].bytes if _rank(manifest, seating) else 0,
+        ),
+        layouts.residency(clusters=manifest.clusters, participants=seating.workers + seating.prefill_threads),
+        layouts.kv(
+            layers=model.layers,
+            sequences=seating.sequences,
+            key_heads=model.key_heads,
+            context_tokens=seating.context_tokens,
+            head_width=model.head_width,
+        ),
+        layouts.exchange(
+            tokens=seating.sequences,
+            logit_rows=seating.logit_rows,
+            vocabulary=model.vocabulary,
+            **_stage_lengths(manifest, seating),
+        ),
+        layouts.board(processes=seating.processes),
+        layouts.trace(rings=seating.processes),
+    )
+    return {one.name: one for one in made}
+
+
+def own_layouts(manifest: Manifest, seating: Seating, prefill_chunk_tokens: int) -> dict[str, Layout]:
+    """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
+    tokens = seating.prefill_tokens(prefill_chunk_tokens)
+    stage = layouts.prefill_stage(
+        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, seating)
+    )
+    return {stage.name: stage}
+
+
+def _stage_lengths(manifest: Manifest, seating: Seating) -> dict[str, int]:
+    model, layout = manifest.model, manifest.layout
+    return {
+        "width": model.width,
+        "query_width": model.query_width,
+        "neurons": layout.blocks * layout.block_neurons,
+        "blocks": layout.blocks,
+        "rank": _rank(manifest, seating),
+        "claims": lib.np_engine_claims(model.layers),
+    }
+
+
+def _rank(manifest: Manifest, seating: Seating) -> int:
+    """Of the predictor that this run uses; 0 for none."""
+    return manifest.predictor.rank if seating.mode == "predicted" and manifest.predictor is not None else 0
