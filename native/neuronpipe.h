@@ -314,7 +314,8 @@ typedef struct {
     uint64_t slots_file_offset; /* of `slots` in it */
     uint32_t *words;
     uint32_t cluster_count;
-    const uint32_t *checksums;          /* crc32c of each cluster's part, cluster_count entries */
+    const uint32_t *checksums;  /* crc32c of each cluster's part; that of cluster n at n * checksum_stride */
+    uint32_t checksum_stride;   /* 1, or more where the table has other sums between them */
 } np_loader_part;
 typedef struct {
     uint32_t most_read_bytes; /* of one read, and of its staging buffer; at least the longer part */

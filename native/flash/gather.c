@@ -101,7 +101,6 @@ static void claim(np_loader *loader, int part, uint32_t entry, np_claim *out)
     np_part_state *state = &loader->parts[part];
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, slot = state->free[--state->free_count];
     const uint32_t stays = np_warm_up_stays(loader, part, id) ? NP_ENTRY_PINNED : 0;
-    state->slot_states[slot] = NP_SLOT_FILLING;
     /* Nobody else changes an absent word. The slot's number is for whoever looks into a stuck run. */
     np_word_store(&state->facts.words[id], NP_ENTRY_LOADING | (entry & NP_ENTRY_PINNED) | stays | slot);
     *out = (np_claim){.id = id, .slot = slot, .part = (uint8_t)part, .failures = (uint8_t)(entry >> NP_QUEUED_FAILURES),

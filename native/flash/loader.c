@@ -38,7 +38,6 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     np_part_state *part = &loader->parts[landed->part];
     uint32_t *word = &part->facts.words[landed->id];
     *(was_read ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
-    part->slot_states[landed->slot] = NP_SLOT_FREE;
     part->free[part->free_count++] = landed->slot;
     const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_ENTRY_PINNED;
     const uint32_t again = landed->id | (landed->part ? NP_REQUEST_VALUE : NP_REQUEST_TRIGGER) | flags | failures << NP_QUEUED_FAILURES;
@@ -72,7 +71,7 @@ static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
         const np_claim *landed = run->claims[i];
         uint32_t *word = &part->facts.words[landed->id];
         loader->unannounced++;
-        part->slot_states[landed->slot] = NP_SLOT_ELSEWHERE;
+        np_set_drop(part->ours, landed->slot);
         /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
         np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
     }
@@ -93,7 +92,7 @@ static void land_part(np_loader *loader, const np_flight *flight, int number, in
             loader->counters.warm_up_left_bytes -= facts->part_bytes;
         const uint64_t offset = facts->base_offset + landed->id * facts->stride_bytes + facts->part_offset;
         uint8_t *data = whole ? flight->staged + (offset - flight->offset) : NULL;
-        if (!data || np_crc32c(0, data, facts->part_bytes) != facts->checksums[landed->id]) {
+        if (!data || np_crc32c(0, data, facts->part_bytes) != facts->checksums[(size_t)landed->id * facts->checksum_stride]) {
             land_failure(loader, landed, whole);
             continue;
         }
@@ -162,12 +161,12 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
     np_part_state *state = &loader->parts[part];
     const uint32_t before = state->free_count;
     for (size_t i = count; i-- > 0;) { /* from the end: the first is used first, so that neighbours get slots in order */
-        if (slots[i] >= state->facts.slot_count || state->slot_states[slots[i]] != NP_SLOT_ELSEWHERE) {
+        if (slots[i] >= state->facts.slot_count || np_set_has(state->ours, slots[i])) {
             while (state->free_count > before)
-                state->slot_states[state->free[--state->free_count]] = NP_SLOT_ELSEWHERE;
+                np_set_drop(state->ours, state->free[--state->free_count]);
             return NP_E_ARGUMENT;
         }
-        state->slot_states[slots[i]] = NP_SLOT_FREE;
+        np_set_add(state->ours, slots[i]);
         state->free[state->free_count++] = slots[i];
     }
     return (int)count;
@@ -251,7 +250,7 @@ void np_loader_reset(np_loader *loader)
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
         while (part->free_count)
-            part->slot_states[part->free[--part->free_count]] = NP_SLOT_ELSEWHERE;
+            np_set_drop(part->ours, part->free[--part->free_count]);
     }
 }
 

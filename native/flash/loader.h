@@ -13,9 +13,6 @@ enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_WARM_UP = 2 };
 /* What waits in a queue: one part of its clusters, by the part's number, or both for one read. */
 enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };
 
-/* A slot is elsewhere when it holds a cluster or the cache keeps it. */
-enum { NP_SLOT_ELSEWHERE = 0, NP_SLOT_FREE, NP_SLOT_FILLING };
-
 /* A queued cluster is 32 bits: its word index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many reads of it failed. */
 enum { NP_QUEUED_FAILURES = 28 };
 
@@ -30,8 +27,24 @@ typedef struct {
     np_loader_part facts;
     uint32_t *free; /* [slot_count] stack */
     uint32_t free_count;
-    uint8_t *slot_states; /* [slot_count] NP_SLOT_* */
+    uint64_t *ours; /* a bit for each slot that is free here or being filled; another one holds a cluster, or the cache keeps it */
 } np_part_state;
+
+/* Sets of clusters and of slots: a bit for each, since a large model has millions. */
+static inline int np_set_has(const uint64_t *set, uint32_t n)
+{
+    return (int)(set[n / 64] >> n % 64 & 1);
+}
+
+static inline void np_set_add(uint64_t *set, uint32_t n)
+{
+    set[n / 64] |= (uint64_t)1 << n % 64;
+}
+
+static inline void np_set_drop(uint64_t *set, uint32_t n)
+{
+    set[n / 64] &= ~((uint64_t)1 << n % 64);
+}
 
 /* One worker's requests. The ring's own head is for the worker; what the loader goes by is its own. */
 typedef struct {

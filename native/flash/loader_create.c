@@ -12,7 +12,7 @@ static int is_part(const np_loader_part *part, uint32_t alignment)
     const uint64_t places = part->base_offset | part->stride_bytes | part->part_offset | part->part_bytes;
     return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && places % alignment == 0 && part->slot_bytes > 0 &&
            part->slot_bytes <= part->part_bytes && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
-           (part->slots || !part->slot_count) && (!part->cluster_count || (part->words && part->checksums)) &&
+           (part->slots || !part->slot_count) && (!part->cluster_count || (part->words && part->checksums && part->checksum_stride)) &&
            part->cluster_count <= NP_REQUEST_CLUSTER_MASK + 1u &&
            part->stride_bytes <= (uint64_t)INT64_MAX / 2 / (part->cluster_count + 1ull) &&
            part->base_offset < INT64_MAX / 4 && part->part_offset < INT64_MAX / 8;
@@ -65,8 +65,8 @@ static int create_part(np_part_state *part, const np_loader_part *facts)
 {
     part->facts = *facts;
     part->free = calloc(facts->slot_count + 1u, sizeof *part->free);
-    part->slot_states = calloc(facts->slot_count + 1u, sizeof *part->slot_states);
-    return part->free && part->slot_states;
+    part->ours = calloc(facts->slot_count / 64 + 1u, sizeof *part->ours);
+    return part->free && part->ours;
 }
 
 /* Staging buffers, in huge pages where there are some; those of ordinary reads are known to the reader. */
@@ -180,7 +180,7 @@ void np_loader_destroy(np_loader *loader)
         free(loader->warm_up.wanted[i]);
         free(loader->warm_up.pinned[i]);
         free(loader->parts[i].free);
-        free(loader->parts[i].slot_states);
+        free(loader->parts[i].ours);
     }
     if (loader->staging) {
         np_reader_register(loader->reader, NULL, 0);

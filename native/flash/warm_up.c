@@ -13,11 +13,6 @@ static size_t set_words(const np_loader *loader)
     return (loader->parts[0].facts.cluster_count + (size_t)63) / 64;
 }
 
-static int has(const uint64_t *set, uint32_t id)
-{
-    return (int)(set[id / 64] >> id % 64 & 1);
-}
-
 int np_warm_up_is_on(const np_loader *loader)
 {
     return loader->warm_up.wanted_count[0] || loader->warm_up.wanted_count[1];
@@ -27,14 +22,14 @@ uint32_t np_warm_up_parts(const np_loader *loader, uint32_t id)
 {
     uint32_t parts = 0;
     for (int part = 0; part < NP_LOADER_PARTS; part++)
-        if (loader->warm_up.wanted_count[part] && has(loader->warm_up.wanted[part], id))
+        if (loader->warm_up.wanted_count[part] && np_set_has(loader->warm_up.wanted[part], id))
             parts |= part_bits[part];
     return parts;
 }
 
 int np_warm_up_stays(const np_loader *loader, int part, uint32_t id)
 {
-    return loader->warm_up.pinned_count[part] && has(loader->warm_up.pinned[part], id);
+    return loader->warm_up.pinned_count[part] && np_set_has(loader->warm_up.pinned[part], id);
 }
 
 int np_warm_up_next(const np_loader *loader, uint32_t *id)
@@ -61,13 +56,12 @@ int np_warm_up_next(const np_loader *loader, uint32_t *id)
 int np_warm_up_take(np_loader *loader, int part, uint32_t id)
 {
     np_warm_up *warm = &loader->warm_up;
-    if (!warm->wanted_count[part] || !has(warm->wanted[part], id))
+    if (!warm->wanted_count[part] || !np_set_has(warm->wanted[part], id))
         return 0;
-    const uint64_t bit = (uint64_t)1 << id % 64;
-    warm->pinned_count[part] -= (uint32_t)has(warm->pinned[part], id);
+    warm->pinned_count[part] -= (uint32_t)np_set_has(warm->pinned[part], id);
     warm->wanted_count[part]--;
-    warm->pinned[part][id / 64] &= ~bit;
-    warm->wanted[part][id / 64] &= ~bit;
+    np_set_drop(warm->pinned[part], id);
+    np_set_drop(warm->wanted[part], id);
     return 1;
 }
 
@@ -101,17 +95,16 @@ void np_warm_up_forget(np_loader *loader)
 static void want(np_loader *loader, int part, uint32_t id, uint32_t flags)
 {
     np_warm_up *warm = &loader->warm_up;
-    const uint64_t bit = (uint64_t)1 << id % 64;
     if (np_loader_settled(&loader->parts[part].facts.words[id], flags))
         return;
-    if (!has(warm->wanted[part], id)) {
-        warm->wanted[part][id / 64] |= bit;
+    if (!np_set_has(warm->wanted[part], id)) {
+        np_set_add(warm->wanted[part], id);
         warm->wanted_count[part]++;
         loader->counters.warm_up_bytes += loader->parts[part].facts.part_bytes;
         loader->counters.warm_up_left_bytes += loader->parts[part].facts.part_bytes;
     }
-    if (flags && !has(warm->pinned[part], id)) {
-        warm->pinned[part][id / 64] |= bit;
+    if (flags && !np_set_has(warm->pinned[part], id)) {
+        np_set_add(warm->pinned[part], id);
         warm->pinned_count[part]++;
     }
 }

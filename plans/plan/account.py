@@ -21,10 +21,12 @@ GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what c
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
-# Of one cluster, besides the residency segment: the loader's two checksums, and the table they come from (16), six
-# queues (24, in packages of up to 32,768 clusters; no more in larger ones), what to warm up (1), free slots and their
-# states (10); the cache's free slots (10) and one list to warm up (4).
-CLUSTER_BOOKKEEPING_BYTES = 65
+# Of one cluster, besides its two entries (8) in the residency segment: the loader's two checksums (8), its lists of
+# free slots (8), bits for what it holds and what it warms up (less than 1); the cache's free slots (2), and what it
+# asks to be warmed up, on its way (4).
+CLUSTER_BOOKKEEPING_BYTES = 23
+LOADER_QUEUES = 6  # of three kinds and two priorities
+MAX_QUEUED_CLUSTERS = 32768  # in one of them: two layers of a 7B model; what comes beyond stays in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round up
 # The smallest limit is reckoned with these; a larger one buys more.
 MIN_CHUNK_TOKENS = 8
@@ -60,6 +62,11 @@ def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:
     return layout.cluster_stride_bytes if bundle else max(layout.trigger_part_bytes, layout.value_part_bytes)
 
 
+def queue_clusters(manifest: Manifest) -> int:
+    """Clusters of one kind and priority that may wait in the loader."""
+    return min(manifest.clusters + 64, MAX_QUEUED_CLUSTERS)
+
+
 def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, staging_bytes: int) -> Account:
     """What this seating takes for this package, with prompts cut into such chunks and such staging buffers."""
     made = fixed_layouts(manifest, seating) | own_layouts(manifest, seating, prefill_chunk_tokens)
@@ -72,7 +79,9 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
         + tokenizer,
         private_bytes=_engines_bytes(manifest, seating, seating.prefill_tokens(prefill_chunk_tokens))
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
-        bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES + NATIVE_BYTES,
+        bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
+        + 4 * LOADER_QUEUES * queue_clusters(manifest)
+        + NATIVE_BYTES,
         staging_bytes=staging_bytes,
     )
 

@@ -6,17 +6,20 @@ a slot is    free (here)  ->  granted (the loader's)  ->  holds a cluster (named
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal
 
-MAX_IDS_PER_MESSAGE: Final = 1 << 20  # 4 MiB packed; a frame holds 16
+MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed: few at a time need be held
 
 
-def packed(ids: array[int]) -> Iterator[bytes]:
-    """Word or slot numbers as little-endian uint32, in pieces that fit a message each; none for none."""
-    for start in range(0, len(ids), MAX_IDS_PER_MESSAGE):
-        yield ids[start : start + MAX_IDS_PER_MESSAGE].tobytes()
+def packed(ids: Iterable[int]) -> Iterator[bytes]:
+    """Cluster or slot numbers as little-endian uint32, in pieces that fit a message each; none for none. Each piece is
+    made when it is asked for."""
+    left = iter(ids)
+    while piece := array("I", itertools.islice(left, MAX_IDS_PER_MESSAGE)):
+        yield piece.tobytes()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +50,21 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Clusters to load when nothing more urgent waits. parts: 1 triggers, 2 values, 3 both."""
+    """Clusters to load when nothing more urgent waits: the same ones of every layer. parts: 1 triggers, 2 values, 3
+    both; layers: the first cluster of each."""
 
     parts: Literal[1, 2, 3]
-    clusters: array[int]
+    layers: range
+    wanted: range
     pinned: bool
+
+    def __len__(self) -> int:
+        """How many clusters these are."""
+        return len(self.layers) * len(self.wanted)
+
+    def __iter__(self) -> Iterator[int]:
+        """The clusters."""
+        return (first + n for first in self.layers for n in self.wanted)
 
 
 def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
@@ -71,46 +84,51 @@ def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
         for parts, wanted in ranges:
             if wanted:
                 layers = range(0, triggers.clusters, triggers.clusters_per_layer)
-                clusters = array("I", (first + n for first in layers for n in wanted))
-                yield WarmUp(parts=parts, clusters=clusters, pinned=keep)
+                yield WarmUp(parts=parts, layers=layers, wanted=wanted, pinned=keep)
 
 
 class FreeSlots:
-    """The free slots of one region, and how many the loader was granted. Four bytes per slot, five during a
-    restart: a large model has millions."""
+    """The free slots of one region, and how many the loader was granted. A byte per slot: a large model has
+    millions."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._free = array("I")  # descending: the lowest are taken first, from the end
+        self._free = bytearray()  # 1: free
+        self._next = 0  # no slot below is free: what is taken comes back only with a reset
+        self._left = 0  # free slots
         self._granted = 0  # since the reset
 
     def restart(self, used: Iterable[int]) -> None:
         """After a reset: every slot that no present word names is free."""
-        taken = bytearray(self.region.slots)
+        self._free = bytearray(b"\1") * self.region.slots
         for slot in used:
-            taken[slot] = 1
-        self._free = array("I", (slot for slot in reversed(range(self.region.slots)) if not taken[slot]))
-        self._granted = 0
+            self._free[slot] = 0
+        self._next, self._left, self._granted = 0, self._free.count(1), 0
 
-    def take(self, count: int) -> array[int]:
-        """Up to `count` free slots, for warming up."""
-        left = max(0, len(self._free) - count)
-        taken = self._free[left:]
-        taken.reverse()
-        del self._free[left:]
-        self._granted += len(taken)
-        return taken
+    def take(self, count: int) -> Iterator[int]:
+        """Up to `count` free slots, the lowest first, for warming up. They count as granted at once; go through them
+        before anything else is asked of this region."""
+        count = min(count, self._left)
+        self._left -= count
+        self._granted += count
+        return self._lowest(count)
 
-    def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> array[int]:
+    def _lowest(self, count: int) -> Iterator[int]:
+        for _ in range(count):
+            slot = self._free.index(1, self._next)
+            self._next = slot + 1
+            yield slot
+
+    def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> Iterable[int]:
         """Slots to hand to the loader, so that it has its reserve and one for each waiting cluster.
 
         free, waiting, received: as the loader last said; what was granted and not received yet counts as free. Our
         own free slots go first; then `evict(n)` gives up to n more.
         """
         if self.region.holds_everything:
-            return self.take(len(self._free))
+            return self.take(self._left)
         want = max(0, self.region.reserve + waiting - free - (self._granted - received))
-        granted = self.take(want)
+        granted = array("I", self.take(want))
         if len(granted) < want:
             evicted = evict(want - len(granted))
             self._granted += len(evicted)

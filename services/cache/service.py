@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 from neuronpipe.native import ffi, lib
@@ -121,8 +122,8 @@ class CacheService:
     def _warm(self, warm: WarmUp) -> None:
         for part, bit in ((TRIGGER, 1), (VALUE, 2)):
             if warm.parts & bit:
-                self._grant(part, self._regions[part].take(len(warm.clusters)))
-        for piece in packed(warm.clusters):
+                self._grant(part, self._regions[part].take(len(warm)))
+        for piece in packed(warm):
             self._link.send(Warm(generation=self._generation, parts=warm.parts, clusters=piece, pinned=warm.pinned))
 
     def _feed(self, counts: SlotCounts) -> None:
@@ -135,12 +136,15 @@ class CacheService:
         )
         for part, (free, waiting, received) in enumerate(said):
             granted = self._regions[part].grant(free, waiting, received, functools.partial(self._evict, part))
-            self._grant(part, granted)
-            self._hungry |= waiting > 0 and free + len(granted) == 0
+            self._hungry |= self._grant(part, granted) + free == 0 and waiting > 0
 
-    def _grant(self, part: int, slots: array[int]) -> None:
+    def _grant(self, part: int, slots: Iterable[int]) -> int:
+        """Returns how many they were."""
+        count = 0
         for piece in packed(slots):
             self._link.send(Grant(generation=self._generation, part=part, slots=piece))  # type: ignore[arg-type]
+            count += len(piece) // 4
+        return count
 
     def _evict(self, part: int, want: int) -> array[int]:
         began_ns = trace.now()

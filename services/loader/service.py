@@ -8,11 +8,11 @@ call that lasts until a message comes; Python only carries messages to it.
 from __future__ import annotations
 
 import logging
-from array import array
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.plan.account import queue_clusters
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
@@ -45,12 +45,20 @@ class Core:
             self._reader = lib.np_reader_open(path, b"threads", depth, error)
         if self._reader == ffi.NULL:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
-        table = array("I", job.package.checksums())
-        self._keep: list[Any] = [array("I", table[0::2]), array("I", table[1::2])]
+        checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # of each cluster that of either part
+        self._keep: list[Any] = [checksums]
         layout, slots = manifest.layout, job.plan.memory
         described = (
-            (0, layout.trigger_part_bytes, manifest.trigger_slot_bytes, slots.trigger_slots, flash.reserved_triggers),
             (
+                "trigger",
+                0,
+                layout.trigger_part_bytes,
+                manifest.trigger_slot_bytes,
+                slots.trigger_slots,
+                flash.reserved_triggers,
+            ),
+            (
+                "value",
                 layout.trigger_part_bytes,
                 layout.value_part_bytes,
                 manifest.value_slot_bytes,
@@ -74,11 +82,10 @@ class Core:
                     "slots_file_offset": memory.segments["slots"].layout[f"{name}_slots"].offset_bytes,
                     "words": ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", f"{name}_entries"))),
                     "cluster_count": manifest.clusters,
-                    "checksums": ffi.cast("uint32_t *", ffi.from_buffer(checksums)),
+                    "checksums": checksums + part,
+                    "checksum_stride": 2,
                 }
-                for name, checksums, (part_offset, part_bytes, slot_bytes, slot_count, reserve) in zip(
-                    ("trigger", "value"), self._keep, described, strict=True
-                )
+                for part, (name, part_offset, part_bytes, slot_bytes, slot_count, reserve) in enumerate(described)
             ],
         )
         reading = ffi.new(
@@ -93,7 +100,7 @@ class Core:
         )
         arrivals = ffi.cast("uint32_t *", ffi.from_buffer(memory.view("residency", "arrivals")))
         self._keep += [parts, memory]
-        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, manifest.clusters + 64)
+        self._loader = lib.np_loader_create(self._reader, parts, reading, arrivals, queue_clusters(manifest))
         if self._loader == ffi.NULL:
             raise UserError(
                 f"{job.package.bundles_path}: the layout does not suit direct reads here, or memory is short"

@@ -98,6 +98,7 @@ int main(int arguments, char **argument)
             .words = words + (size_t)part * count,
             .cluster_count = count,
             .checksums = checksums + (size_t)part * count,
+            .checksum_stride = 1,
         };
     np_loader *loader = np_loader_create(reader, parts, &reading, &arrivals, count);
     REQUIRE(loader && np_loader_attach(loader, &ring, 1, NULL, NULL, NULL) == NP_OK);

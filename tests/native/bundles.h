@@ -89,6 +89,7 @@ static inline void describe(np_loader_part *parts)
             .words = words[part],
             .cluster_count = CLUSTERS,
             .checksums = checksums[part],
+            .checksum_stride = 1,
         };
 }
 

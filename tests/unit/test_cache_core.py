@@ -10,7 +10,7 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.protocol.codec import MAX_FRAME_BYTES
-from neuronpipe.services.cache.core import FreeSlots, Region, packed, warm_ups
+from neuronpipe.services.cache.core import MAX_IDS_PER_MESSAGE, FreeSlots, Region, packed, warm_ups
 
 
 def region(slots: int, reserve: int = 2, pinned: int = 1, part: Literal[0, 1] = 0) -> Region:
@@ -24,9 +24,9 @@ def nothing_to_evict(want: int) -> array[int]:
 def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free() -> None:
     gate, rest = region(slots=9), region(slots=9, part=1)
     first, second = warm_ups(gate, rest)
-    assert (first.parts, first.pinned, list(first.clusters)) == (3, True, [0, 4, 8])
-    assert (second.parts, second.pinned, list(second.clusters)) == (3, False, [1, 5, 9])
-    assert len(first.clusters) + len(second.clusters) + gate.reserve <= gate.slots
+    assert (first.parts, first.pinned, list(first)) == (3, True, [0, 4, 8])
+    assert (second.parts, second.pinned, list(second)) == (3, False, [1, 5, 9])
+    assert len(first) + len(second) + gate.reserve <= gate.slots
 
 
 @given(*[st.builds(region, slots=st.integers(2, 14), pinned=st.integers(0, 3), part=st.just(part)) for part in (0, 1)])
@@ -36,9 +36,9 @@ def test_every_part_worth_having_is_asked_for_once_and_pairs_together(gate: Regi
     for warm in warm_ups(gate, rest):
         for part in (0, 1):
             if warm.parts & 1 << part:
-                asked[part] += [(word, warm.pinned) for word in warm.clusters]
+                asked[part] += [(word, warm.pinned) for word in warm]
         if warm.parts == 3:
-            together |= {(word, warm.pinned) for word in warm.clusters}
+            together |= {(word, warm.pinned) for word in warm}
     for part, one in enumerate((gate, rest)):
         wanted = [
             (layer * 4 + n, n < one.pinned_per_layer)
@@ -74,21 +74,23 @@ def test_what_is_on_its_way_is_not_granted_twice() -> None:
 def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() -> None:
     slots = FreeSlots(region(slots=12, reserve=0, pinned=4))
     slots.restart(used=[])
-    assert len(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == 12
-    assert not slots.grant(free=0, waiting=5, received=12, evict=nothing_to_evict)
+    assert list(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == list(range(12))
+    assert not list(slots.grant(free=0, waiting=5, received=12, evict=nothing_to_evict))
 
 
-def test_the_bookkeeping_takes_about_five_bytes_per_slot() -> None:
-    count = 100_000
+def test_the_bookkeeping_takes_a_byte_per_slot_and_a_message_at_a_time() -> None:
+    count = 2_000_000
     whole = Region(part=0, slots=count, reserve=0, clusters=count, clusters_per_layer=count, pinned_per_layer=count)
     tracemalloc.start()
     slots = FreeSlots(whole)
     slots.restart(used=range(0, count, 7))
+    granted = sum(len(piece) for piece in packed(slots.take(count))) // 4
     (warm,) = warm_ups(whole, dataclasses.replace(whole, part=1))
+    asked = sum(len(piece) for piece in packed(warm)) // 4
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(warm.clusters) == count
-    assert peak_bytes < 12 * count  # four for the words, five for the slots, and what an array grows ahead
+    assert (granted, asked) == (count - len(range(0, count, 7)), count)
+    assert peak_bytes < 2 * count + 4 * 4 * MAX_IDS_PER_MESSAGE
 
 
 def test_however_many_there_are_each_piece_fits_a_message() -> None:

@@ -53,10 +53,10 @@ class Loading:
         self.file = bundles.read_bytes()
         self.words = [ffi.new("uint32_t[]", CLUSTERS) for _ in PART_BYTES]
         self.slots, self._owners = zip(*(aligned(SLOTS * size) for size in PART_BYTES), strict=True)
-        self.checksums = [
-            array("I", [lib.np_crc32c(0, self.expected(part, i), size) for i in range(CLUSTERS)])
-            for part, size in enumerate(PART_BYTES)
-        ]
+        self.checksums = array(  # as in checksums.bin: of each cluster one after the other
+            "I",
+            [lib.np_crc32c(0, self.expected(n, i), size) for i in range(CLUSTERS) for n, size in enumerate(PART_BYTES)],
+        )
         parts = ffi.new(
             "np_loader_part[2]",
             [
@@ -64,7 +64,8 @@ class Loading:
                     "base_offset": 0, "stride_bytes": STRIDE, "part_offset": part * PAGE, "part_bytes": size,
                     "slot_bytes": size,
                     "slot_count": SLOTS, "slots": self.slots[part], "slots_file": -1, "words": self.words[part],
-                    "cluster_count": CLUSTERS, "checksums": ffi.from_buffer("uint32_t[]", self.checksums[part]),
+                    "cluster_count": CLUSTERS, "checksums": ffi.from_buffer("uint32_t[]", self.checksums) + part,
+                    "checksum_stride": 2,
                 }
                 for part, size in enumerate(PART_BYTES)
             ],
@@ -112,7 +113,7 @@ def test_clusters_arrive_whole_and_are_announced(loading: Loading) -> None:
 
 
 def test_damage_is_found(loading: Loading) -> None:
-    loading.checksums[1][6] ^= 1
+    loading.checksums[2 * 6 + 1] ^= 1
     lib.np_loader_grant(loading.core, 1, [3], 1)
     lib.np_loader_request(loading.core, PARTS[1], [6], 1, 0, 0)
     state = loading.finish()

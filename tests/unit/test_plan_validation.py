@@ -13,6 +13,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.plan.account import MIB
 from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.participant import create_engine, native_shape
@@ -225,3 +226,12 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
     native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
     with pytest.raises(ValueError, match=f"refuses `{field}`"):
         create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
+
+
+@pytest.mark.parametrize("name", ["prefill_chunk_tokens", "logit_rows"])
+def test_a_step_of_more_tokens_than_sums_by_turns_needs_windows_of_whole_layers(name: str) -> None:
+    good = made(ffn_resident_share=0.2)
+    assert good.compute.prefill_window_blocks < manifest().layout.blocks
+    read = parse_plan(resealed(good, f"compute.{name}", PARTIAL_TOKENS + 1), "plan.json")
+    with pytest.raises(UserError, match=f"'compute.{name}': 65, but where a window is less than a layer, 64 at most"):
+        validate(read, manifest(), "plan.json")

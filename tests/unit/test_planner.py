@@ -381,3 +381,15 @@ def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_
     assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 16 * (512 - 64) * 4
     words = dataclasses.replace(m, model=dataclasses.replace(m.model, vocabulary=m.model.vocabulary + 1000))
     assert private_bytes(words, seating) - small == 8 * 1000
+
+
+def test_a_cluster_of_a_large_model_takes_at_most_32_bytes_of_bookkeeping() -> None:
+    m = manifest(width=1024, neurons=14336, layers=512)  # as many clusters as a 47B model has
+    assert 3_600_000 <= m.clusters <= 3_700_000
+    seating = Seating(
+        mode="exact", processes=6, workers=2, prefill_threads=2, sequences=1, context_tokens=64, logit_rows=8
+    )
+    entries_bytes = 2 * 4 * m.clusters
+    taken = account(m, seating, prefill_chunk_tokens=64, staging_bytes=0)
+    assert taken.residency_bytes - entries_bytes < MIB  # rings and single words
+    assert taken.bookkeeping_bytes + entries_bytes <= 32 * m.clusters
