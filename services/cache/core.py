@@ -114,10 +114,12 @@ class FreeSlots:
         return self._lowest(count)
 
     def _lowest(self, count: int) -> Iterator[int]:
-        for _ in range(count):
-            slot = self._free.index(1, self._next)
-            self._next = slot + 1
-            yield slot
+        while count:
+            first = self._free.index(1, self._next)
+            end = self._free.find(0, first, first + count)
+            self._next = end if end >= 0 else first + count
+            count -= self._next - first
+            yield from range(first, self._next)
 
     def grant(self, free: int, waiting: int, received: int, evict: Callable[[int], array[int]]) -> Iterable[int]:
         """Slots to hand to the loader, so that it has its reserve and one for each waiting cluster.

@@ -56,6 +56,14 @@ def test_after_a_reset_a_slot_is_either_named_by_a_word_or_free() -> None:
     assert list(slots.take(99)) == [0, 2, 3, 5]
 
 
+@given(used=st.sets(st.integers(0, 29)), counts=st.lists(st.integers(0, 9)))
+def test_free_slots_are_taken_once_each_from_the_lowest_on(used: set[int], counts: list[int]) -> None:
+    slots = FreeSlots(region(slots=30))
+    slots.restart(used)
+    taken = [slot for count in counts for slot in slots.take(count)]
+    assert taken == [slot for slot in range(30) if slot not in used][: sum(counts)]
+
+
 def test_grants_fill_the_stock_and_what_waits_and_free_slots_go_before_evictions() -> None:
     slots = FreeSlots(region(slots=6))
     slots.restart(used=[0, 1, 2])
