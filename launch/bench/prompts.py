@@ -11,7 +11,7 @@ import itertools
 from neuronpipe.plans.demo.corpus import documents
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.coordinator.text import FileTokenizer
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 DEFAULT_PRESET = "default"
 MAX_CHARACTERS = 200_000  # of the corpus: more than any context takes

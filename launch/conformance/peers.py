@@ -153,10 +153,9 @@ class Witness(CoordinatorService):
     def _take_from_seat(self, peer: str, message: Message) -> None:
         content: dict[str, Any] = {"peer": peer, "said": type(message).__name__, "at": time.monotonic()}
         if isinstance(message, Hello):
-            line = self._lines[(self._seats[peer].role, self._seats[peer].index)]
             content |= {"pid": message.pid, "incarnation": message.incarnation, "slots": message.slots}
             content |= {"role": message.role, "index": message.index, "protocol": message.protocol}
-            content["expected_pid"] = self._board[line * (len(self._board) // len(self._lines))]
+            content["expected_pid"] = self._seats.on_board(*self._seats[peer].name).pid
         elif isinstance(message, Ready | Beat | Drained):
             content |= {"role": message.role, "index": message.index}
         self._write(content)

@@ -20,7 +20,7 @@ from neuronpipe.launch.rating import kept_logits, rate
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.services.coordinator.text import FileTokenizer
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from neuronpipe.protocol.messages.client import RefusalCode, Refused
 from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
-from neuronpipe.services.coordinator.text import Tokenizer
 
 Problem = tuple[RefusalCode, str]
 

@@ -1,4 +1,4 @@
-"""What happens to the coordinator's core, and what it wants done: the two alphabets between core and shell."""
+"""What happens to the scheduler, and what it wants done: the two alphabets between it and the service."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Seat = tuple[str, int]
 
 # ---- events --------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """A client sent a request."""
+class RequestReceived:
+    """A client asks for something, or says more about what it asked for."""
 
     client: bytes
     message: Message
@@ -38,7 +38,7 @@ class EpochChanged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
+class StepLeft:
     """A participant is through with a step: done, or abandoned because of the epoch."""
 
     seat: Seat
@@ -49,7 +49,7 @@ class Left:
 
 
 @dataclasses.dataclass(frozen=True)
-class Broken:
+class StepFailed:
     """A participant cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
 
     seat: Seat
@@ -59,40 +59,40 @@ class Broken:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rating:
-    """Logarithms of probabilities: of the token that was drawn, and of the most likely ones with their ids."""
+class Logprobs:
+    """Logarithms of probabilities: of the token that was sampled, and of the most likely ones with their ids."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
-    """The shell's answer to Sample, in the same order.
+class TokensSampled:
+    """The service's answer to SampleTokens.
 
-    tokens: BROKEN or BANNED where there is none
-    cost: what the shell measured of the step
-    ratings: of the draws that ask for one, by their number
+    tokens: one for each row, in the same order; NOT_A_NUMBER or ALL_BANNED where there is none
+    cost: what the service measured of the step
+    logprobs: of the rows that ask for them, by the row's place in SampleTokens
     """
 
-    BROKEN: ClassVar[int] = -1  # a logit is no number
-    BANNED: ClassVar[int] = -2  # nothing may be drawn
+    NOT_A_NUMBER: ClassVar[int] = -1  # a logit is no number
+    ALL_BANNED: ClassVar[int] = -2  # no token is allowed
 
     tokens: tuple[int, ...]
     cost: dict[str, float] = dataclasses.field(default_factory=dict)
-    ratings: dict[int, Rating] = dataclasses.field(default_factory=dict)
+    logprobs: dict[int, Logprobs] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """The shell's answer to Likelihoods: nats per target."""
+class TokensScored:
+    """The service's answer to ScoreTokens: negative log likelihood of each target, in nats."""
 
     nll: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Eased:
-    """Rest this share of the time, until then."""
+class ThrottleChanged:
+    """Pause for this share of the time, until then."""
 
     share: float
     until: float
@@ -115,7 +115,19 @@ class Tick:
     """Time has passed and nothing else happened."""
 
 
-Event = Asked | SeatReady | EpochChanged | Leaving | Left | Broken | Sampled | Measured | Eased | Ending | Tick
+Event = (
+    RequestReceived
+    | SeatReady
+    | EpochChanged
+    | Leaving
+    | StepLeft
+    | StepFailed
+    | TokensSampled
+    | TokensScored
+    | ThrottleChanged
+    | Ending
+    | Tick
+)
 
 
 # ---- actions -------------------------------------------------------------------------------------------------
@@ -136,8 +148,8 @@ class Tell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draw:
-    """Sampling of one logit row, as the request says; `counter` makes a repeated draw the same.
+class SampleRow:
+    """How to sample a token from one row of logits; `counter` makes a repeated draw the same.
 
     text: the tokens so far, when a penalty asks for them; the first `prompt_tokens` are the prompt
     biases: (token, what is added to its logit)
@@ -154,22 +166,22 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """Read the logit rows and answer with Sampled."""
+class SampleTokens:
+    """Read the logit rows and answer with TokensSampled."""
 
-    draws: tuple[Draw, ...]
+    rows: tuple[SampleRow, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Likelihoods:
-    """Read logit rows 0.. and answer with Measured: one nll per target (a row without a target is not measured)."""
+class ScoreTokens:
+    """Read logit rows 0.. and answer with TokensScored: row n scores target n, a row without a target is not read."""
 
     targets: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Abandon:
-    """Advance the epoch: the other participants of a broken step must not wait for the one that gave up."""
+    """Advance the epoch: the other participants of a failed step must not wait for the one that gave up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,4 +191,4 @@ class Dismiss:
     seat: Seat
 
 
-Action = SendStep | Tell | Sample | Likelihoods | Abandon | Dismiss
+Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss

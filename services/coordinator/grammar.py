@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from neuronpipe.services.coordinator.text import Tokenizer
+from neuronpipe.services.coordinator.detokenizer import Tokenizer
 
-SCHEMA_BYTES_MOST = 64 << 10
+MAX_SCHEMA_BYTES = 64 << 10
 KEPT_COMPILED = 8
 # Between the parts of JSON, a space or an indented line: a model that has lost its way would write spaces for ever.
 BETWEEN = r" |\r?\n[ \t]{0,16}"
@@ -120,8 +120,8 @@ class _Following:
 
 def _check_schema(text: str) -> None:
     """What the library would take for something else, or take too long over."""
-    if len(text.encode(errors="replace")) > SCHEMA_BYTES_MOST:
-        raise GrammarError(f"the schema is longer than {SCHEMA_BYTES_MOST} bytes")
+    if len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        raise GrammarError(f"the schema is longer than {MAX_SCHEMA_BYTES} bytes")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class TakenSlot(NamedTuple):
     """A slot for a new text, and how many of its tokens have keys and values there already."""
 
     slot: int
@@ -56,7 +56,7 @@ class FreeSlots:
         """Tokens whose keys and values are in each free slot."""
         return self._contents
 
-    def take(self, tokens: list[int], *, shares: bool = True) -> Place | None:
+    def take(self, tokens: list[int], *, shares: bool = True) -> TakenSlot | None:
         """A slot for a text that begins with these tokens, free no more; None when there is none.
 
         The slot with the longest match is taken itself where the text goes on with at least half of what it holds.
@@ -69,7 +69,7 @@ class FreeSlots:
         if match is not None and 2 * match.tokens >= len(self._contents[match.slot]):
             slot = match.slot
         content = self._contents.pop(slot)
-        return Place(slot, common_tokens(tokens[:-1], content) if shares else 0)
+        return TakenSlot(slot, common_tokens(tokens[:-1], content) if shares else 0)
 
     def give_back(self, slot: int, tokens: list[int]) -> None:
         """A text has ended; keys and values of these tokens stay in its slot."""

@@ -1,26 +1,169 @@
-"""The requests of a run, from arrival to end: those that wait for a KV slot, and the works that have one."""
+"""The requests of a run, from arrival to end: those that wait for a KV slot, and the sequences that have one."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from neuronpipe.protocol.messages.client import Accepted, FinishReason, RefusalCode, Refused
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Accepted, Finished, FinishReason, RefusalCode, Refused, ScoreFinished
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
-from neuronpipe.services.coordinator import endings
 from neuronpipe.services.coordinator.admission import Admission, Limits
-from neuronpipe.services.coordinator.busy import retry_after_s
-from neuronpipe.services.coordinator.events import Asked, Tell
-from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.detokenizer import TextStream, Tokenizer
+from neuronpipe.services.coordinator.events import RequestReceived, Tell
+from neuronpipe.services.coordinator.grammar import Grammar, Grammars
 from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, longest_match
-from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
-from neuronpipe.services.coordinator.text import TextStream, Tokenizer
 
-READING_MOST_S = 10.0
+MAX_READING_S = 10.0
+RECENT_TOKENS = 16
+MIN_RETRY_S, MAX_RETRY_S = 1, 60
 ENDING = "the run is ending"
+LAST_WORDS = Finished | ScoreFinished | Refused
+
+Cost = dict[str, float]
+"""What steps took: figures by name, as in `Finished`."""
 
 
-class Waiting(NamedTuple):
+def add_cost(total: Cost, more: Cost) -> None:
+    """Add `more` to `total`, name by name."""
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+# ---- a sequence ----------------------------------------------------------------------------------------------
+@dataclasses.dataclass(kw_only=True)
+class Sequence:
+    """A text on one KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values."""
+
+    client: bytes
+    request: str
+    slot: int
+    arrived_at: float
+    tokens: list[int]
+    computed_tokens: int = 0
+    cancelled: bool = False
+
+    def advance(self, position: int, tokens: int) -> None:
+        """A step has computed so many tokens from this position on."""
+        self.computed_tokens = position + tokens
+
+    def refused(self, code: RefusalCode, message: str) -> Refused:
+        """What its client is told when it cannot go on."""
+        return Refused(request=self.request, code=code, message=message)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Generation(Sequence):
+    """A text being generated: the prompt, then a token per step."""
+
+    ask: Generate
+    grammar: Grammar | None  # how far the answer has come in what `ask` wants it to be
+    stream: TextStream
+    prompt_tokens: int
+    max_total_tokens: int  # prompt included: what the context and the request allow
+    cached_tokens: int = 0  # of the prompt: their keys and values were there already
+    token_times: list[float] = dataclasses.field(default_factory=list)
+    prefill_cost: Cost = dataclasses.field(default_factory=dict)  # of the steps it took part in
+    decode_cost: Cost = dataclasses.field(default_factory=dict)
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompt tokens are left to compute (a decode step computes the last one it sampled)."""
+        return self.computed_tokens < self.prompt_tokens
+
+    def advance(self, position: int, tokens: int) -> None:
+        """As in `Sequence`; what lies before the position was copied from another slot."""
+        self.cached_tokens += position - self.computed_tokens
+        super().advance(position, tokens)
+
+    def finished(self, reason: FinishReason, limits: Limits) -> Finished:
+        """The account of the text; the service adds memory and flash, which only it knows."""
+        times = self.token_times
+        span_s = times[-1] - times[0] if len(times) > 1 else 0.0
+        return Finished(
+            request=self.request,
+            reason=reason,
+            text=self.stream.shown,
+            tokens=self.generated_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            ttft_ms=round(1000 * (times[0] - self.arrived_at), 3) if times else 0.0,
+            tokens_per_s=round((len(times) - 1) / span_s, 2) if span_s > 0 else 0.0,
+            tbt_ms=gap_quantiles_ms(times),
+            memory={},
+            flash={},
+            prefill=dict(self.prefill_cost),
+            decode=dict(self.decode_cost),
+            plan=limits.plan_id,
+            mode=limits.mode,
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class Scoring(Sequence):
+    """A text whose tokens' likelihoods are asked for."""
+
+    ask: Score
+    total_nll: float = 0.0
+    client_reads: bool = False  # the client copies the last step's logits
+    reads_since: float = 0.0
+
+    def next_chunk(self, rows: int) -> list[int]:
+        """The tokens of the next step: one through decode, at most `rows` through prefill."""
+        size = 1 if self.ask.path == "decode" else rows
+        return self.tokens[self.computed_tokens : self.computed_tokens + size]
+
+    def finished(self, now: float) -> ScoreFinished:
+        """The account of the score."""
+        targets = len(self.tokens) - 1
+        mean = self.total_nll / targets if targets else 0.0
+        seconds = round(now - self.arrived_at, 3)
+        return ScoreFinished(request=self.request, tokens=targets, nll_mean=mean, seconds=seconds)
+
+
+def gap_quantiles_ms(times: list[float]) -> dict[str, float]:
+    """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
+    gaps = sorted(1000 * (b - a) for a, b in itertools.pairwise(times))
+    if not gaps:
+        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+
+    def quantile(share: float) -> float:
+        return round(gaps[min(len(gaps) - 1, int(share * len(gaps)))], 3)
+
+    return {"p50": quantile(0.50), "p90": quantile(0.90), "p99": quantile(0.99)}
+
+
+# ---- busy ----------------------------------------------------------------------------------------------------
+def retry_after_s(sequences: Iterable[Sequence]) -> int:
+    """When a client that found the run busy may come again: seconds until the first of these texts must have ended.
+
+    A text ends after its remaining tokens at the latest, at the pace of its last ones: pauses, other texts and prompts
+    between its steps are in that pace.
+    """
+    texts = [sequence for sequence in sequences if isinstance(sequence, Generation)]
+    ends_s = [end_s for text in texts if (end_s := _ends_in_s(text)) is not None]
+    return max(MIN_RETRY_S, min(MAX_RETRY_S, math.ceil(min(ends_s, default=MIN_RETRY_S))))
+
+
+def _ends_in_s(text: Generation) -> float | None:
+    """None for a text that has no pace yet."""
+    times = text.token_times[-RECENT_TOKENS:]
+    if len(times) < 2:
+        return None
+    pace_s = (times[-1] - times[0]) / (len(times) - 1)
+    return (text.max_total_tokens - len(text.tokens)) * pace_s
+
+
+# ---- all requests --------------------------------------------------------------------------------------------
+class Queued(NamedTuple):
     """A request that was accepted and has no slot yet."""
 
     client: bytes
@@ -28,9 +171,17 @@ class Waiting(NamedTuple):
     tokens: list[int]
     arrived_at: float
 
+    def refused(self, code: RefusalCode, message: str) -> Tell:
+        """It is not started."""
+        return Tell(self.client, Refused(request=self.ask.request, code=code, message=message))
+
 
 class Requests:
-    """Who waits, who has which slot, and what clients are told of it."""
+    """Who waits, who has which slot, and what clients are told of it.
+
+    queued: accepted, and without a slot, in order of arrival
+    active: the sequences that have a slot
+    """
 
     def __init__(self, limits: Limits, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self._limits = limits
@@ -38,147 +189,151 @@ class Requests:
         self._grammars = grammars
         self._admission = Admission(limits, tokenizer, grammars)
         self._free = FreeSlots(limits.sequences)
-        self.waiting: list[Waiting] = []
-        self.works: list[Work] = []
-        self.cached_tokens = 0  # prompt tokens that were not computed
+        self.queued: list[Queued] = []
+        self.active: list[Sequence] = []
+        self._ended_cached_tokens = 0
         self._ending = False
 
     @property
-    def logits_are_read(self) -> bool:
+    def cached_tokens(self) -> int:
+        """Prompt tokens of the whole run that were not computed."""
+        texts = [sequence for sequence in self.active if isinstance(sequence, Generation)]
+        return self._ended_cached_tokens + sum(text.cached_tokens for text in texts)
+
+    @property
+    def client_reads(self) -> bool:
         """Whether a client is copying logits out of the exchange segment: no step may overwrite them."""
-        return any(isinstance(work, Scoring) and work.waiting for work in self.works)
+        return any(isinstance(sequence, Scoring) and sequence.client_reads for sequence in self.active)
 
     # ---- arrival ---------------------------------------------------------------------------------------------
-    def asked(self, event: Asked, now: float) -> list[Tell]:
-        """A client asks for something, or says more about what it asked for."""
+    def received(self, event: RequestReceived, now: float) -> list[Tell]:
+        """A new request, or a word about one that is known."""
         message = event.message
-        if isinstance(message, Generate | Score):
-            return self._admit(event.client, message, now)
-        request = getattr(message, "request", None)
-        for work in self.works:
-            if work.client == event.client and work.request == request:
-                work.cancelled |= isinstance(message, Cancel)
-                if isinstance(work, Scoring) and isinstance(message, Next):
-                    work.waiting = False
-                    if work.computed_tokens == len(work.tokens):
-                        return [self.end_score(work, now)]
-        if not isinstance(message, Cancel):
-            return []
-        gone = [one for one in self.waiting if one.client == event.client and one.ask.request == request]
-        self.waiting = [one for one in self.waiting if one not in gone]
-        refused = Refused(request=message.request, code="cancelled", message="cancelled before it was started")
-        return [Tell(event.client, refused) for _ in gone]
+        match message:
+            case Generate() | Score():
+                return self._admit(event.client, message, now)
+            case Next():
+                return self._go_on(event.client, message.request, now)
+            case Cancel():
+                return self._cancel(event.client, message.request)
+        return []
 
     def _admit(self, client: bytes, ask: Generate | Score, now: float) -> list[Tell]:
         """Check a request and queue it; one that is known is asked for again by a client that was not sure."""
-        known = [(work.client, work.request) for work in self.works]
-        known += [(one.client, one.ask.request) for one in self.waiting]
+        known = [(sequence.client, sequence.request) for sequence in self.active]
+        known += [(one.client, one.ask.request) for one in self.queued]
         if (client, ask.request) in known:
             return []
         if self._ending:
             return [Tell(client, Refused(request=ask.request, code="draining", message=ENDING))]
-        admitted = self._admission.check(ask, len(self.waiting))
+        admitted = self._admission.check(ask, len(self.queued))
         if isinstance(admitted, Refused):
             if admitted.code == "busy":
-                admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.works))
+                admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.active))
             return [Tell(client, admitted)]
-        self.waiting.append(Waiting(client, ask, admitted, now))
+        self.queued.append(Queued(client, ask, admitted, now))
         return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
 
-    # ---- slots -----------------------------------------------------------------------------------------------
-    def seat_waiting(self) -> None:
-        """Give free KV slots to waiting requests, in order of arrival. What a slot still holds of a text stays."""
-        while self.waiting and self._free.contents:
-            one = self.waiting.pop(0)
-            shares = isinstance(one.ask, Generate) and one.ask.share_prefix
-            place = self._free.take(one.tokens, shares=shares)
-            assert place is not None
-            if isinstance(one.ask, Generate):
-                self.works.append(generation := self._generation(one, one.ask, place.slot))
-                self.reuse(generation, place.kept_tokens)
-            else:
-                self.works.append(
-                    Scoring(
-                        client=one.client,
-                        request=one.ask.request,
-                        slot=place.slot,
-                        arrived_at=one.arrived_at,
-                        tokens=one.tokens,
-                        ask=one.ask,
-                    )
-                )
+    def _go_on(self, client: bytes, request: str, now: float) -> list[Tell]:
+        """A client has copied the logits of its score's last step."""
+        for sequence in self._active_of(client, request):
+            if isinstance(sequence, Scoring):
+                sequence.client_reads = False
+                if sequence.computed_tokens == len(sequence.tokens):
+                    return [self.tell(sequence, sequence.finished(now))]
+        return []
 
-    def _generation(self, one: Waiting, ask: Generate, slot: int) -> Generation:
+    def _cancel(self, client: bytes, request: str) -> list[Tell]:
+        """A client does not want its request any more. An active one ends when no step is under way."""
+        for sequence in self._active_of(client, request):
+            sequence.cancelled = True
+        gone = [one for one in self.queued if (one.client, one.ask.request) == (client, request)]
+        self.queued = [one for one in self.queued if one not in gone]
+        return [one.refused("cancelled", "cancelled before it was started") for one in gone]
+
+    def _active_of(self, client: bytes, request: str) -> list[Sequence]:
+        return [one for one in self.active if (one.client, one.request) == (client, request)]
+
+    # ---- slots -----------------------------------------------------------------------------------------------
+    def give_slots(self) -> None:
+        """Give free KV slots to queued requests, in order of arrival. What a slot still holds of a text stays."""
+        while self.queued and self._free.contents:
+            one = self.queued.pop(0)
+            shares = isinstance(one.ask, Generate) and one.ask.share_prefix
+            taken = self._free.take(one.tokens, shares=shares)
+            assert taken is not None
+            if isinstance(one.ask, Generate):
+                self.active.append(self._generation(one, one.ask, taken.slot, taken.kept_tokens))
+            else:
+                self.active.append(_scoring(one, one.ask, taken.slot))
+
+    def _generation(self, one: Queued, ask: Generate, slot: int, kept_tokens: int) -> Generation:
+        prompt_tokens = len(one.tokens)
+        # A prompt that fills the context still has its one token, which needs no position.
+        room_tokens = max(self._limits.context_tokens, prompt_tokens + 1)
         return Generation(
             client=one.client,
             request=ask.request,
             slot=slot,
             arrived_at=one.arrived_at,
             tokens=one.tokens,
+            computed_tokens=kept_tokens,
+            cached_tokens=kept_tokens,
             ask=ask,
             grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
             stream=TextStream(self._tokenizer, one.tokens, ask.stop),
-            prompt_tokens=len(one.tokens),
-            # A prompt that fills the context still has its one token, which needs no position.
-            most_tokens=min(max(self._limits.context_tokens, len(one.tokens) + 1), len(one.tokens) + ask.max_tokens),
+            prompt_tokens=prompt_tokens,
+            max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
         )
 
-    def reuse(self, work: Generation, tokens: int) -> None:
-        """So many more tokens of a text have keys and values that another text computed."""
-        work.computed_tokens += tokens
-        work.cached_tokens += tokens
-        self.cached_tokens += tokens
-
-    def lender(self, work: Generation) -> Match | None:
-        """The slot, of a text or free, that holds more of the prompt than was computed. Asked before every chunk: the
-        texts that came together with this one have got on since it was admitted."""
-        if not work.ask.share_prefix:
+    def prefix_source(self, text: Generation) -> Match | None:
+        """The slot, of a sequence or free, that holds more of the prompt than was computed. Asked before every chunk:
+        the texts that came together with this one have got on since it was admitted."""
+        if not text.ask.share_prefix:
             return None
-        live = {other.slot: other.tokens[: other.computed_tokens] for other in self.works if other is not work}
-        match = longest_match(work.tokens[: work.prompt_tokens], {**self._free.contents, **live})
-        if match is None or match.tokens <= work.computed_tokens:
+        live = {other.slot: other.tokens[: other.computed_tokens] for other in self.active if other is not text}
+        match = longest_match(text.tokens[: text.prompt_tokens], {**self._free.contents, **live})
+        if match is None or match.tokens <= text.computed_tokens:
             return None
         self._free.touch(match.slot)
         return match
 
     # ---- end -------------------------------------------------------------------------------------------------
+    def tell(self, sequence: Sequence, message: Message) -> Tell:
+        """Tell a sequence's client. With its last words a sequence ends, and its slot is free."""
+        if isinstance(message, LAST_WORDS):
+            self.active.remove(sequence)
+            self._free.give_back(sequence.slot, sequence.tokens[: sequence.computed_tokens])
+            if isinstance(sequence, Generation):
+                self._ended_cached_tokens += sequence.cached_tokens
+        return Tell(sequence.client, message)
+
     def end_cancelled(self, now: float) -> list[Tell]:
         """End what nobody wants any more, scores among it whose client is gone, or stands still while all wait."""
-        for work in self.works:
-            if isinstance(work, Scoring) and work.waiting and now - work.waiting_since > READING_MOST_S:
-                work.cancelled = True
-        told: list[Tell] = []
-        for work in [work for work in self.works if work.cancelled]:
-            if isinstance(work, Generation):
-                told.append(self.end_text(work, "cancelled"))
-            else:
-                told.append(self.refuse(work, "cancelled", "cancelled"))
-        return told
+        for sequence in self.active:
+            if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
+                sequence.cancelled = True
+        return [self.tell(one, self._cancelled(one)) for one in [*self.active] if one.cancelled]
 
-    def end_text(self, work: Generation, reason: FinishReason) -> Tell:
-        """A text is complete, or not wanted any more."""
-        self._drop(work)
-        return Tell(work.client, endings.finished(work, reason, self._limits))
-
-    def end_score(self, work: Scoring, now: float) -> Tell:
-        """All of a score was read."""
-        self._drop(work)
-        return Tell(work.client, endings.score_finished(work, now))
+    def _cancelled(self, sequence: Sequence) -> Message:
+        if isinstance(sequence, Generation):
+            return sequence.finished("cancelled", self._limits)
+        return sequence.refused("cancelled", "cancelled")
 
     def end_all(self) -> list[Tell]:
         """The run ends: who has a slot, who waits, and who asks from now on is told so."""
         self._ending = True
-        waiting, self.waiting = self.waiting, []
-        told = [self.refuse(work, "draining", ENDING) for work in [*self.works]]
-        return told + [
-            Tell(one.client, Refused(request=one.ask.request, code="draining", message=ENDING)) for one in waiting
-        ]
+        queued, self.queued = self.queued, []
+        told = [self.tell(one, one.refused("draining", ENDING)) for one in [*self.active]]
+        return told + [one.refused("draining", ENDING) for one in queued]
 
-    def refuse(self, work: Work, code: RefusalCode, message: str) -> Tell:
-        """A work cannot go on."""
-        self._drop(work)
-        return Tell(work.client, Refused(request=work.request, code=code, message=message))
 
-    def _drop(self, work: Work) -> None:
-        self.works.remove(work)
-        self._free.give_back(work.slot, work.tokens[: work.computed_tokens])
+def _scoring(one: Queued, ask: Score, slot: int) -> Scoring:
+    return Scoring(
+        client=one.client,
+        request=ask.request,
+        slot=slot,
+        arrived_at=one.arrived_at,
+        tokens=one.tokens,
+        ask=ask,
+    )

@@ -1,90 +1,143 @@
-"""What a step's logits make of the works in it: tokens, likelihoods, ends."""
+"""What a step's logits make of the sequences in it: how tokens are to be sampled, and what a token leads to."""
 
 from __future__ import annotations
 
-from neuronpipe.protocol.messages.client import FinishReason, Scored, Token
-from neuronpipe.protocol.messages.worker import Prefill
-from neuronpipe.services.coordinator import drawing
-from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.events import Likelihoods, Measured, Sample, Sampled, Tell
-from neuronpipe.services.coordinator.outstanding import Outstanding
-from neuronpipe.services.coordinator.requests import Requests
-from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
-from neuronpipe.services.coordinator.text import Tokenizer
+import dataclasses
+import math
+from collections.abc import Callable, Set
+
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import FinishReason, Likely, RefusalCode, Scored, Token
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.admission import MAX_BIAS, Limits
+from neuronpipe.services.coordinator.detokenizer import Tokenizer
+from neuronpipe.services.coordinator.events import (
+    Logprobs,
+    SampleRow,
+    SampleTokens,
+    ScoreTokens,
+    TokensSampled,
+    TokensScored,
+)
+from neuronpipe.services.coordinator.grammar import GrammarError
+from neuronpipe.services.coordinator.requests import Generation, Scoring, Sequence
+
+Outcome = tuple[Sequence, Message]
+"""What a sequence's client is to be told."""
+
+
+class SamplingFailed(Exception):
+    """A request that cannot go on: no token may follow its text."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
 
 
 class Results:
-    """Takes works on by what a step gave them, and tells their clients."""
+    """Takes sequences on by what a step gave them, and says what their clients are told."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, requests: Requests) -> None:
+    def __init__(self, limits: Limits, tokenizer: Tokenizer) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
-        self._requests = requests
 
-    def read_logits(self, step: Outstanding) -> Sample | Likelihoods:
-        """Every participant is done: the works have more keys and values now. Asks for what the logits say."""
-        step.reading = True
-        message = step.action.message
-        count = len(message.tokens) if isinstance(message, Prefill) else 1
-        for work in step.works:
-            if isinstance(message, Prefill) and isinstance(work, Generation):
-                self._requests.reuse(work, message.position - work.computed_tokens)
-            work.computed_tokens += count
-        first = step.works[0]
+    def wanted(self, message: Step | Prefill, sequences: list[Sequence]) -> SampleTokens | ScoreTokens:
+        """What to read from the logits of a step that is done; its sequences have advanced."""
+        first = sequences[0]
         if isinstance(first, Scoring):
-            targets = first.tokens[first.computed_tokens - count + 1 : first.computed_tokens + 1]
-            return Likelihoods(tuple(targets))
-        drawn = [] if isinstance(message, Prefill) and message.logits == "none" else step.works
-        return Sample(tuple(drawing.draw_of(row, work, self._limits.end_tokens) for row, work in enumerate(drawn)))
+            computed, count = first.computed_tokens, len(message.tokens)
+            return ScoreTokens(tuple(first.tokens[computed - count + 1 : computed + 1]))
+        without_logits = isinstance(message, Prefill) and message.logits == "none"
+        texts = [] if without_logits else [one for one in sequences if isinstance(one, Generation)]
+        return SampleTokens(tuple(sample_row(row, text, self._limits.end_tokens) for row, text in enumerate(texts)))
 
-    def sampled(self, works: list[Work], event: Sampled, now: float) -> list[Tell]:
-        """A token for each work; for none after a chunk of a prompt that is not its last."""
-        told: list[Tell] = []
-        for number, (work, token) in enumerate(zip(works, event.tokens, strict=False)):
-            assert isinstance(work, Generation)
+    def sampled(self, sequences: list[Sequence], event: TokensSampled, now: float) -> list[Outcome]:
+        """A token for each sequence; for none after a chunk of a prompt that is not its last."""
+        outcomes: list[Outcome] = []
+        for number, (text, token) in enumerate(zip(sequences, event.tokens, strict=False)):
+            assert isinstance(text, Generation)
             try:
-                complete = drawing.follow(work, token, self._limits.end_tokens)
-            except drawing.Undrawable as trouble:
-                told.append(self._requests.refuse(work, trouble.code, str(trouble)))
+                complete = accept(text, token, self._limits.end_tokens)
+            except SamplingFailed as failure:
+                outcomes.append((text, text.refused(failure.code, str(failure))))
                 continue
-            said, reason = self._token(work, token, complete, now)
-            if number in event.ratings:
-                said = drawing.rated(said, event.ratings[number], self._tokenizer.piece)
-            told.append(Tell(work.client, said))
+            said, reason = self._add(text, token, complete, now)
+            if number in event.logprobs:
+                said = with_logprobs(said, event.logprobs[number], self._tokenizer.piece)
+            outcomes.append((text, said))
             if reason is not None:
-                told.append(self._requests.end_text(work, reason))
-        return told
+                outcomes.append((text, text.finished(reason, self._limits)))
+        return outcomes
 
-    def _token(self, work: Generation, token: int, complete: bool, now: float) -> tuple[Token, FinishReason | None]:
-        """Add a token to a text; returns what its client is told, and why the text ends with it."""
-        work.token_times.append(now)
-        work.tokens.append(token)
-        ended = token in self._limits.end_tokens
-        text = "" if ended else work.stream.push(token)
-        reason: FinishReason | None = None
-        if ended:
-            reason = "end"
-        elif work.stream.stopped:
-            reason = "stop"
-        elif complete:
-            reason = "end"
-        elif len(work.tokens) >= work.most_tokens:
-            reason = "length" if work.generated_tokens >= work.ask.max_tokens else "context"
-        if reason is not None:
-            text += work.stream.finish()
-        ms = 1000 * (now - (work.token_times[-2] if len(work.token_times) > 1 else work.arrived_at))
-        said = Token(request=work.request, index=work.generated_tokens - 1, token=token, text=text, ms=round(ms, 3))
-        return said, reason
-
-    def measured(self, work: Work, event: Measured, now: float) -> list[Tell]:
-        """Likelihoods of the tokens of one score's step."""
-        assert isinstance(work, Scoring)
-        work.total_nll += sum(event.nll)
-        last = work.computed_tokens >= len(work.tokens)
+    def scored(self, sequence: Sequence, event: TokensScored, now: float) -> list[Outcome]:
+        """Likelihoods of the tokens of one step."""
+        assert isinstance(sequence, Scoring)
+        sequence.total_nll += sum(event.nll)
+        last = sequence.computed_tokens >= len(sequence.tokens)
         rows = len(event.nll) + last  # the text's last token has logits and no target
-        work.waiting, work.waiting_since = work.ask.logits, now
-        scored = Scored(request=work.request, position=work.computed_tokens - rows, row=0, rows=rows, nll=event.nll)
-        told = [Tell(work.client, scored)]
-        if last and not work.waiting:
-            told.append(self._requests.end_score(work, now))
-        return told
+        sequence.client_reads, sequence.reads_since = sequence.ask.logits, now
+        position = sequence.computed_tokens - rows
+        said = Scored(request=sequence.request, position=position, row=0, rows=rows, nll=event.nll)
+        outcomes: list[Outcome] = [(sequence, said)]
+        if last and not sequence.client_reads:
+            outcomes.append((sequence, sequence.finished(now)))
+        return outcomes
+
+    def _add(self, text: Generation, token: int, complete: bool, now: float) -> tuple[Token, FinishReason | None]:
+        """Add a token to a text; returns what its client is told, and why the text ends with it."""
+        text.token_times.append(now)
+        text.tokens.append(token)
+        ended = token in self._limits.end_tokens
+        shown = "" if ended else text.stream.push(token)
+        reason: FinishReason | None = "end" if ended else _reason_to_end(text, complete)
+        if reason is not None:
+            shown += text.stream.finish()
+        ms = 1000 * (now - (text.token_times[-2] if len(text.token_times) > 1 else text.arrived_at))
+        index = text.generated_tokens - 1
+        return Token(request=text.request, index=index, token=token, text=shown, ms=round(ms, 3)), reason
+
+
+def _reason_to_end(text: Generation, complete: bool) -> FinishReason | None:
+    """Why a text ends with its last token, which is no end token. complete: its grammar lets nothing follow."""
+    if text.stream.stopped:
+        return "stop"
+    if complete:
+        return "end"
+    if len(text.tokens) >= text.max_total_tokens:
+        return "length" if text.generated_tokens >= text.ask.max_tokens else "context"
+    return None
+
+
+# ---- one token -----------------------------------------------------------------------------------------------
+def sample_row(row: int, text: Generation, end_tokens: Set[int]) -> SampleRow:
+    """How the next token of a text is to be sampled from this row; the same each time, until it is known."""
+    ask, out = text.ask, SampleRow(row, text.ask, len(text.tokens))
+    if ask.repetition_penalty != 1 or ask.frequency_penalty or ask.presence_penalty:
+        out = dataclasses.replace(out, text=tuple(text.tokens), prompt_tokens=text.prompt_tokens)
+    if ask.logit_bias or ask.ignore_end:
+        biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}
+        if ask.ignore_end:
+            biases |= dict.fromkeys(end_tokens, -math.inf)
+        out = dataclasses.replace(out, biases=tuple(sorted(biases.items())))
+    return out if text.grammar is None else dataclasses.replace(out, allowed=text.grammar.allowed)
+
+
+def accept(text: Generation, token: int, end_tokens: Set[int]) -> bool:
+    """Whether the text is complete with this token, because its grammar lets nothing follow. Raises SamplingFailed."""
+    if token == TokensSampled.ALL_BANNED:
+        raise SamplingFailed("bad_request", "logit_bias and ignore_end leave no token that may come next")
+    if token < 0:
+        damaged = "the model's output is no number; the package is damaged, convert the model again"
+        raise SamplingFailed("failed", damaged)
+    if text.grammar is None or token in end_tokens:
+        return False
+    try:
+        return text.grammar.take(token)
+    except GrammarError as error:
+        raise SamplingFailed("bad_request", f"grammar: {error}") from None
+
+
+def with_logprobs(said: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:
+    """The message with its logarithms of probabilities. piece: the bytes of a token."""
+    top = tuple(Likely(token=token, piece=piece(token), logprob=logprob) for token, logprob in logprobs.top)
+    return dataclasses.replace(said, logprob=logprobs.logprob, piece=piece(said.token), top=top)

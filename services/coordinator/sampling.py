@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.services.coordinator.events import Draw, Rating, Sampled
+from neuronpipe.services.coordinator.events import Logprobs, SampleRow, TokensSampled
 
 
 class Sampler:
@@ -18,39 +18,55 @@ class Sampler:
         self._scratch = ffi.new("int32_t[]", 3 * vocabulary)
         self._how = ffi.new("np_sampling *")
 
-    def draw(self, draw: Draw) -> int:
-        """The token, the same for the same draw of the same logits; BROKEN or BANNED of `Sampled`."""
-        ask, how = draw.ask, self._how
+    def sample_all(self, rows: Sequence[SampleRow]) -> tuple[tuple[int, ...], dict[int, Logprobs]]:
+        """A token for each row, and the log probabilities of those that ask for them; as in `TokensSampled`."""
+        tokens = tuple(map(self.sample, rows))
+        logprobs = {
+            number: self.logprobs(row, token)
+            for number, (row, token) in enumerate(zip(rows, tokens, strict=True))
+            if row.ask.logprobs is not None and token >= 0
+        }
+        return tokens, logprobs
+
+    def sample(self, row: SampleRow) -> int:
+        """A token, always the same for the same row; NOT_A_NUMBER or ALL_BANNED of `TokensSampled`."""
+        keep = self._options(row)  # `_how` points to it until the call is over
+        uniform = lib.np_uniform(row.ask.seed & (2**64 - 1), row.counter)
+        token = int(lib.np_sample(self._row(row.row), self._vocabulary, self._how, uniform, self._scratch))
+        del keep
+        if token >= 0:
+            return token
+        return TokensSampled.ALL_BANNED if token == lib.NP_E_BANNED else TokensSampled.NOT_A_NUMBER
+
+    def _options(self, row: SampleRow) -> list[Any]:
+        """Put a row's options into `_how`; returns the arrays that it points to."""
+        ask, how = row.ask, self._how
         how.temperature, how.top_k, how.top_p, how.min_p = ask.temperature, ask.top_k, ask.top_p, ask.min_p
         how.repetition_penalty = ask.repetition_penalty
         how.frequency_penalty, how.presence_penalty = ask.frequency_penalty, ask.presence_penalty
-        keep = []  # what `how` points to, until the call is over
         how.text_tokens, how.prompt_tokens, how.biased_count, how.allowed = 0, 0, 0, ffi.NULL
-        if draw.text:
-            keep.append(text := ffi.new("int32_t[]", draw.text))
-            how.text, how.text_tokens, how.prompt_tokens = text, len(draw.text), draw.prompt_tokens
-        if draw.biases:
-            keep.append(biased := ffi.new("int32_t[]", [token for token, _ in draw.biases]))
-            keep.append(biases := ffi.new("float[]", [bias for _, bias in draw.biases]))
-            how.biased, how.biases, how.biased_count = biased, biases, len(draw.biases)
-        if draw.allowed is not None:
-            keep.append(allowed := ffi.from_buffer("uint8_t[]", draw.allowed))
+        keep = []
+        if row.text:
+            keep.append(text := ffi.new("int32_t[]", row.text))
+            how.text, how.text_tokens, how.prompt_tokens = text, len(row.text), row.prompt_tokens
+        if row.biases:
+            keep.append(biased := ffi.new("int32_t[]", [token for token, _ in row.biases]))
+            keep.append(biases := ffi.new("float[]", [bias for _, bias in row.biases]))
+            how.biased, how.biases, how.biased_count = biased, biases, len(row.biases)
+        if row.allowed is not None:
+            keep.append(allowed := ffi.from_buffer("uint8_t[]", row.allowed))
             how.allowed = allowed
-        uniform = lib.np_uniform(ask.seed & (2**64 - 1), draw.counter)
-        token = int(lib.np_sample(self._row(draw.row), self._vocabulary, how, uniform, self._scratch))
-        if token >= 0:
-            return token
-        return Sampled.BANNED if token == lib.NP_E_BANNED else Sampled.BROKEN
+        return keep
 
-    def rate(self, draw: Draw, token: int) -> Rating:
-        """How likely the model finds the token, and which it finds likeliest, whatever the options of the draw."""
-        row, count = self._row(draw.row), min(draw.ask.logprobs or 0, self._vocabulary)
+    def logprobs(self, row: SampleRow, token: int) -> Logprobs:
+        """How likely the model finds the token, and which it finds likeliest, whatever the options of sampling."""
+        logits, count = self._row(row.row), min(row.ask.logprobs or 0, self._vocabulary)
         ids = ffi.new("int32_t[]", 1 + count)
         logs = ffi.new("double[]", 1 + count)
         ids[0] = token
-        lib.np_greatest(row, self._vocabulary, count, ids + 1)
-        lib.np_log_probabilities(row, self._vocabulary, ids, 1 + count, logs)
-        return Rating(logs[0], tuple(zip(ids, logs, strict=True))[1:])
+        lib.np_greatest(logits, self._vocabulary, count, ids + 1)
+        lib.np_log_probabilities(logits, self._vocabulary, ids, 1 + count, logs)
+        return Logprobs(logs[0], tuple(zip(ids, logs, strict=True))[1:])
 
     def negative_log_likelihoods(self, targets: Sequence[int]) -> tuple[float, ...]:
         """Nats of each target, by the row of its number."""

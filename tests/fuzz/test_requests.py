@@ -16,11 +16,20 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.request import Bias, Generate
 from neuronpipe.services.coordinator.admission import Limits
-from neuronpipe.services.coordinator.core import Core
-from neuronpipe.services.coordinator.events import Action, Asked, Left, Sample, Sampled, SeatReady, SendStep, Tell
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+from neuronpipe.services.coordinator.events import (
+    Action,
+    RequestReceived,
+    SampleTokens,
+    SeatReady,
+    SendStep,
+    StepLeft,
+    Tell,
+    TokensSampled,
+)
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.sampling import Sampler
-from neuronpipe.services.coordinator.text import FileTokenizer
+from neuronpipe.services.coordinator.scheduler import Scheduler
 
 from tests.fuzz.test_wire import documents
 
@@ -103,10 +112,10 @@ def answers(ask: Generate) -> list[Message]:
         end_tokens=frozenset({END}),
         plan_id="p",
     )
-    core = Core(limits, SEATS, TOKENIZER, GRAMMARS)
+    scheduler = Scheduler(limits, SEATS, TOKENIZER, GRAMMARS)
     for seat in SEATS:
-        core.handle(SeatReady(seat), 0.0)
-    pending: list[Action] = core.handle(Asked(b"c", ask), 0.0)
+        scheduler.handle(SeatReady(seat), 0.0)
+    pending: list[Action] = scheduler.handle(RequestReceived(b"c", ask), 0.0)
     heard: list[Message] = []
     while pending:
         action: Any = pending.pop(0)
@@ -114,14 +123,12 @@ def answers(ask: Generate) -> list[Message]:
             heard.append(action.message)
         elif isinstance(action, SendStep):
             for seat in action.seats:
-                pending += core.handle(Left(seat, action.message.step, action.message.epoch, True), 1.0)
-        elif isinstance(action, Sample):
-            tokens = tuple(map(SAMPLER.draw, action.draws))
-            rated = [n for n, draw in enumerate(action.draws) if draw.ask.logprobs is not None and tokens[n] >= 0]
-            ratings = {n: SAMPLER.rate(action.draws[n], tokens[n]) for n in rated}
-            pending += core.handle(Sampled(tokens, {}, ratings), 2.0)
-    assert not core.requests.works
-    assert not core.requests.waiting
+                pending += scheduler.handle(StepLeft(seat, action.message.step, action.message.epoch, True), 1.0)
+        elif isinstance(action, SampleTokens):
+            tokens, logprobs = SAMPLER.sample_all(action.rows)
+            pending += scheduler.handle(TokensSampled(tokens, {}, logprobs), 2.0)
+    assert not scheduler.requests.active
+    assert not scheduler.requests.queued
     return heard
 
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.coordinator.busy import MAX_S, MIN_S, RECENT_TOKENS, retry_after_s
-from neuronpipe.services.coordinator.sequences import Generation, Scoring, Work
-from neuronpipe.services.coordinator.text import TextStream
+from neuronpipe.services.coordinator.detokenizer import TextStream
+from neuronpipe.services.coordinator.requests import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    RECENT_TOKENS,
+    Generation,
+    Scoring,
+    Sequence,
+    retry_after_s,
+)
 from neuronpipe.services.gateway.problems import from_refusal
 
 from tests.unit.test_coordinator_core import Letters
@@ -26,7 +33,7 @@ def text(remaining: int, times: list[float]) -> Generation:
         grammar=None,
         stream=TextStream(Letters(), tokens, ()),
         prompt_tokens=1,
-        most_tokens=len(tokens) + remaining,
+        max_total_tokens=len(tokens) + remaining,
         token_times=times,
     )
 
@@ -49,16 +56,18 @@ def test_the_pace_is_that_of_the_last_tokens() -> None:
     assert retry_after_s([text(40, slow_once)]) == 5
 
 
-@pytest.mark.parametrize(("remaining", "gap_s", "expected"), [(1, 0.001, MIN_S), (10_000, 1.0, MAX_S), (0, 1.0, 1)])
+@pytest.mark.parametrize(
+    ("remaining", "gap_s", "expected"), [(1, 0.001, MIN_RETRY_S), (10_000, 1.0, MAX_RETRY_S), (0, 1.0, 1)]
+)
 def test_nobody_is_sent_away_for_less_than_a_second_or_for_long(remaining: int, gap_s: float, expected: int) -> None:
     assert retry_after_s([text(remaining, every(gap_s))]) == expected
 
 
 def test_what_has_no_pace_yet_says_nothing() -> None:
     score = Scoring(client=b"c", request="s", slot=1, arrived_at=0.0, tokens=[1, 2], ask=Score(request="s", text="x"))
-    works: list[Work] = [text(1000, []), text(1000, [1.0]), score]
-    assert retry_after_s(works) == MIN_S
-    assert retry_after_s([*works, text(16, every(0.25))]) == 4
+    sequences: list[Sequence] = [text(1000, []), text(1000, [1.0]), score]
+    assert retry_after_s(sequences) == MIN_RETRY_S
+    assert retry_after_s([*sequences, text(16, every(0.25))]) == 4
 
 
 @pytest.mark.parametrize(("told_s", "header"), [(12, "12"), (0, "1")])

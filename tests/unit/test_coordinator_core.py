@@ -11,29 +11,28 @@ from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Sco
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import MIN_WAITING, WAITING_PER_SEQUENCE, Limits
-from neuronpipe.services.coordinator.core import Core
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
-    Asked,
-    Broken,
     Dismiss,
-    Eased,
     Ending,
     EpochChanged,
     Leaving,
-    Left,
-    Likelihoods,
-    Measured,
-    Sample,
-    Sampled,
+    RequestReceived,
+    SampleTokens,
+    ScoreTokens,
     SeatReady,
     SendStep,
+    StepFailed,
+    StepLeft,
     Tell,
+    ThrottleChanged,
     Tick,
+    TokensSampled,
+    TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
-from neuronpipe.services.coordinator.schedule import BESIDE_DECODE_TOKENS
+from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Scheduler
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
@@ -54,7 +53,7 @@ class Letters:
 NO_GRAMMARS = Grammars(Letters(), 200, [END])
 
 
-def make_core(**changes: int) -> Core:
+def make_scheduler(**changes: int) -> Scheduler:
     limits = {
         "sequences": 2,
         "context_tokens": 16,
@@ -62,10 +61,17 @@ def make_core(**changes: int) -> Core:
         "logit_rows": 3,
         "vocabulary": 200,
     } | changes
-    core = Core(Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters(), NO_GRAMMARS)
+    scheduler = Scheduler(
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters(), NO_GRAMMARS
+    )
     for seat in SEATS:
-        core.handle(SeatReady(seat), 0.0)
-    return core
+        scheduler.handle(SeatReady(seat), 0.0)
+    return scheduler
+
+
+def receive(scheduler: Scheduler, message: Message, now: float) -> list[Action]:
+    """A client asks for something."""
+    return scheduler.handle(RequestReceived(b"c", message), now)
 
 
 def sent(actions: list[Action]) -> list[Step | Prefill]:
@@ -76,33 +82,33 @@ def told(actions: list[Action]) -> list[Message]:
     return [action.message for action in actions if isinstance(action, Tell)]
 
 
-def finish(core: Core, message: Step | Prefill, now: float = 1.0) -> list[Action]:
+def finish(scheduler: Scheduler, message: Step | Prefill, now: float = 1.0) -> list[Action]:
     """All participants of a step report that they are done."""
     actions: list[Action] = []
     for seat in [("prefill", 0)] if isinstance(message, Prefill) else SEATS[:2]:
-        actions += core.handle(Left(seat, message.step, message.epoch, True), now)
+        actions += scheduler.handle(StepLeft(seat, message.step, message.epoch, True), now)
     return actions
 
 
-def generate(core: Core, prompt: str, tokens: Sequence[int], **ask: int) -> list[Action]:
-    """Run one request to its end; `tokens` are what sampling draws, one after the other. Returns all actions."""
-    draws = list(tokens)
-    everything = core.handle(Asked(b"c", Generate(request="r", prompt=prompt, **ask)), 0.0)  # type: ignore[arg-type]
+def generate(scheduler: Scheduler, prompt: str, tokens: Sequence[int], **ask: int) -> list[Action]:
+    """Run one request to its end; `tokens` are what is sampled, one after the other. Returns all actions."""
+    samples = list(tokens)
+    everything = receive(scheduler, Generate(request="r", prompt=prompt, **ask), 0.0)  # type: ignore[arg-type]
     pending = list(everything)
     while pending:
         action = pending.pop(0)
         answer: list[Action] = []
         if isinstance(action, SendStep):
-            answer = finish(core, action.message)
-        elif isinstance(action, Sample):
-            answer = core.handle(Sampled(tuple(draws.pop(0) for _ in action.draws)), 2.0)
+            answer = finish(scheduler, action.message)
+        elif isinstance(action, SampleTokens):
+            answer = scheduler.handle(TokensSampled(tuple(samples.pop(0) for _ in action.rows)), 2.0)
         pending += answer
         everything += answer
     return everything
 
 
 def test_a_prompt_is_prefilled_in_chunks_and_only_the_last_chunk_asks_for_logits() -> None:
-    actions = generate(make_core(), "abcdefghi", [ord("x")], max_tokens=1)
+    actions = generate(make_scheduler(), "abcdefghi", [ord("x")], max_tokens=1)
     chunks = [message for message in sent(actions) if isinstance(message, Prefill)]
     assert [len(chunk.tokens) for chunk in chunks] == [4, 4, 1]
     assert [chunk.position for chunk in chunks] == [0, 4, 8]
@@ -111,7 +117,7 @@ def test_a_prompt_is_prefilled_in_chunks_and_only_the_last_chunk_asks_for_logits
 
 def test_each_sampled_token_is_the_input_of_the_next_step_at_the_next_position() -> None:
     steps = [
-        message for message in sent(generate(make_core(), "ab", b"xyz", max_tokens=3)) if isinstance(message, Step)
+        message for message in sent(generate(make_scheduler(), "ab", b"xyz", max_tokens=3)) if isinstance(message, Step)
     ]
     assert [(step.positions, step.tokens) for step in steps] == [((2,), (ord("x"),)), ((3,), (ord("y"),))]
 
@@ -119,7 +125,7 @@ def test_each_sampled_token_is_the_input_of_the_next_step_at_the_next_position()
 def test_the_text_ends_at_max_tokens_at_an_end_token_and_at_the_context() -> None:
     def reason(prompt: str, tokens: Sequence[int], most: int) -> tuple[str, str]:
         (finished,) = [
-            m for m in told(generate(make_core(), prompt, tokens, max_tokens=most)) if isinstance(m, Finished)
+            m for m in told(generate(make_scheduler(), prompt, tokens, max_tokens=most)) if isinstance(m, Finished)
         ]
         return finished.reason, finished.text
 
@@ -133,7 +139,7 @@ def test_the_text_ends_at_max_tokens_at_an_end_token_and_at_the_context() -> Non
 
 @pytest.mark.parametrize(("prompt", "code"), [("", "bad_request"), ("a" * 17, "too_long"), ("\u0fff", "bad_request")])
 def test_a_prompt_that_cannot_be_served_is_refused_and_nothing_is_sent(prompt: str, code: str) -> None:
-    actions = make_core().handle(Asked(b"c", Generate(request="r", prompt=prompt)), 0.0)
+    actions = receive(make_scheduler(), Generate(request="r", prompt=prompt), 0.0)
     (refused,) = told(actions)
     assert isinstance(refused, Refused)
     assert refused.code == code
@@ -141,30 +147,33 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_nothing_is_sent(prompt: s
 
 
 def test_a_lost_participant_voids_the_step_and_the_same_step_is_sent_once_everybody_is_back() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=2)), 0.0))
-    finish(core, prefill)
-    (step,) = sent(core.handle(Sampled((ord("x"),)), 1.0))
-    assert not sent(core.handle(EpochChanged(1, (("decode", 1),)), 1.1))
-    assert not sent(core.handle(Left(("decode", 0), step.step, 0, False), 1.2)), "decode.1 is not back yet"
-    (again,) = sent(core.handle(SeatReady(("decode", 1)), 1.3))
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=2), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 1.0))
+    assert not sent(scheduler.handle(EpochChanged(1, (("decode", 1),)), 1.1))
+    assert not sent(scheduler.handle(StepLeft(("decode", 0), step.step, 0, False), 1.2)), "decode.1 is not back yet"
+    (again,) = sent(scheduler.handle(SeatReady(("decode", 1)), 1.3))
     assert isinstance(again, Step)
     assert (again.step, again.tokens, again.positions) == (step.step, step.tokens, step.positions)  # type: ignore[union-attr]
     assert again.epoch == 1
 
 
 def test_an_answer_under_an_old_epoch_does_not_count() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
-    core.handle(EpochChanged(1, (("loader", 0),)), 0.1)
-    core.handle(Left(("prefill", 0), prefill.step, 0, False), 0.2)
-    (again,) = sent(core.handle(SeatReady(("loader", 0)), 0.3))
-    assert not core.handle(Left(("prefill", 0), prefill.step, 0, True), 0.4)
-    assert any(isinstance(action, Sample) for action in core.handle(Left(("prefill", 0), again.step, 1, True), 0.5))
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
+    scheduler.handle(EpochChanged(1, (("loader", 0),)), 0.1)
+    scheduler.handle(StepLeft(("prefill", 0), prefill.step, 0, False), 0.2)
+    (again,) = sent(scheduler.handle(SeatReady(("loader", 0)), 0.3))
+    assert not scheduler.handle(StepLeft(("prefill", 0), prefill.step, 0, True), 0.4)
+    assert any(
+        isinstance(action, SampleTokens)
+        for action in scheduler.handle(StepLeft(("prefill", 0), again.step, 1, True), 0.5)
+    )
 
 
 def test_no_step_is_sent_before_every_seat_is_ready() -> None:
-    core = Core(
+    scheduler = Scheduler(
         Limits(
             mode="exact",
             sequences=1,
@@ -179,68 +188,80 @@ def test_no_step_is_sent_before_every_seat_is_ready() -> None:
         Letters(),
         NO_GRAMMARS,
     )
-    assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
+    assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
     for seat in SEATS[:-1]:
-        assert not sent(core.handle(SeatReady(seat), 0.0))
-    assert sent(core.handle(SeatReady(SEATS[-1]), 0.0))
+        assert not sent(scheduler.handle(SeatReady(seat), 0.0))
+    assert sent(scheduler.handle(SeatReady(SEATS[-1]), 0.0))
+
+
+def test_workers_get_the_next_step_before_clients_are_told_of_the_last_one() -> None:
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    assert [type(action) for action in scheduler.handle(TokensSampled((120,)), 1.0)] == [SendStep, Tell]
+
+
+def test_a_failed_step_is_left_before_its_clients_are_told() -> None:
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
+    actions = scheduler.handle(StepFailed(("prefill", 0), prefill.step, 0, "damaged bundle"), 0.1)
+    assert [type(action) for action in actions] == [Abandon, Tell]
 
 
 def test_two_texts_share_a_step_and_a_third_waits_for_a_slot() -> None:
-    core = make_core()
-    pending = [
-        a for name in "123" for a in core.handle(Asked(b"c", Generate(request=name, prompt="ab", max_tokens=4)), 0.0)
-    ]
+    scheduler = make_scheduler()
+    pending = [a for name in "123" for a in receive(scheduler, Generate(request=name, prompt="ab", max_tokens=4), 0.0)]
     widest = 0
     finished = []
     while pending:
         action = pending.pop(0)
         if isinstance(action, SendStep):
             widest = max(widest, len(action.message.tokens) if isinstance(action.message, Step) else 0)
-            pending += finish(core, action.message)
-        elif isinstance(action, Sample):
-            pending += core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
+            pending += finish(scheduler, action.message)
+        elif isinstance(action, SampleTokens):
+            pending += scheduler.handle(TokensSampled(tuple(120 for _ in action.rows)), 1.0)
         elif isinstance(action, Tell) and isinstance(action.message, Finished):
             finished.append(action.message.request)
     assert widest == 2
     assert sorted(finished) == ["1", "2", "3"]
 
 
-def test_a_broken_step_refuses_its_requests_calls_the_others_away_and_serves_the_next() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
-    actions = core.handle(Broken(("prefill", 0), prefill.step, 0, "damaged bundle"), 0.1)
+def test_a_failed_step_refuses_its_requests_calls_the_others_away_and_serves_the_next() -> None:
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
+    actions = scheduler.handle(StepFailed(("prefill", 0), prefill.step, 0, "damaged bundle"), 0.1)
     assert [m.message for m in told(actions) if isinstance(m, Refused)] == ["damaged bundle"]
     assert Abandon() in actions
-    core.handle(EpochChanged(1, ()), 0.2)
-    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="cd")), 0.3))
+    scheduler.handle(EpochChanged(1, ()), 0.2)
+    assert sent(receive(scheduler, Generate(request="s", prompt="cd"), 0.3))
 
 
 def test_a_cancelled_text_ends_after_the_step_in_flight() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=9)), 0.0))
-    assert not told(core.handle(Asked(b"c", Cancel(request="r")), 0.1))
-    finish(core, prefill)
-    (token, finished) = told(core.handle(Sampled((120,)), 0.2))
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    assert not told(receive(scheduler, Cancel(request="r"), 0.1))
+    finish(scheduler, prefill)
+    (token, finished) = told(scheduler.handle(TokensSampled((120,)), 0.2))
     assert isinstance(token, Token)
     assert isinstance(finished, Finished)
     assert finished.reason == "cancelled"
 
 
 @pytest.mark.parametrize("path", ["decode", "prefill"])
-def test_scoring_rates_every_token_but_the_first(path: str) -> None:
-    core = make_core()
+def test_every_token_but_the_first_is_scored(path: str) -> None:
+    scheduler = make_scheduler()
     ask = Score(request="s", tokens=(1, 2, 3, 4, 5), path=path)  # type: ignore[arg-type]
-    pending = core.handle(Asked(b"c", ask), 0.0)
+    pending = receive(scheduler, ask, 0.0)
     targets: list[int] = []
     scored: list[Scored] = []
     finished: list[ScoreFinished] = []
     while pending:
         action = pending.pop(0)
         if isinstance(action, SendStep):
-            pending += finish(core, action.message)
-        elif isinstance(action, Likelihoods):
+            pending += finish(scheduler, action.message)
+        elif isinstance(action, ScoreTokens):
             targets += action.targets
-            pending += core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+            pending += scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
         elif isinstance(action, Tell):
             scored += [action.message] if isinstance(action.message, Scored) else []
             finished += [action.message] if isinstance(action.message, ScoreFinished) else []
@@ -252,11 +273,11 @@ def test_scoring_rates_every_token_but_the_first(path: str) -> None:
 
 
 def test_no_step_overwrites_logits_that_a_client_is_reading() -> None:
-    core = make_core()
-    (step,) = sent(core.handle(Asked(b"c", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0))
-    finish(core, step)
-    assert not sent(core.handle(Measured((0.5,)), 0.1))
-    assert sent(core.handle(Asked(b"c", Next(request="s")), 0.2))
+    scheduler = make_scheduler()
+    (step,) = sent(receive(scheduler, Score(request="s", tokens=(1, 2), path="decode", logits=True), 0.0))
+    finish(scheduler, step)
+    assert not sent(scheduler.handle(TokensScored((0.5,)), 0.1))
+    assert sent(receive(scheduler, Next(request="s"), 0.2))
 
 
 @pytest.mark.parametrize(
@@ -264,11 +285,11 @@ def test_no_step_overwrites_logits_that_a_client_is_reading() -> None:
     [("temperature", float("nan")), ("temperature", -1.0), ("top_k", -1), ("top_k", 2**40), ("top_p", float("nan"))],
 )
 def test_a_sampling_number_out_of_range_is_refused_and_does_not_end_the_run(name: str, value: float) -> None:
-    core = make_core()
-    (refused,) = told(core.handle(Asked(b"c", Generate(request="r", prompt="ab", **{name: value})), 0.0))  # type: ignore[arg-type]
+    scheduler = make_scheduler()
+    (refused,) = told(receive(scheduler, Generate(request="r", prompt="ab", **{name: value}), 0.0))  # type: ignore[arg-type]
     assert isinstance(refused, Refused)
     assert refused.code == "bad_request"
-    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="ab")), 0.0))
+    assert sent(receive(scheduler, Generate(request="s", prompt="ab"), 0.0))
 
 
 def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
@@ -276,100 +297,102 @@ def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
         def encode(self, text: str) -> list[int]:
             raise AssertionError("encoded")
 
-    core = make_core()
-    core.requests._admission._tokenizer = Fails()
-    (refused,) = told(core.handle(Asked(b"c", Generate(request="r", prompt="a" * 65)), 0.0))
+    scheduler = make_scheduler()
+    scheduler.requests._admission._tokenizer = Fails()
+    (refused,) = told(receive(scheduler, Generate(request="r", prompt="a" * 65), 0.0))
     assert isinstance(refused, Refused)
     assert refused.code == "too_long"
 
 
 def test_a_score_through_decode_never_shares_a_step_with_texts_or_other_scores() -> None:
-    core = make_core(sequences=3)
-    pending = core.handle(Asked(b"c", Generate(request="g", prompt="ab", max_tokens=4)), 0.0)
+    scheduler = make_scheduler(sequences=3)
+    pending = receive(scheduler, Generate(request="g", prompt="ab", max_tokens=4), 0.0)
     for name in "12":
-        pending += core.handle(Asked(b"c", Score(request=name, tokens=(1, 2, 3), path="decode")), 0.0)
+        pending += receive(scheduler, Score(request=name, tokens=(1, 2, 3), path="decode"), 0.0)
     finished = set()
     while pending:
         action = pending.pop(0)
         if isinstance(action, SendStep):
-            pending += finish(core, action.message)
-        elif isinstance(action, Sample):
-            pending += core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
-        elif isinstance(action, Likelihoods):
-            pending += core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+            pending += finish(scheduler, action.message)
+        elif isinstance(action, SampleTokens):
+            pending += scheduler.handle(TokensSampled(tuple(120 for _ in action.rows)), 1.0)
+        elif isinstance(action, ScoreTokens):
+            pending += scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
         elif isinstance(action, Tell) and isinstance(action.message, Finished | ScoreFinished):
             finished.add(action.message.request)
     assert finished == {"g", "1", "2"}
 
 
 def test_a_client_that_never_gives_logits_back_is_given_up_after_a_while() -> None:
-    core = make_core()
-    (step,) = sent(core.handle(Asked(b"gone", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0))
-    finish(core, step)
-    core.handle(Measured((0.5,)), 1.0)
-    assert not sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 2.0))
-    assert sent(core.handle(Tick(), 20.0))
+    scheduler = make_scheduler()
+    (step,) = sent(
+        scheduler.handle(RequestReceived(b"gone", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0)
+    )
+    finish(scheduler, step)
+    scheduler.handle(TokensScored((0.5,)), 1.0)
+    assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 2.0))
+    assert sent(scheduler.handle(Tick(), 20.0))
 
 
 def test_a_request_cancelled_while_it_waits_is_answered() -> None:
-    core = make_core(sequences=1)
-    core.handle(Asked(b"c", Generate(request="1", prompt="ab")), 0.0)
-    core.handle(Asked(b"c", Generate(request="2", prompt="ab")), 0.0)
-    (refused,) = told(core.handle(Asked(b"c", Cancel(request="2")), 0.0))
+    scheduler = make_scheduler(sequences=1)
+    receive(scheduler, Generate(request="1", prompt="ab"), 0.0)
+    receive(scheduler, Generate(request="2", prompt="ab"), 0.0)
+    (refused,) = told(receive(scheduler, Cancel(request="2"), 0.0))
     assert isinstance(refused, Refused)
     assert (refused.request, refused.code) == ("2", "cancelled")
 
 
 def test_a_participant_that_gives_up_by_itself_calls_the_others_away() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
-    assert Abandon() in core.handle(Left(("prefill", 0), prefill.step, 0, False), 0.1)
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
+    assert Abandon() in scheduler.handle(StepLeft(("prefill", 0), prefill.step, 0, False), 0.1)
 
 
 def test_a_second_ready_does_not_take_a_computing_participant_out_of_the_step() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=3)), 0.0))
-    finish(core, prefill)
-    (step,) = sent(core.handle(Sampled((120,)), 0.1))
-    core.handle(SeatReady(("decode", 1)), 0.2)
-    assert not core.handle(Left(("decode", 0), step.step, 0, True), 0.3), "decode.1 is still computing"
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=3), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((120,)), 0.1))
+    scheduler.handle(SeatReady(("decode", 1)), 0.2)
+    assert not scheduler.handle(StepLeft(("decode", 0), step.step, 0, True), 0.3), "decode.1 is still computing"
 
 
 def test_output_that_is_no_number_refuses_the_request_and_serves_the_next() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab")), 0.0))
-    finish(core, prefill)
-    (refused,) = told(core.handle(Sampled((-3,)), 0.1))
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
+    finish(scheduler, prefill)
+    (refused,) = told(scheduler.handle(TokensSampled((-3,)), 0.1))
     assert isinstance(refused, Refused)
-    assert sent(core.handle(Asked(b"c", Generate(request="s", prompt="ab")), 0.2))
+    assert sent(receive(scheduler, Generate(request="s", prompt="ab"), 0.2))
 
 
-def test_a_run_that_is_to_rest_sends_the_next_step_after_its_pause_and_cancels_meanwhile() -> None:
-    core = make_core()
-    core.handle(Eased(0.75, until=100.0), 0.0)
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="ab", max_tokens=9)), 10.0))
-    finish(core, prefill, 11.0)
-    assert sent(core.handle(Sampled((ord("x"),)), 11.0)) == []
-    assert sent(core.handle(Tick(), 13.9)) == []
-    (step,) = sent(core.handle(Tick(), 14.0))  # one second of work, three of pause
-    finish(core, step, 15.0)
-    core.handle(Sampled((ord("y"),)), 15.0)
-    (finished,) = told(core.handle(Asked(b"c", Cancel(request="r")), 15.5))
+def test_a_throttled_run_sends_the_next_step_after_its_pause_and_cancels_meanwhile() -> None:
+    scheduler = make_scheduler()
+    scheduler.handle(ThrottleChanged(0.75, until=100.0), 0.0)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 10.0))
+    finish(scheduler, prefill, 11.0)
+    assert sent(scheduler.handle(TokensSampled((ord("x"),)), 11.0)) == []
+    assert sent(scheduler.handle(Tick(), 13.9)) == []
+    (step,) = sent(scheduler.handle(Tick(), 14.0))  # one second of work, three of pause
+    finish(scheduler, step, 15.0)
+    scheduler.handle(TokensSampled((ord("y"),)), 15.0)
+    (finished,) = told(receive(scheduler, Cancel(request="r"), 15.5))
     assert isinstance(finished, Finished)
     assert finished.reason == "cancelled"
 
 
 class Driven:
-    """A core whose steps are done at once; every drawn token is an x."""
+    """A scheduler whose steps are done at once; every drawn token is an x."""
 
     def __init__(self, **limits: int) -> None:
-        self.core = make_core(**limits)
+        self.scheduler = make_scheduler(**limits)
         self.steps: list[Step | Prefill] = []
         self.told: list[Message] = []
 
     def ask(self, name: str, prompt: str, most: int = 2, **options: object) -> list[Action]:
         ask = Generate(request=name, prompt=prompt, max_tokens=most, **options)  # type: ignore[arg-type]
-        return self.core.handle(Asked(b"c", ask), 0.0)
+        return receive(self.scheduler, ask, 0.0)
 
     def run(
         self, actions: list[Action], until: Callable[[Step | Prefill], bool] = lambda message: False
@@ -382,11 +405,11 @@ class Driven:
                 if until(action.message):
                     return [action, *pending]
                 self.steps.append(action.message)
-                pending += finish(self.core, action.message)
-            elif isinstance(action, Sample):
-                pending += self.core.handle(Sampled(tuple(120 for _ in action.draws)), 1.0)
-            elif isinstance(action, Likelihoods):
-                pending += self.core.handle(Measured(tuple(0.5 for _ in action.targets)), 1.0)
+                pending += finish(self.scheduler, action.message)
+            elif isinstance(action, SampleTokens):
+                pending += self.scheduler.handle(TokensSampled(tuple(120 for _ in action.rows)), 1.0)
+            elif isinstance(action, ScoreTokens):
+                pending += self.scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
             elif isinstance(action, Tell):
                 self.told.append(action.message)
         return []
@@ -401,12 +424,12 @@ class Driven:
 def test_a_text_that_goes_on_where_another_ended_computes_only_what_is_new() -> None:
     driven = Driven()
     driven.run(driven.ask("1", "abcdef"))
-    driven.run(driven.ask("2", "abcdefxyz"))  # an x was drawn, and computed for the second one
+    driven.run(driven.ask("2", "abcdefxyz"))  # an x was sampled, and computed for the second one
     last = driven.prefills()[-1]
     assert (last.sequence, last.position, last.copy_from) == (driven.prefills()[0].sequence, 7, None)
     assert driven.finished()["2"].cached_tokens == 7
     assert driven.finished()["1"].cached_tokens == 0
-    assert driven.core.requests.cached_tokens == 7
+    assert driven.scheduler.requests.cached_tokens == 7
 
 
 def test_the_same_prompt_again_computes_its_last_token() -> None:
@@ -433,8 +456,8 @@ def test_a_copy_is_made_again_with_the_voided_step_and_counts_once() -> None:
     driven.ask("2", "abcdeg")
     pending = driven.run(pending, until=lambda message: isinstance(message, Prefill) and message.copy_from is not None)
     (prefill,) = sent(pending)
-    driven.core.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
-    again = driven.core.handle(SeatReady(("prefill", 0)), 0.3)
+    driven.scheduler.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
+    again = driven.scheduler.handle(SeatReady(("prefill", 0)), 0.3)
     assert sent(again) == [dataclasses.replace(prefill, epoch=1)]
     driven.run(again)
     assert driven.finished()["2"].cached_tokens == 5
@@ -445,9 +468,9 @@ def test_nothing_that_an_unfinished_step_writes_is_shared() -> None:
     driven = Driven(prefill_chunk_tokens=8)
     (chunk,) = sent(driven.ask("1", "abcdef"))
     driven.ask("2", "abcdef")
-    driven.core.handle(Asked(b"c", Cancel(request="1")), 0.1)
-    driven.core.handle(Broken(("prefill", 0), chunk.step, 0, "damaged"), 0.2)
-    (next_chunk,) = sent(driven.core.handle(EpochChanged(1, ()), 0.3))
+    receive(driven.scheduler, Cancel(request="1"), 0.1)
+    driven.scheduler.handle(StepFailed(("prefill", 0), chunk.step, 0, "damaged"), 0.2)
+    (next_chunk,) = sent(driven.scheduler.handle(EpochChanged(1, ()), 0.3))
     assert isinstance(next_chunk, Prefill)
     assert (next_chunk.position, next_chunk.copy_from) == (0, None)
 
@@ -463,7 +486,7 @@ def test_a_request_that_does_not_share_computes_its_whole_prompt() -> None:
 def test_a_scored_text_computes_every_token_and_leaves_its_keys_to_others() -> None:
     driven = Driven()
     driven.run(driven.ask("1", "abcdef"))
-    driven.run(driven.core.handle(Asked(b"c", Score(request="s", text="abcdef")), 0.0))
+    driven.run(receive(driven.scheduler, Score(request="s", text="abcdef"), 0.0))
     assert [prefill.position for prefill in driven.prefills()] == [0, 4, 0, 3]
     driven.run(driven.ask("2", "abcdef"))
     assert driven.finished()["2"].cached_tokens == 5
@@ -483,7 +506,7 @@ def test_a_cancelled_text_takes_part_in_no_further_step_and_its_slot_goes_to_the
     driven = Driven(sequences=1)
     pending = driven.run(driven.ask("1", "ab", most=9), until=lambda message: message.step == 3)
     driven.ask("2", "cd")
-    driven.core.handle(Asked(b"c", Cancel(request="1")), 0.5)  # the third step is on its way
+    receive(driven.scheduler, Cancel(request="1"), 0.5)  # the third step is on its way
     driven.run(pending)
     assert driven.finished()["1"].reason == "cancelled"
     assert driven.finished()["1"].tokens == 3
@@ -505,35 +528,35 @@ def test_when_the_run_ends_all_are_told_and_nothing_is_taken_on_any_more() -> No
     driven = Driven(sequences=1)
     (prefill,) = sent(driven.ask("1", "ab"))
     driven.ask("2", "cd")
-    actions = driven.core.handle(Ending(), 0.5)
+    actions = driven.scheduler.handle(Ending(), 0.5)
     assert [(message.request, message.code) for message in told(actions)] == [("1", "draining"), ("2", "draining")]
     assert sent(actions) == []
     (refused,) = told(driven.ask("3", "ef"))
     assert isinstance(refused, Refused)
     assert refused.code == "draining"
-    assert finish(driven.core, prefill) == []  # what comes of the step is nobody's any more
+    assert finish(driven.scheduler, prefill) == []  # what comes of the step is nobody's any more
 
 
 def test_a_seat_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
-    core = make_core()
-    (prefill,) = sent(core.handle(Asked(b"c", Generate(request="r", prompt="abc", max_tokens=3)), 0.0))
-    assert core.handle(Leaving(frozenset({("decode", 0), ("decode", 1)})), 0.5) == []
-    actions = finish(core, prefill)
-    assert [action for action in actions if isinstance(action, Sample)]
-    actions = core.handle(Sampled((65,)), 1.0)
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.0))
+    assert scheduler.handle(Leaving(frozenset({("decode", 0), ("decode", 1)})), 0.5) == []
+    actions = finish(scheduler, prefill)
+    assert [action for action in actions if isinstance(action, SampleTokens)]
+    actions = scheduler.handle(TokensSampled((65,)), 1.0)
     assert [action.seat for action in actions if isinstance(action, Dismiss)] == [("decode", 0), ("decode", 1)]
     assert sent(actions) == []
-    assert sent(core.handle(SeatReady(("decode", 0)), 2.0)) == []
-    assert core.handle(EpochChanged(1, (("decode", 1),)), 2.0) == []
-    (step,) = sent(core.handle(SeatReady(("decode", 1)), 3.0))
+    assert sent(scheduler.handle(SeatReady(("decode", 0)), 2.0)) == []
+    assert scheduler.handle(EpochChanged(1, (("decode", 1),)), 2.0) == []
+    (step,) = sent(scheduler.handle(SeatReady(("decode", 1)), 3.0))
     assert step.epoch == 1
 
 
 def test_an_idle_seat_is_dismissed_at_once_and_only_once() -> None:
-    core = make_core()
-    assert core.handle(Leaving(frozenset({("cache", 0)})), 0.0) == [Dismiss(("cache", 0))]
-    assert core.handle(Tick(), 0.1) == []
-    assert core.handle(Leaving(frozenset()), 0.2) == []
-    (prefill,) = sent(core.handle(SeatReady(("cache", 0)), 0.3)) or [None]
+    scheduler = make_scheduler()
+    assert scheduler.handle(Leaving(frozenset({("cache", 0)})), 0.0) == [Dismiss(("cache", 0))]
+    assert scheduler.handle(Tick(), 0.1) == []
+    assert scheduler.handle(Leaving(frozenset()), 0.2) == []
+    (prefill,) = sent(scheduler.handle(SeatReady(("cache", 0)), 0.3)) or [None]
     assert prefill is None
-    assert sent(core.handle(Asked(b"c", Generate(request="r", prompt="abc", max_tokens=3)), 0.4))
+    assert sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.4))

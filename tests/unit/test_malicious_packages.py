@@ -26,7 +26,7 @@ from neuronpipe.plans.package.safetensors_header import read_header
 from neuronpipe.plans.package.tokenizer import Panic, open_tokenizer
 from neuronpipe.plans.predictor.imported import open_imported
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.coordinator.text import FileTokenizer
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, Place, common_tokens, longest_match
+from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, TakenSlot, common_tokens, longest_match
 from neuronpipe.services.worker.prefill import KeysValues
 
 texts = st.lists(st.integers(0, 2), max_size=12)  # few tokens, so that texts often begin alike
@@ -62,14 +62,14 @@ def test_a_text_goes_on_in_the_slot_that_holds_its_beginning() -> None:
     slots = FreeSlots(3)
     slot, _ = slots.take([7])  # type: ignore[misc]
     slots.give_back(slot, [1, 2, 3])
-    assert slots.take([1, 2, 3, 4]) == Place(slot, 3)
+    assert slots.take([1, 2, 3, 4]) == TakenSlot(slot, 3)
 
 
 def test_a_long_text_is_not_given_up_for_the_few_tokens_that_another_shares_with_it() -> None:
     slots = FreeSlots(2)
     long, _ = slots.take([7])  # type: ignore[misc]
     slots.give_back(long, [1, 2, 3, 4, 5, 6, 7])
-    assert slots.take([1, 2, 3, 9]) == Place(1 - long, 0)
+    assert slots.take([1, 2, 3, 9]) == TakenSlot(1 - long, 0)
     assert longest_match([1, 2, 3, 9], slots.contents) == Match(long, 3)
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens, against a plain reference in numpy: every option alone, and all of them together."""
+"""Sampling tokens, against a plain reference in numpy: every option alone, and all of them together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import lib
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.coordinator.events import Draw, Sampled
+from neuronpipe.services.coordinator.events import SampleRow, TokensSampled
 from neuronpipe.services.coordinator.sampling import Sampler
 
 VOCABULARY = 50
@@ -28,12 +28,12 @@ def logits_of(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, VOCABULARY).astype(np.float32)
 
 
-def draw_of(row: int = 0, counter: int = 0, **options: Any) -> Draw:
+def row_of(row: int = 0, counter: int = 0, **options: Any) -> SampleRow:
     extra = {name: options.pop(name) for name in ("text", "prompt_tokens", "biases", "allowed") if name in options}
-    return Draw(row, Generate(request="r", prompt="", **options), counter, **extra)
+    return SampleRow(row, Generate(request="r", prompt="", **options), counter, **extra)
 
 
-def changed(logits: np.ndarray, draw: Draw) -> np.ndarray:
+def changed(logits: np.ndarray, draw: SampleRow) -> np.ndarray:
     """The logits that a draw looks at, token by token."""
     ask, out = draw.ask, logits.astype(np.float64)
     generated = draw.text[draw.prompt_tokens :]
@@ -49,7 +49,7 @@ def changed(logits: np.ndarray, draw: Draw) -> np.ndarray:
     return out
 
 
-def probabilities(logits: np.ndarray, draw: Draw) -> np.ndarray:
+def probabilities(logits: np.ndarray, draw: SampleRow) -> np.ndarray:
     """What the draw makes of them: zero for what may not be drawn."""
     ask, out = draw.ask, changed(logits, draw)
     order = sorted(range(VOCABULARY), key=lambda token: (-out[token], token))
@@ -93,9 +93,9 @@ def test_tokens_are_drawn_as_often_as_the_reference_says(options: dict[str, Any]
     for temperature in (0.7, 2.0):
         logits = logits_of(1)
         sampler = sampler_of(logits)
-        draw = draw_of(temperature=temperature, seed=5, **options)
+        draw = row_of(temperature=temperature, seed=5, **options)
         chances = probabilities(logits, draw)
-        tokens = [sampler.draw(dataclasses.replace(draw, counter=n)) for n in range(draws)]
+        tokens = [sampler.sample(dataclasses.replace(draw, counter=n)) for n in range(draws)]
         counts = np.bincount(tokens, minlength=VOCABULARY)
         assert not counts[chances == 0].any()
         deviation = np.sqrt(draws * chances * (1 - chances)) + 1e-9
@@ -106,8 +106,8 @@ def test_tokens_are_drawn_as_often_as_the_reference_says(options: dict[str, Any]
 def test_greedy_takes_the_greatest_after_penalties_biases_and_grammar(options: dict[str, Any]) -> None:
     for seed in range(30):
         logits = logits_of(seed)
-        draw = draw_of(temperature=0.0, **options)
-        assert sampler_of(logits).draw(draw) == int(changed(logits, draw).argmax())
+        draw = row_of(temperature=0.0, **options)
+        assert sampler_of(logits).sample(draw) == int(changed(logits, draw).argmax())
 
 
 @settings(max_examples=200)
@@ -117,42 +117,42 @@ def test_options_that_are_off_change_no_draw(
 ) -> None:
     """The bits of the logits are not touched: a copy that is changed by nothing draws what no copy draws."""
     sampler = sampler_of(logits_of(seed))
-    draw = draw_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=draw_seed, counter=seed)
+    draw = row_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=draw_seed, counter=seed)
     copied = dataclasses.replace(draw, biases=((3, 0.0),), allowed=b"\xff" * 7)
-    assert sampler.draw(draw) == sampler.draw(copied) == sampler.draw(draw)
+    assert sampler.sample(draw) == sampler.sample(copied) == sampler.sample(draw)
 
 
 def test_a_row_of_several_is_drawn_from_alone() -> None:
     rows = [logits_of(n) for n in range(3)]
     together = sampler_of(*rows)
-    draw = draw_of(temperature=1.0, repetition_penalty=1.5, text=(1, 2, 3))
-    assert [together.draw(dataclasses.replace(draw, row=n)) for n in range(3)] == [
-        sampler_of(row).draw(draw) for row in rows
+    draw = row_of(temperature=1.0, repetition_penalty=1.5, text=(1, 2, 3))
+    assert [together.sample(dataclasses.replace(draw, row=n)) for n in range(3)] == [
+        sampler_of(row).sample(draw) for row in rows
     ]
 
 
 def test_a_draw_that_nothing_is_left_for_and_one_of_broken_logits_say_so() -> None:
     logits = logits_of(0)
     sampler = sampler_of(logits)
-    assert sampler.draw(draw_of(allowed=bytes(7))) == Sampled.BANNED
-    assert sampler.draw(draw_of(allowed=b"\x01" + bytes(6), biases=((0, -math.inf),))) == Sampled.BANNED
+    assert sampler.sample(row_of(allowed=bytes(7))) == TokensSampled.ALL_BANNED
+    assert sampler.sample(row_of(allowed=b"\x01" + bytes(6), biases=((0, -math.inf),))) == TokensSampled.ALL_BANNED
     logits[49] = math.nan
     for options in ({}, {"allowed": b"\x01" + bytes(6)}, {"temperature": 1.0, "min_p": 0.5}):
-        assert sampler_of(logits).draw(draw_of(**options)) == Sampled.BROKEN
+        assert sampler_of(logits).sample(row_of(**options)) == TokensSampled.NOT_A_NUMBER
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
-def test_ratings_are_those_of_the_model_whatever_the_options(count: int) -> None:
+def test_logprobs_are_those_of_the_model_whatever_the_options(count: int) -> None:
     logits = np.round(logits_of(3))  # with equals among them
-    draw = draw_of(temperature=0.3, logprobs=count, biases=((9, 50.0),), top_k=2)
-    token = sampler_of(logits).draw(draw)
-    rating = sampler_of(logits).rate(draw, token)
+    draw = row_of(temperature=0.3, logprobs=count, biases=((9, 50.0),), top_k=2)
+    token = sampler_of(logits).sample(draw)
+    logprobs = sampler_of(logits).logprobs(draw, token)
     logs = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     order = sorted(range(VOCABULARY), key=lambda token: (-logits[token], token))[:count]
     assert token == 9
-    assert rating.logprob == pytest.approx(logs[9], rel=1e-12)
-    assert [token for token, _ in rating.top] == order
-    assert [logprob for _, logprob in rating.top] == pytest.approx(logs[order].tolist(), rel=1e-12)
+    assert logprobs.logprob == pytest.approx(logs[9], rel=1e-12)
+    assert [token for token, _ in logprobs.top] == order
+    assert [logprob for _, logprob in logprobs.top] == pytest.approx(logs[order].tolist(), rel=1e-12)
 
 
 def test_likelihoods_are_those_of_numpy() -> None:

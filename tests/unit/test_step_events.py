@@ -6,7 +6,7 @@ from typing import Any
 
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.step_events import EVERY_MS, DoneStep, StepEvents
+from neuronpipe.services.coordinator.telemetry import EVERY_MS, DoneStep, StepEvents
 
 MS = 1_000_000
 COUNTERS = {"trigger_clusters": 8.0, "value_clusters": 4.0, "value_missed": 3.0, "up_rows": 5.0, "flash_ms": 4.0}

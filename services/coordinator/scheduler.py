@@ -1,0 +1,379 @@
+"""The coordinator's decisions, without sockets and without a clock: `handle(event, now) -> actions`.
+
+One step is outstanding at a time, a prefill chunk or a decode step over every generating sequence:
+
+    state       event                       next
+    idle        work is ready               step sent, every participant of the step busy
+    busy        StepLeft (done) of every participant    SampleTokens or ScoreTokens; its answer makes it idle
+    busy        EpochChanged                void: wait until every participant left the step and every seat is ready
+    void        all settled                 the same step again, under the new epoch
+    idle        Leaving                     Dismiss: no step before the seats have other processes that are ready
+
+`StepBuilder` says what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a
+pause. `requests.py` knows who wants what, `results.py` what comes of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.detokenizer import Tokenizer
+from neuronpipe.services.coordinator.events import (
+    Abandon,
+    Action,
+    Dismiss,
+    Ending,
+    EpochChanged,
+    Event,
+    Leaving,
+    RequestReceived,
+    Seat,
+    SeatReady,
+    SendStep,
+    StepFailed,
+    StepLeft,
+    Tell,
+    ThrottleChanged,
+    Tick,
+    TokensSampled,
+    TokensScored,
+)
+from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.prefixes import Match
+from neuronpipe.services.coordinator.requests import Cost, Generation, Requests, Scoring, Sequence, add_cost
+from neuronpipe.services.coordinator.results import Outcome, Results
+
+BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
+PREFILL: tuple[Seat, ...] = (("prefill", 0),)
+
+
+class Scheduler:
+    """The seats, the epoch and the one outstanding step."""
+
+    def __init__(self, limits: Limits, seats: Iterable[Seat], tokenizer: Tokenizer, grammars: Grammars) -> None:
+        self._seats = frozenset(seats)
+        decoders = tuple(sorted(seat for seat in self._seats if seat[0] == "decode"))
+        self.requests = Requests(limits, tokenizer, grammars)
+        self._results = Results(limits, tokenizer)
+        self._builder = StepBuilder(limits, decoders, self.requests.prefix_source)
+        self.throttle = Throttle()
+        self.epoch = 0
+        self._ready: set[Seat] = set()
+        self._leaving: frozenset[Seat] = frozenset()
+        self._step: OutstandingStep | None = None
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every seat of the plan is taken by a process that is ready."""
+        return self._ready >= self._seats
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is outstanding."""
+        return self._step is not None
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were; one that is sent again is the same step."""
+        return self._builder.steps
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event; returns what is to be done, in order: workers first, who compute while clients are told."""
+        actions = self._take(event, now) + self._proceed(now)
+        return sorted(actions, key=lambda action: isinstance(action, Tell))
+
+    def _take(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case RequestReceived():
+                return [*self.requests.received(event, now)]
+            case SeatReady(seat):
+                self._ready.add(seat)
+            case EpochChanged():
+                self._epoch_changed(event)
+            case Leaving(seats):
+                self._leaving = seats
+            case StepLeft():
+                return self._step_left(event)
+            case StepFailed():
+                return self._step_failed(event)
+            case TokensSampled():
+                step = self._end_step(now)
+                step.account(event.cost)
+                return self._tell(self._results.sampled(step.sequences, event, now))
+            case TokensScored():
+                (sequence,) = self._end_step(now).sequences
+                return self._tell(self._results.scored(sequence, event, now))
+            case ThrottleChanged(share, until):
+                self.throttle.set(share, until)
+            case Ending():
+                self._step = None
+                return [*self.requests.end_all()]
+            case Tick():
+                pass
+        return []
+
+    def _tell(self, outcomes: list[Outcome]) -> list[Action]:
+        return [self.requests.tell(sequence, message) for sequence, message in outcomes]
+
+    # ---- the outstanding step --------------------------------------------------------------------------------
+    def _epoch_changed(self, event: EpochChanged) -> None:
+        self.epoch = event.epoch
+        self._ready -= set(event.lost)
+        self._leaving -= set(event.lost)
+        if self._step is not None:
+            self._step.epoch_changed(event.lost)
+
+    def _step_left(self, event: StepLeft) -> list[Action]:
+        """A participant left a step. Only the outstanding step under its own epoch counts as done."""
+        step = self._step
+        if step is None or not step.is_meant(event):
+            return []
+        step.left(event)
+        if not event.done and event.epoch == self.epoch:
+            return [Abandon()]  # it gave up by itself: the others would wait for it at the barrier
+        if not step.computed:
+            return []
+        step.read()
+        return [self._results.wanted(step.action.message, step.sequences)]
+
+    def _step_failed(self, event: StepFailed) -> list[Action]:
+        """The step cannot be computed: its requests are refused, everybody else goes on."""
+        step = self._step
+        if step is None or not step.is_meant(event):
+            return []
+        told = self._tell([(one, one.refused("failed", event.message)) for one in step.sequences])
+        step.failed(event.seat)
+        return [Abandon(), *told]
+
+    def _end_step(self, now: float) -> OutstandingStep:
+        """The logits have been read."""
+        assert self._step is not None
+        self.throttle.step_ends(now)
+        step, self._step = self._step, None
+        return step
+
+    # ---- the next step ---------------------------------------------------------------------------------------
+    def _proceed(self, now: float) -> list[Action]:
+        """Send the next step, or the voided one again, when nothing stands against it."""
+        if self._leaving and self._step is None:
+            return self._dismiss()
+        if not self.all_ready:
+            return []
+        if self._step is not None:
+            return self._send_again(self._step, now) if self._step.abandoned else []
+        actions: list[Action] = [*self.requests.end_cancelled(now)]
+        self.requests.give_slots()
+        if self.requests.client_reads or now < self.throttle.resume_at:
+            return actions
+        step = self._builder.next_step(self.requests.active, self.epoch)
+        if step is None:
+            return actions
+        self.throttle.step_begins(now)
+        return [*self._send(step), *actions]
+
+    def _dismiss(self) -> list[Action]:
+        gone = self._leaving & self._ready
+        self._ready -= gone
+        self._leaving -= gone
+        return [Dismiss(seat) for seat in sorted(gone)]
+
+    def _send_again(self, step: OutstandingStep, now: float) -> list[Action]:
+        if step.sequences:
+            return self._send(step.again(self.epoch))
+        self._step = None  # everybody in it was refused or went away
+        return self._proceed(now)
+
+    def _send(self, step: OutstandingStep) -> list[Action]:
+        self._step = step
+        return [step.action]
+
+
+class OutstandingStep:
+    """A step from when it is sent until its logits were read. Tokens and positions stay, however often it is sent.
+
+    sequences: in the order of the logit rows; none where all were refused
+    """
+
+    def __init__(self, action: SendStep, sequences: list[Sequence]) -> None:
+        self.action = action
+        self.sequences = sequences
+        self._reading = False  # every participant is done, and the service looks at the logits
+        self._void = False
+        self._busy: set[Seat] = set(action.seats)
+        self._cost: Cost = {}  # this time it was sent
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it does not count, and every participant has left it: it may be sent again."""
+        return self._void and not self._busy and not self._reading
+
+    @property
+    def computed(self) -> bool:
+        """Whether it counts, and every participant is done."""
+        return not self._void and not self._busy
+
+    def again(self, epoch: int) -> OutstandingStep:
+        """The same step under the present epoch."""
+        message = dataclasses.replace(self.action.message, epoch=epoch)
+        return OutstandingStep(SendStep(self.action.seats, message), self.sequences)
+
+    def is_meant(self, event: StepLeft | StepFailed) -> bool:
+        """Whether a participant speaks of this step, as it was last sent."""
+        return (event.step, event.epoch) == (self.action.message.step, self.action.message.epoch)
+
+    def epoch_changed(self, lost: Iterable[Seat]) -> None:
+        """Everybody leaves. Where all were done before that, it counts nevertheless."""
+        self._busy -= set(lost)
+        self._void = not self._reading
+
+    def left(self, event: StepLeft) -> None:
+        """A participant is through with it."""
+        self._busy.discard(event.seat)
+        self._void |= not event.done
+        add_cost(self._cost, {**event.counters, "answers": 1.0})
+
+    def failed(self, seat: Seat) -> None:
+        """A participant cannot compute it; its clients have been told."""
+        self.sequences = []
+        self._busy.discard(seat)
+
+    def read(self) -> None:
+        """Every participant is done: the sequences have more keys and values now, and the logits are to be read."""
+        self._reading = True
+        message = self.action.message
+        if isinstance(message, Prefill):
+            self.sequences[0].advance(message.position, len(message.tokens))
+        else:
+            for sequence, position in zip(self.sequences, message.positions, strict=True):
+                sequence.advance(position, 1)
+
+    def account(self, measured: Cost) -> None:
+        """Add what it took to the account of every text in it. measured: by the service."""
+        message = self.action.message
+        add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
+        for sequence in self.sequences:
+            if isinstance(sequence, Generation):
+                prefill = isinstance(message, Prefill)
+                add_cost(sequence.prefill_cost if prefill else sequence.decode_cost, self._cost)
+
+
+class StepBuilder:
+    """What the next step is: prompts and texts in turn, a score's step to itself.
+
+    decoders: the participants of decode steps
+    prefix_source: the slot from which the next chunk of a prompt may copy keys and values
+    """
+
+    def __init__(
+        self, limits: Limits, decoders: tuple[Seat, ...], prefix_source: Callable[[Generation], Match | None]
+    ) -> None:
+        self._limits = limits
+        self._decoders = decoders
+        self._prefix_source = prefix_source
+        self._prefill_turn = True
+        self._score_turn = False
+        self.steps = 0
+
+    def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
+        """The next step for these sequences, under that epoch; None when there is nothing to do."""
+        prefills = [one for one in sequences if _wants_prefill(one)]
+        decodes = [one for one in sequences if not _wants_prefill(one)]
+        if prefills and (self._prefill_turn or not decodes):
+            self._prefill_turn = False
+            return self._prefill(prefills[0], epoch, beside_decode=bool(decodes))
+        self._prefill_turn = True
+        batch = self._decode_batch(decodes)
+        return self._decode(batch, epoch) if batch else None
+
+    def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
+        """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""
+        scores = [one for one in decodes if isinstance(one, Scoring)]
+        texts = [one for one in decodes if not isinstance(one, Scoring)]
+        score_turn = bool(scores) and (self._score_turn or not texts)
+        self._score_turn = not score_turn
+        return [*scores[:1]] if score_turn else texts[: self._limits.logit_rows]
+
+    def _prefill(self, sequence: Sequence, epoch: int, *, beside_decode: bool) -> OutstandingStep:
+        first, copy_from = sequence.computed_tokens, None
+        logits: Literal["none", "last", "all"]
+        if isinstance(sequence, Scoring):
+            chunk, logits = sequence.next_chunk(self._limits.logit_rows), "all"
+        else:
+            assert isinstance(sequence, Generation)
+            if (match := self._prefix_source(sequence)) is not None:
+                copy_from, first = match
+            chunk = self._chunk(sequence, first, beside_decode=beside_decode)
+            logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
+        self.steps += 1
+        message = Prefill(
+            step=self.steps,
+            epoch=epoch,
+            sequence=sequence.slot,
+            position=first,
+            tokens=tuple(chunk),
+            logits=logits,
+            copy_from=copy_from,
+        )
+        return OutstandingStep(SendStep(PREFILL, message), [sequence])
+
+    def _chunk(self, text: Generation, first: int, *, beside_decode: bool) -> list[int]:
+        max_tokens = self._limits.prefill_chunk_tokens
+        if beside_decode:
+            max_tokens = min(max_tokens, BESIDE_DECODE_TOKENS)
+        return text.tokens[first : min(text.prompt_tokens, first + max_tokens)]
+
+    def _decode(self, batch: list[Sequence], epoch: int) -> OutstandingStep:
+        self.steps += 1
+        message = Step(
+            step=self.steps,
+            epoch=epoch,
+            sequences=tuple(one.slot for one in batch),
+            positions=tuple(one.computed_tokens for one in batch),
+            tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
+        )
+        return OutstandingStep(SendStep(self._decoders, message), batch)
+
+
+def _wants_prefill(sequence: Sequence) -> bool:
+    if isinstance(sequence, Scoring):
+        return sequence.ask.path == "prefill"
+    assert isinstance(sequence, Generation)
+    return sequence.prefilling
+
+
+class Throttle:
+    """Pauses between steps, for a device that is too hot.
+
+    A pause is as long as the step before it times share / (1 - share), so that fast and slow models pause alike. What
+    was asked for ends by itself: whoever watches the temperature asks again in time, and one that died slows nobody
+    for long.
+    """
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._until = 0.0
+        self._began_at = 0.0
+        self.resume_at = 0.0
+
+    def share(self, now: float) -> float:
+        """The share of the time that is spent in pauses, 0..1."""
+        return self._share if now < self._until else 0.0
+
+    def set(self, share: float, until: float) -> None:
+        """From now on, and until then, pause for that share of the time."""
+        self._share, self._until = share, until
+        if share == 0:
+            self.resume_at = 0.0
+
+    def step_begins(self, now: float) -> None:
+        """A step is sent."""
+        self._began_at = now
+
+    def step_ends(self, now: float) -> None:
+        """It is done: the pause begins."""
+        share = self.share(now)
+        self.resume_at = now + (now - self._began_at) * share / (1 - share) if share else 0.0

@@ -1,0 +1,303 @@
+"""What steps and requests took, for clients, monitors and the trace; and how the run is, for a client that asks.
+
+`Meter` measures what only the service sees: time, flash, memory. `StepEvents` tells monitors of steps, several in one
+event: a small model makes a thousand steps a second, and an event for each, sent to every monitor, would take a good
+part of their time. `status` says how busy the run and its processes are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neuronpipe.native import lib
+from neuronpipe.plans.plan.plan import GATEWAY, Seat
+from neuronpipe.protocol.channel import Publisher
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
+from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Status, Token, WarmUp
+from neuronpipe.protocol.messages.event import StepEvent
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services import trace
+from neuronpipe.services.coordinator.requests import Cost, add_cost
+from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.seats import Seats, SeatState
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.trace import Trace
+
+EVERY_MS = 25
+
+
+class Meter:
+    """Reads the board before and after. neurons: how many the model has, over all layers and experts."""
+
+    def __init__(self, memory: RunMemory, neurons: int, spans: Trace, events: StepEvents) -> None:
+        self._board_memory = memory.view("board", "memory")
+        self._board_flash = memory.view("board", "flash")
+        self._neurons = neurons
+        self._spans = spans
+        self._events = events
+        self._flash_at_start: dict[str, tuple[int, int]] = {}
+        self._sent: Step | Prefill | None = None
+        self._sent_ns = 0
+        self._sent_flash = (0, 0)
+        self._counters: Cost = {}  # of the participants of the step under way
+        self._done: tuple[Step | Prefill, int, Cost, Cost] | None = None  # last step, when sent, its cost, its counters
+        self._sampled = 0
+        self._gap_ms = 0.0
+        self._sampled_ns = 0  # when the tokens of the last step were sampled; later, when the step after it was sent
+        self._told = 0
+
+    def flash_now(self) -> tuple[int, int]:
+        """(bytes, reads) of the loader so far."""
+        return int(self._board_flash[BOARD_FLASH.index("bytes")]), int(self._board_flash[BOARD_FLASH.index("reads")])
+
+    def warm_up_now(self) -> WarmUp | None:
+        """What the loader has been asked to warm up, and how far it is; None before."""
+        return WarmUp.on_board(self._board_flash)
+
+    def memory_now(self) -> dict[str, int]:
+        """Bytes of the whole run, by what they are used for."""
+        return {name: int(self._board_memory[n]) for n, name in enumerate(BOARD_MEMORY)}
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+    def sending(self, message: Step | Prefill) -> None:
+        """A step is about to be sent, or to be sent again."""
+        self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
+
+    def sent(self, began_ns: int, seats: int) -> None:
+        self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=seats, step=self._step)
+        if self._sampled_ns:
+            self._sampled_ns = self._sent_ns  # clients are told of the step before from now on
+
+    def answered(self, counters: Cost) -> None:
+        add_cost(self._counters, {**counters, "answers": 1.0})
+
+    def step_done(self) -> Cost:
+        """Every participant is. What the step took since it was sent: milliseconds, and the loader's work."""
+        assert self._sent is not None
+        self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=len(self._sent.tokens), step=self._step)
+        (bytes_now, reads_now), (bytes_then, reads_then) = self.flash_now(), self._sent_flash
+        cost: Cost = {
+            "ms": (trace.now() - self._sent_ns) / 1e6,
+            "read_bytes": bytes_now - bytes_then,
+            "reads": reads_now - reads_then,
+        }
+        self._done = self._sent, self._sent_ns, cost, self._counters
+        return cost
+
+    def sampled(self, began_ns: int, tokens: int) -> None:
+        self._sampled = tokens
+        self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step)
+
+    def told(self, message: Message) -> None:
+        self._told += 1
+        if isinstance(message, Token) and message.index:
+            self._gap_ms = max(self._gap_ms, message.ms)
+
+    def end_of_telling(self) -> None:
+        """Whatever a step's tokens led to is done: text and messages to clients."""
+        if self._done is not None:
+            step, sent_ns, cost, counters = self._done
+            if self._sampled_ns:
+                self._spans.put(lib.NP_SPAN_TELL, self._sampled_ns, value=self._told, step=step.step)
+            self._events.add(DoneStep(step, sent_ns, cost, counters, self._sampled, self._gap_ms))
+        self._done = None
+        self._sampled_ns = self._told = self._sampled = 0
+        self._gap_ms = 0.0
+
+    @property
+    def _step(self) -> int:
+        return self._sent.step if self._sent else 0
+
+    # ---- a request -------------------------------------------------------------------------------------------
+    def request_came(self, client: str, request: str) -> None:
+        """What is read from flash from now on is read while this request is served."""
+        self._flash_at_start.setdefault(f"{client}/{request}", self.flash_now())
+
+    def request_refused(self, client: str, request: str) -> None:
+        """Nobody will ask what it took."""
+        self._flash_at_start.pop(f"{client}/{request}", None)
+
+    def request_finished(self, client: str, finished: Finished) -> Finished:
+        """Add what the scheduler cannot know: memory and flash."""
+        bytes_now, reads_now = self.flash_now()
+        bytes_before, reads_before = self._flash_at_start.pop(f"{client}/{finished.request}", (0, 0))
+        total: Cost = {}
+        add_cost(total, finished.prefill)
+        add_cost(total, finished.decode)
+        looked_up = total.get("trigger_clusters", 0.0) + total.get("value_clusters", 0.0)
+        missed = total.get("trigger_missed", 0.0) + total.get("value_missed", 0.0)
+        flash = {
+            "bytes": float(bytes_now - bytes_before),
+            "reads": float(reads_now - reads_before),
+            "miss_rate": missed / looked_up if looked_up else 0.0,
+            "wait_ms": total.get("flash_ms", 0.0) * total.get("steps", 0.0) / max(1.0, total.get("answers", 0.0)),
+            "active_share": total.get("active", 0.0) / max(1.0, total.get("tokens", 0.0) * self._neurons),
+        }
+        values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
+        return Finished(**{**values, "flash": flash, "memory": self.memory_now()})
+
+
+# ---- events for monitors -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step whose tokens were told.
+
+    sent_ns: when it was sent
+    took: as `Meter.step_done` measured it
+    counters: sums over the participants that answered, and under "answers" how many these were
+    tokens: that were sampled
+    gap_ms: the longest time since the token before of any of them; 0 where all were the first of their texts
+    """
+
+    message: Step | Prefill
+    sent_ns: int
+    took: Cost
+    counters: Cost
+    tokens: int
+    gap_ms: float
+
+
+class StepEvents:
+    """Steps of which monitors were not told yet."""
+
+    def __init__(self, events: Publisher) -> None:
+        self._events = events
+        self._steps: list[DoneStep] = []
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._steps)
+
+    def add(self, step: DoneStep) -> None:
+        self._steps.append(step)
+
+    def publish(self, now_ns: int) -> None:
+        """Tell of them, once the first was sent EVERY_MS ago."""
+        if not self._steps or now_ns - self._steps[0].sent_ns < EVERY_MS * 1_000_000:
+            return
+        if self._events.watched:
+            for prefill in (True, False):
+                if steps := [one for one in self._steps if isinstance(one.message, Prefill) is prefill]:
+                    self._events.send(step_event(steps))
+        self._steps = []
+
+
+def step_event(steps: Sequence[DoneStep]) -> StepEvent:
+    """The event of some steps of one kind, in their order."""
+
+    def count(*names: str) -> int:
+        return int(sum(one.counters.get(name, 0.0) for one in steps for name in names))
+
+    def mean_ms(name: str) -> float:
+        return round(sum(one.counters.get(name, 0.0) / max(1.0, one.counters.get("answers", 0.0)) for one in steps), 3)
+
+    gaps_ms = tuple(round(one.gap_ms, 3) for one in steps if one.gap_ms)
+    return StepEvent(
+        step=steps[-1].message.step,
+        batch=sum(len(one.message.tokens) for one in steps),
+        prefill=isinstance(steps[-1].message, Prefill),
+        ms=round(sum(one.took["ms"] for one in steps), 3),
+        misses=count("trigger_missed", "value_missed"),
+        read_bytes=int(sum(one.took["read_bytes"] for one in steps)),
+        tokens=sum(one.tokens for one in steps),
+        tbt_ms=round(sum(gaps_ms), 3),
+        reads=int(sum(one.took["reads"] for one in steps)),
+        looked_up=count("trigger_clusters", "value_clusters"),
+        rows=count("gate_rows", "up_rows", "down_rows"),
+        positions=sum(_positions(one.message) for one in steps),
+        flash_ms=mean_ms("flash_ms"),
+        barrier_ms=mean_ms("barrier_ms"),
+        steps=len(steps),
+        gaps_ms=gaps_ms,
+    )
+
+
+def _positions(sent: Step | Prefill) -> int:
+    """Positions whose keys and values the step read. A prefill reads those before it once for all its tokens."""
+    if isinstance(sent, Prefill):
+        return sent.position + len(sent.tokens)
+    return sum(position + 1 for position in sent.positions)
+
+
+# ---- status --------------------------------------------------------------------------------------------------
+class Report:
+    """Answers AskStatus from what others keep."""
+
+    def __init__(self, job: Job, scheduler: Scheduler, seats: Seats, meter: Meter) -> None:
+        self._job, self._scheduler, self._seats, self._meter = job, scheduler, seats, meter
+        self._started_at = time.monotonic()
+
+    def status(self, tokens: int, *, ending: bool) -> Status:
+        """tokens: sampled so far. ending: the run comes to its end."""
+        now = time.monotonic()
+        memory = self._meter.memory_now()
+        compute = self._job.plan.compute
+        scheduler, requests = self._scheduler, self._scheduler.requests
+        return Status(
+            run=self._job.run,
+            ready=scheduler.all_ready and not ending,
+            plan=self._job.plan.id,
+            mode=compute.mode,
+            processes=self._processes(now, ending),
+            memory_bytes=memory["current_bytes"],
+            memory_peak_bytes=memory["peak_bytes"],
+            memory_limit_bytes=memory["limit_bytes"],
+            sequences_active=len(requests.active),
+            sequences_most=compute.sequences,
+            sequences_waiting=len(requests.queued),
+            steps=scheduler.steps,
+            tokens=tokens,
+            uptime_s=round(now - self._started_at, 3),
+            flash_bytes=self._meter.flash_now()[0],
+            throttle_share=scheduler.throttle.share(now),
+            cached_tokens=requests.cached_tokens,
+            warm_up=self._meter.warm_up_now(),
+        )
+
+    def _processes(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
+        """In the order of the plan."""
+        gateways = [self._gateway(seat) for seat in self._job.plan.compute.seats if seat.role == GATEWAY]
+        processes = [self._coordinator(ending), *(self._service(seat, now) for seat in self._seats), *gateways]
+        return tuple(sorted(processes, key=lambda process: self._seats.line(process.role, process.index)))
+
+    def _coordinator(self, ending: bool) -> ProcessStatus:
+        return ProcessStatus(
+            role="coordinator",
+            index=0,
+            pid=os.getpid(),
+            state="draining" if ending else "ready",
+            core=self._job.seat.core,
+            step=self._scheduler.steps,
+            restarts=self._seats.on_board(self._job.seat.role, self._job.seat.index).restarts,
+        )
+
+    def _service(self, seat: SeatState, now: float) -> ProcessStatus:
+        outstanding = self._seats.credits.outstanding(seat.peer)
+        return ProcessStatus(
+            role=seat.role,
+            index=seat.index,
+            pid=seat.pid,
+            state=seat.verdict(now, outstanding),
+            core=seat.core,
+            step=seat.step,
+            outstanding=outstanding,
+            restarts=self._seats.on_board(*seat.name).restarts,
+        )
+
+    def _gateway(self, seat: Seat) -> ProcessStatus:
+        """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
+        line = self._seats.on_board(seat.role, seat.index)
+        return ProcessStatus(
+            role=seat.role,
+            index=seat.index,
+            pid=line.pid,
+            state="ready" if line.pid else "starting",
+            core=seat.core,
+            restarts=line.restarts,
+        )
