@@ -6,13 +6,11 @@ import dataclasses
 from typing import Literal
 
 from neuronpipe.protocol.messages.client import RefusalCode, Refused
-from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.protocol.messages.request import Bias, Generate, Score
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 
-Problem = tuple[RefusalCode, str]
-
-WAITING_PER_SEQUENCE, MIN_WAITING = 4, 64
+QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 MAX_LOGPROBS = 20
 MAX_BIAS = MAX_PENALTY = 100.0
 
@@ -31,6 +29,14 @@ class Limits:
     plan_id: str
 
 
+class _Refusal(Exception):
+    """Why a request is not taken on."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
+
+
 class Admission:
     """Checks requests. Nothing a client sends may end the coordinator, or make it hold memory without limit."""
 
@@ -39,22 +45,19 @@ class Admission:
         self._tokenizer = tokenizer
         self._grammars = grammars
 
-    def check(self, ask: Generate | Score, waiting: int) -> list[int] | Refused:
-        """The request's tokens, or its refusal. waiting: how many requests wait already."""
-        problem = self._problem_with(ask, waiting)
-        tokens: list[int] = []
-        if problem is None:
-            tokens, problem = self._tokens_of(ask)
-        return tokens if problem is None else Refused(request=ask.request, code=problem[0], message=problem[1])
+    def check(self, ask: Generate | Score, queued: int) -> list[int] | Refused:
+        """The request's tokens, or its refusal. queued: how many requests wait already."""
+        try:
+            if queued >= QUEUED_PER_SEQUENCE * self._limits.sequences + MIN_QUEUED:
+                raise _Refusal("busy", f"{queued} requests are waiting already; try again later")
+            if isinstance(ask, Generate):
+                self._check_options(ask)
+            return self._tokens_of(ask)
+        except _Refusal as refusal:
+            return Refused(request=ask.request, code=refusal.code, message=str(refusal))
 
-    def _problem_with(self, ask: Generate | Score, waiting: int) -> Problem | None:
-        """What is wrong with a request, before its text is looked at."""
-        if waiting >= WAITING_PER_SEQUENCE * self._limits.sequences + MIN_WAITING:
-            return "busy", f"{waiting} requests are waiting already; try again later"
-        return self._problem_with_options(ask) if isinstance(ask, Generate) else None
-
-    def _problem_with_options(self, ask: Generate) -> Problem | None:
-        """What is wrong with how the text is to be drawn."""
+    def _check_options(self, ask: Generate) -> None:
+        """How the text is to be sampled."""
         for name, good in (
             ("max_tokens", ask.max_tokens >= 1),
             ("temperature", 0 <= ask.temperature <= 100),
@@ -67,45 +70,45 @@ class Admission:
             ("logprobs", ask.logprobs is None or 0 <= ask.logprobs <= MAX_LOGPROBS),
         ):
             if not good:
-                return "bad_request", f"{name} is out of range: {getattr(ask, name)}"
-        biased = {entry.token for entry in ask.logit_bias}
-        if len(biased) != len(ask.logit_bias):
-            return "bad_request", "logit_bias names a token twice"
-        for entry in ask.logit_bias:
-            if not 0 <= entry.token < self._limits.vocabulary:
-                return (
-                    "bad_request",
-                    f"logit_bias: token {entry.token} is outside the vocabulary of {self._limits.vocabulary}",
-                )
-            if not abs(entry.bias) <= MAX_BIAS:
-                return "bad_request", f"logit_bias: {entry.bias} for token {entry.token} is not within {MAX_BIAS:g}"
+                raise _Refusal("bad_request", f"{name} is out of range: {getattr(ask, name)}")
+        self._check_biases(ask.logit_bias)
         if ask.grammar is not None:
             try:
                 self._grammars.start(ask.grammar)
             except GrammarError as error:
-                return "bad_request", f"grammar: {error}"
-        return None
+                raise _Refusal("bad_request", f"grammar: {error}") from None
 
-    def _tokens_of(self, ask: Generate | Score) -> tuple[list[int], Problem | None]:
-        """The request's tokens, or why there are none. A text that is too long for sure is not even encoded: that
-        takes 180 bytes of memory for each of the text's."""
+    def _check_biases(self, biases: tuple[Bias, ...]) -> None:
+        if len({entry.token for entry in biases}) != len(biases):
+            raise _Refusal("bad_request", "logit_bias names a token twice")
+        for token, bias in ((entry.token, entry.bias) for entry in biases):
+            if not 0 <= token < self._limits.vocabulary:
+                outside = f"token {token} is outside the vocabulary of {self._limits.vocabulary}"
+                raise _Refusal("bad_request", f"logit_bias: {outside}")
+            if not abs(bias) <= MAX_BIAS:
+                raise _Refusal("bad_request", f"logit_bias: {bias} for token {token} is not within {MAX_BIAS:g}")
+
+    def _tokens_of(self, ask: Generate | Score) -> list[int]:
         limit = self._limits.context_tokens
         most = f"this model's maximum context length is {limit} tokens"  # clients of OpenAI's API look for these words
-        text = ask.prompt if isinstance(ask, Generate) else ask.text
-        tokens = ask.tokens
-        if tokens is None:
-            text_bytes = len((text or "").encode(errors="replace"))
-            if text_bytes > limit * self._tokenizer.longest_token_bytes:
-                problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"
-                return [], ("too_long", problem)
-            try:
-                tokens = tuple(self._tokenizer.encode(text or "", frame=not isinstance(ask, Generate) or ask.frame))
-            except Exception as error:  # the library's own kinds; whatever it is, it is about this text
-                return [], ("bad_request", f"the tokenizer refuses the prompt: {error}")
+        tokens = self._encode(ask, most) if ask.tokens is None else list(ask.tokens)
         if not tokens:
-            return [], ("bad_request", "the prompt is empty; give at least one token")
+            raise _Refusal("bad_request", "the prompt is empty; give at least one token")
         if len(tokens) > limit:
-            return [], ("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
+            raise _Refusal("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
         if max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
-            return [], ("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
-        return list(tokens), None
+            raise _Refusal("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
+        return tokens
+
+    def _encode(self, ask: Generate | Score, most: str) -> list[int]:
+        """The tokens of the request's text. One that is too long for sure is not encoded: that takes 180 bytes of
+        memory for each of the text's."""
+        text, frame = (ask.prompt, ask.frame) if isinstance(ask, Generate) else (ask.text, True)
+        text_bytes = len((text or "").encode(errors="replace"))
+        if text_bytes > self._limits.context_tokens * self._tokenizer.longest_token_bytes:
+            problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"
+            raise _Refusal("too_long", problem)
+        try:
+            return self._tokenizer.encode(text or "", frame=frame)
+        except Exception as error:  # the library's own kinds; whatever it is, it is about this text
+            raise _Refusal("bad_request", f"the tokenizer refuses the prompt: {error}") from None

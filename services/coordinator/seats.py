@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from neuronpipe.plans.plan.plan import GATEWAY, Seat
+from neuronpipe.plans.plan.plan import GATEWAY, Compute
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import Hello, State
+from neuronpipe.services.coordinator.events import Seat
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
 CLIENTS = ("coordinator", GATEWAY)  # processes of the run that take no work
-
-Name = tuple[str, int]
-"""(role, index)"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,7 +34,7 @@ class SeatState:
     heard_at: float = 0.0
 
     @property
-    def name(self) -> Name:
+    def name(self) -> Seat:
         """(role, index)"""
         return self.role, self.index
 
@@ -78,9 +76,9 @@ class Seats:
     """The seats of those that take work, by their names on the control link, with their credits; and the board, which
     has a line for every process of the run."""
 
-    def __init__(self, processes: Sequence[Seat], memory: RunMemory) -> None:
-        self._lines: dict[Name, int] = {(seat.role, seat.index): line for line, seat in enumerate(processes)}
-        workers = [seat for seat in processes if seat.role not in CLIENTS]
+    def __init__(self, compute: Compute, memory: RunMemory) -> None:
+        self._lines: dict[Seat, int] = {(seat.role, seat.index): line for line, seat in enumerate(compute.seats)}
+        workers = [seat for seat in compute.seats if seat.role not in CLIENTS]
         states = [SeatState(role=seat.role, index=seat.index, core=seat.core) for seat in workers]
         self._seats = {state.peer: state for state in states}
         self._board = memory.view("board", "processes")
@@ -138,7 +136,7 @@ class Seats:
         """Whether this process is to go, for a successor or with the run."""
         return bool(self._leaving[self._lines[role, index]])
 
-    def new_leaving(self) -> frozenset[Name] | None:
+    def new_leaving(self) -> frozenset[Seat] | None:
         """All processes that are to go; None while it is what it was when this was last asked."""
         leaving = self._leaving.tobytes()
         if leaving == self._leaving_seen:

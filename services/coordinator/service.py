@@ -69,7 +69,7 @@ class CoordinatorService:
         self._job = job
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
-        self._seats = Seats(job.plan.compute.seats, self._memory)
+        self._seats = Seats(job.plan.compute, self._memory)
         model, limits = job.package.manifest.model, _limits(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)

@@ -7,18 +7,19 @@ part of their time. `status` says how busy the run and its processes are.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from neuronpipe.native import lib
-from neuronpipe.plans.plan.plan import GATEWAY, Seat
+from neuronpipe.plans.plan.plan import GATEWAY
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
 from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Status, Token, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
+from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.requests import Cost, add_cost
@@ -138,12 +139,11 @@ class Meter:
             "wait_ms": total.get("flash_ms", 0.0) * total.get("steps", 0.0) / max(1.0, total.get("answers", 0.0)),
             "active_share": total.get("active", 0.0) / max(1.0, total.get("tokens", 0.0) * self._neurons),
         }
-        values = {name: getattr(finished, name) for name in Finished.__dataclass_fields__}
-        return Finished(**{**values, "flash": flash, "memory": self.memory_now()})
+        return dataclasses.replace(finished, flash=flash, memory=self.memory_now())
 
 
 # ---- events for monitors -------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class DoneStep:
     """A step whose tokens were told.
 
@@ -262,7 +262,8 @@ class Report:
 
     def _processes(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
         """In the order of the plan."""
-        gateways = [self._gateway(seat) for seat in self._job.plan.compute.seats if seat.role == GATEWAY]
+        seats = self._job.plan.compute.seats
+        gateways = [self._gateway(seat.index, seat.core) for seat in seats if seat.role == GATEWAY]
         processes = [self._coordinator(ending), *(self._service(seat, now) for seat in self._seats), *gateways]
         return tuple(sorted(processes, key=lambda process: self._seats.line(process.role, process.index)))
 
@@ -290,14 +291,8 @@ class Report:
             restarts=self._seats.on_board(*seat.name).restarts,
         )
 
-    def _gateway(self, seat: Seat) -> ProcessStatus:
+    def _gateway(self, index: int, core: int | None) -> ProcessStatus:
         """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
-        line = self._seats.on_board(seat.role, seat.index)
-        return ProcessStatus(
-            role=seat.role,
-            index=seat.index,
-            pid=line.pid,
-            state="ready" if line.pid else "starting",
-            core=seat.core,
-            restarts=line.restarts,
-        )
+        pid, _, restarts = self._seats.on_board(GATEWAY, index)
+        state: State = "ready" if pid else "starting"
+        return ProcessStatus(role=GATEWAY, index=index, pid=pid, state=state, core=core, restarts=restarts)

@@ -10,7 +10,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.coordinator.admission import MIN_WAITING, WAITING_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -50,10 +50,11 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-NO_GRAMMARS = Grammars(Letters(), 200, [END])
+LETTERS = Letters()
+NO_GRAMMARS = Grammars(LETTERS, 200, [END])
 
 
-def make_scheduler(**changes: int) -> Scheduler:
+def make_scheduler(tokenizer: Letters = LETTERS, **changes: int) -> Scheduler:
     limits = {
         "sequences": 2,
         "context_tokens": 16,
@@ -62,7 +63,7 @@ def make_scheduler(**changes: int) -> Scheduler:
         "vocabulary": 200,
     } | changes
     scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, Letters(), NO_GRAMMARS
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, tokenizer, NO_GRAMMARS
     )
     for seat in SEATS:
         scheduler.handle(SeatReady(seat), 0.0)
@@ -185,7 +186,7 @@ def test_no_step_is_sent_before_every_seat_is_ready() -> None:
             plan_id="p",
         ),
         SEATS,
-        Letters(),
+        LETTERS,
         NO_GRAMMARS,
     )
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
@@ -297,8 +298,7 @@ def test_a_text_too_long_for_sure_is_refused_before_it_is_encoded() -> None:
         def encode(self, text: str) -> list[int]:
             raise AssertionError("encoded")
 
-    scheduler = make_scheduler()
-    scheduler.requests._admission._tokenizer = Fails()
+    scheduler = make_scheduler(Fails())
     (refused,) = told(receive(scheduler, Generate(request="r", prompt="a" * 65), 0.0))
     assert isinstance(refused, Refused)
     assert refused.code == "too_long"
@@ -516,7 +516,7 @@ def test_a_cancelled_text_takes_part_in_no_further_step_and_its_slot_goes_to_the
 
 def test_requests_beyond_the_bound_of_those_that_wait_are_refused_at_once() -> None:
     driven = Driven(sequences=1)
-    answers = [told(driven.ask(str(number), "ab")) for number in range(1 + MIN_WAITING + WAITING_PER_SEQUENCE + 1)]
+    answers = [told(driven.ask(str(number), "ab")) for number in range(1 + MIN_QUEUED + QUEUED_PER_SEQUENCE + 1)]
     assert all(isinstance(answer[-1], Accepted) for answer in answers[:-1])
     (refused,) = answers[-1]
     assert isinstance(refused, Refused)
