@@ -19,7 +19,7 @@ BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What the core needs of a tokenizer. `tokenizer.json` alone decides about special tokens."""
+    """What is needed of a tokenizer. `tokenizer.json` alone decides about special tokens."""
 
     @property
     def longest_token_bytes(self) -> int:

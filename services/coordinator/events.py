@@ -149,7 +149,7 @@ class Tell:
 
 @dataclasses.dataclass(frozen=True)
 class SampleRow:
-    """How to sample a token from one row of logits; `counter` makes a repeated draw the same.
+    """How to sample a token from one row of logits; the same `counter` gives the same token again.
 
     text: the tokens so far, when a penalty asks for them; the first `prompt_tokens` are the prompt
     biases: (token, what is added to its logit)

@@ -2,12 +2,12 @@
 
 One step is outstanding at a time, a prefill chunk or a decode step over every generating sequence:
 
-    state       event                       next
-    idle        work is ready               step sent, every participant of the step busy
-    busy        StepLeft (done) of every participant    SampleTokens or ScoreTokens; its answer makes it idle
-    busy        EpochChanged                void: wait until every participant left the step and every seat is ready
-    void        all settled                 the same step again, under the new epoch
-    idle        Leaving                     Dismiss: no step before the seats have other processes that are ready
+    state   event                           next
+    idle    a sequence can go on            step sent, every participant of the step busy
+    busy    StepLeft of every participant   SampleTokens or ScoreTokens; its answer makes the scheduler idle
+    busy    EpochChanged                    void: wait until every participant left the step and every seat is ready
+    void    all settled                     the same step again, under the new epoch
+    idle    Leaving                         Dismiss: no step before the seats have other processes that are ready
 
 `StepBuilder` says what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a
 pause. `requests.py` knows who wants what, `results.py` what comes of a step.

@@ -16,7 +16,7 @@ from neuronpipe.services.coordinator.events import Seat
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
-CLIENTS = ("coordinator", GATEWAY)  # processes of the run that take no work
+WITHOUT_SEAT = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,7 +78,7 @@ class Seats:
 
     def __init__(self, compute: Compute, memory: RunMemory) -> None:
         self._lines: dict[Seat, int] = {(seat.role, seat.index): line for line, seat in enumerate(compute.seats)}
-        workers = [seat for seat in compute.seats if seat.role not in CLIENTS]
+        workers = [seat for seat in compute.seats if seat.role not in WITHOUT_SEAT]
         states = [SeatState(role=seat.role, index=seat.index, core=seat.core) for seat in workers]
         self._seats = {state.peer: state for state in states}
         self._board = memory.view("board", "processes")

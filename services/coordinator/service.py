@@ -159,16 +159,9 @@ class CoordinatorService:
             case Hello():
                 self._greet(seat, message)
             case Ready():
-                if seat.state == "starting" and seat.incarnation >= 0:
-                    self._seats.ready(seat)
-                    self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
-                    self._handle(SeatReady(seat.name))
+                self._ready(seat)
             case Beat():
-                if seat.incarnation < 0 and time.monotonic() - seat.greeted_at > GREET_AGAIN_S:
-                    seat.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
-                    self._welcome(peer)
-                seat.step = max(seat.step, message.step)
-                self._events.send(message)
+                self._beat(seat, message)
             case outcome.StepDone() | outcome.Prefilled():
                 self._seats.credits.give_back(peer)
                 seat.step = message.step
@@ -194,6 +187,19 @@ class CoordinatorService:
             self._handle(EpochChanged(self._epoch.load(), (self._leave(seat),)))
         self._seats.take(seat, hello)
         self._welcome(seat.peer)
+
+    def _ready(self, seat: SeatState) -> None:
+        if seat.state == "starting" and seat.incarnation >= 0:
+            self._seats.ready(seat)
+            self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
+            self._handle(SeatReady(seat.name))
+
+    def _beat(self, seat: SeatState, beat: Beat) -> None:
+        if seat.incarnation < 0 and time.monotonic() - seat.greeted_at > GREET_AGAIN_S:
+            seat.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
+            self._welcome(seat.peer)
+        seat.step = max(seat.step, beat.step)
+        self._events.send(beat)
 
     def _welcome(self, peer: str) -> None:
         self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.codec import Message
@@ -33,6 +34,8 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Scheduler
+
+from tests.unit.test_layers import ROOT, imports
 
 SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
@@ -560,3 +563,19 @@ def test_an_idle_seat_is_dismissed_at_once_and_only_once() -> None:
     (prefill,) = sent(scheduler.handle(SeatReady(("cache", 0)), 0.3)) or [None]
     assert prefill is None
     assert sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.4))
+
+
+def test_neither_the_scheduler_nor_what_it_imports_here_has_a_socket_or_a_clock() -> None:
+    room = ROOT / "services/coordinator"
+    found: set[str] = set()
+    todo, seen = [room / "scheduler.py"], set[Path]()
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        for name in imports(path):
+            found.add(name)
+            module = room / f"{name.rpartition('.')[2]}.py"
+            if name.startswith("neuronpipe.services.coordinator.") and module.exists() and module not in seen:
+                todo.append(module)
+    assert {path.stem for path in seen} > {"scheduler", "requests", "results"}
+    assert found.isdisjoint({"time", "socket", "zmq", "neuronpipe.protocol.channel", "neuronpipe.services.trace"})
