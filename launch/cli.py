@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from neuronpipe.launch.typed import as_typed
+from neuronpipe.launch.formats import as_typed
 from neuronpipe.protocol.errors import UserError
 
 VERBS = {
@@ -30,7 +30,7 @@ VERBS = {
     "watch": "see what live runs do, in this terminal or as JSON, or let others see it",
     "down": "stop a run",
     "throttle": "watch the device's temperature, and slow a run down while it is too hot",
-    "swap": "have another process, or another implementation, take a seat of a live run",
+    "swap": "replace a process of a live run, also by another implementation; the output does not change",
     "conformance": "try whether an implementation does what its role must, with peers that behave badly",
     "convert": "make a package from a Hugging Face directory or a GGUF file",
     "inspect": "show what a package holds and how it lies on flash",

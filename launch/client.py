@@ -1,20 +1,28 @@
-"""A client of a live run: what `run`, `ask`, `status` and `perplexity` speak with."""
+"""A live run as commands see it: finding it, speaking with its coordinator, following its warm-up."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.progress import Progress
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, ScoreFinished, Status
+from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, ScoreFinished, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 
 POLL_MS = 50
 QUIET_MS = 500
+POLL_S = 0.1
+UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
 
 
 class Client(Closing):
@@ -26,11 +34,9 @@ class Client(Closing):
         self._failed = failed
 
     def close(self) -> None:
-        """Close the connection."""
         self._context.close()
 
     def send(self, message: Message) -> None:
-        """Send one message to the coordinator."""
         self._channel.send(message)
 
     def replies(self) -> Iterator[Message | None]:
@@ -107,3 +113,57 @@ class Client(Closing):
             if message is None:
                 self.send(AskStatus())  # a coordinator that was restarted has lost the question
         raise AssertionError
+
+
+def attach(path: Path | None) -> Client:
+    """A client of the run at `path`, or of the only live one. Raises NotRunning when there is none."""
+    directory, run_file = RunDirectory.find(path)
+    return Client(run_file.endpoints[CONTROL.name], run_ended(directory))
+
+
+def described(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
+    """Which run it is, by the names that every verb's --json has for it. run: what --run takes."""
+    return {
+        "run": str(directory.path),
+        "id": run_file.run,
+        "model": "" if run_file.facts is None else run_file.facts.model,
+        "package": run_file.package,
+        "plan": run_file.plan,
+        "supervisor_pid": run_file.supervisor_pid,
+    }
+
+
+def run_ended(directory: RunDirectory) -> Callable[[], str | None]:
+    """What tells whether a run is over: the reason, None while it lives."""
+
+    def reason() -> str | None:
+        try:
+            directory.read()
+        except NotRunning:
+            return f"{directory.path}: the run has ended"
+        except UserError as error:
+            return str(error)
+        return None
+
+    return reason
+
+
+def show_warm_up(warm_up: WarmUp | None) -> str:
+    """`43 %, 1.8 GiB of 4.2 GiB`."""
+    if warm_up is None:
+        return "not begun"
+    share = 100 * warm_up.loaded_bytes // max(1, warm_up.total_bytes)
+    return f"{share} %, {show_bytes(warm_up.loaded_bytes)} of {show_bytes(warm_up.total_bytes)}"
+
+
+def follow_warm_up(client: Client, *, plain: bool) -> None:
+    """Show progress until all of it is there. Raises UserError when the run ends first. plain: lines, not a bar."""
+    unknown_until = time.monotonic() + UNKNOWN_S
+    with Progress("warming up", "bytes", plain=plain) as progress:
+        while True:
+            warm_up = client.status().warm_up
+            if warm_up.done if warm_up is not None else time.monotonic() > unknown_until:
+                return
+            if warm_up is not None:
+                progress(warm_up.loaded_bytes, warm_up.total_bytes)
+            time.sleep(POLL_S)

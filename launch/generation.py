@@ -10,12 +10,10 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
-from neuronpipe.launch.client import Client
+from neuronpipe.launch.client import Client, show_warm_up
+from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import Elapsed
 from neuronpipe.launch.sampling import add_sampling_arguments, sampling_options
-from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.typed import ONLY_UTF8, parse_text
-from neuronpipe.launch.warm_up import show_warm_up
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
@@ -122,7 +120,6 @@ class _Answer:
             self._show(self._filter(token.text))
 
     def finish(self, finished: Finished) -> None:
-        """The last word."""
         if self._as_json:
             print(json.dumps(to_json(finished, self._tokens)))
             return

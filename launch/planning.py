@@ -1,23 +1,28 @@
-"""From a command line to a package and a plan for it: the arguments that `run`, `up`, `plan` and `perplexity` share."""
+"""From a command line to a package, a plan for it, and implementations of its roles: the arguments shared by the verbs
+that start a run or plan one."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.room import room_warning
-from neuronpipe.launch.sizes import parse_bytes, parse_share
+from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.account import MIB
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.implementations import Implementations, Use
+
+DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
+"""The demo model's package, in a checkout and in an installed package alike."""
 
 
 def add_package_argument(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +111,7 @@ def package_and_plan(
         made = _made_plan(arguments, package, device, several, gateway)
     else:
         made = _given_plan(arguments.plan, package, device, gateway)
-    if (warning := room_warning(made, device)) is not None:
+    if (warning := memory_warning(made, device)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
@@ -117,7 +122,7 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
     given = read_plan(file)
     given.check(package_id=package.manifest.id, device_id=device.id, where=str(file))
     validate(given, package.manifest, str(file))
-    if gateway != any(seat.role == GATEWAY for seat in given.compute.seats):
+    if gateway != any(spec.role == GATEWAY for spec in given.compute.seats):
         raise UserError(
             f"{file}: field 'compute.seats': "
             + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
@@ -144,3 +149,56 @@ def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, 
     if several and arguments.sequences is None:
         return plan_for_several(package.manifest, facts, wanted)
     return plan(package.manifest, facts, wanted)
+
+
+def memory_warning(plan: Plan, device: Device) -> str | None:
+    """What a person should know before the run begins: that other programs have memory that it wants.
+
+    Raises UserError for a plan that takes more than there is at all: the kernel would end the run in the middle of a
+    text. A limit may be beyond that; what counts is what the plan makes of it.
+    """
+    takes, there_is, available = plan.memory.total_bytes(), device.memory_total_bytes, device.memory_available_bytes
+    if there_is == 0:
+        return None  # not known here
+    if takes > there_is:
+        raise UserError(
+            f"the plan takes {show_bytes(takes)}, and all memory of this machine, or of the control group, is "
+            f"{show_bytes(there_is)}: {_advice(plan, device)}"
+        )
+    if takes > available:
+        return (
+            f"the plan takes {show_bytes(takes)}, and {show_bytes(available)} of {show_bytes(there_is)} are available "
+            f"now: close other programs, or {_advice(plan, device)}"
+        )
+    return None
+
+
+def _advice(plan: Plan, device: Device) -> str:
+    least, fits_mib = plan.memory.least_bytes, device.memory_available_bytes // MIB
+    if least > fits_mib * MIB:
+        return f"take a smaller --context or another package; this one needs {show_bytes(least)} at least"
+    return f"ask for less, or make the plan for less: --memory {fits_mib}MiB is what fits now"
+
+
+def add_use_argument(parser: argparse.ArgumentParser) -> None:
+    """`--use ROLE=IMPLEMENTATION`, any number of times."""
+    parser.add_argument(
+        "--use",
+        action="append",
+        default=[],
+        metavar="ROLE=IMPLEMENTATION",
+        help="who does a role's work (decode) or one process's (decode.1): package.module:Class, or argv:COMMAND in "
+        "any language; may be given again",
+    )
+
+
+def implementations(texts: Iterable[str], plan: Plan) -> Implementations:
+    """What was asked for, checked against the plan's processes. Raises UserError."""
+    return Implementations(checked_uses(texts, plan))
+
+
+def checked_uses(texts: Iterable[str], plan: Plan) -> list[Use]:
+    """The same one by one."""
+    uses = [Use.parse(text, Path.cwd()) for text in texts]
+    Implementations(uses).check((spec.role, spec.index) for spec in plan.compute.seats)
+    return uses

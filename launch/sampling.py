@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.typed import parse_text
+from neuronpipe.launch.formats import parse_text
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Bias
 

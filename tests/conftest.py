@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, settings
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.device.probe import BUNDLES, probe
 from neuronpipe.plans.models.spec import Activation

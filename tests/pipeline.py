@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuronpipe.launch.attached import attach
+from neuronpipe.launch.client import attach
 from neuronpipe.launch.generation import to_json
 from neuronpipe.protocol.messages.client import Finished, Status, Token
 from neuronpipe.protocol.messages.request import Generate

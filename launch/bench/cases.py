@@ -1,13 +1,27 @@
-"""What is measured: `pp512` a prompt of 512 tokens, `tg128` 128 generated tokens, `pp512+tg128` both in one request."""
+"""What is measured, and on which text: `pp512` is a prompt of 512 tokens, `tg128` 128 generated tokens, `pp512+tg128`
+both in one request.
+
+Each repetition has another prompt: a cache that has just seen a text would flatter itself. A synthetic package says
+which tokens walk through which preset of its workload. Any other one gets the held-out part of the demo's corpus, cut
+at the tokens of the package's own tokenizer.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from dataclasses import dataclass
 
+from neuronpipe.plans.demo.corpus import documents
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer
+
 LEAD_TOKENS = 4  # before the tokens that `tg` counts: a text must begin with something
 DEFAULT_PROMPT_TOKENS, DEFAULT_DECODE_TOKENS = 512, 128
+DEFAULT_PRESET = "default"
+MAX_CHARACTERS = 200_000  # of the corpus: more than any context takes
 
 
 @dataclass(frozen=True)
@@ -51,3 +65,41 @@ def default_cases(context_tokens: int) -> tuple[Case, ...]:
     prompt = min(DEFAULT_PROMPT_TOKENS, context_tokens)
     decode = min(DEFAULT_DECODE_TOKENS, max(1, context_tokens - LEAD_TOKENS - 1))
     return Case(f"pp{prompt}", prompt, 0), Case(f"tg{decode}", 0, decode)
+
+
+class Prompts:
+    """`preset`: a name of the package's workload; None: its default, where it has one. Raises UserError when there is
+    no such preset."""
+
+    def __init__(self, package: Package, preset: str | None) -> None:
+        workload = package.manifest.workload
+        self.preset: str | None = None
+        if workload is None:
+            if preset is not None:
+                raise UserError(f"--workload {preset}: {package.path} has no workload; `neuronpipe synth` makes some")
+            self._tokens = _corpus_tokens(package)
+            return
+        self.preset = DEFAULT_PRESET if preset is None else preset
+        if self.preset not in workload.presets:
+            raise UserError(f"--workload {self.preset}: this package has {', '.join(sorted(workload.presets))}")
+        first, tokens = workload.presets[self.preset]
+        self._tokens = list(range(first, first + tokens))
+
+    def take(self, number: int, length_tokens: int, room_tokens: int) -> tuple[int, ...]:
+        """Prompt `number`, `length_tokens` long; `room_tokens`: positions that prompt and answer take together.
+        Consecutive numbers give consecutive stretches of the text, from its start again when it is over."""
+        stretches = max(1, len(self._tokens) // room_tokens)
+        start = (number % stretches) * room_tokens
+        return tuple(itertools.islice(itertools.cycle(self._tokens), start, start + length_tokens))
+
+
+def _corpus_tokens(package: Package) -> list[int]:
+    text = ""
+    for document in documents(held_out=True):
+        text += document
+        if len(text) > MAX_CHARACTERS:
+            break
+    tokens = FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])
+    if not tokens:
+        raise UserError(f"{package.tokenizer_path}: makes no tokens of Python source text; nothing to measure with")
+    return tokens

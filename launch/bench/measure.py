@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from neuronpipe.launch.bench.cases import Case
+from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.energy import EnergyMeter
-from neuronpipe.launch.bench.prompts import Prompts
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -47,7 +46,6 @@ class Cost:
     figures: dict[str, float] = field(default_factory=dict)
 
     def add(self, figures: dict[str, float]) -> None:
-        """Add those of one request."""
         for name, value in figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + value
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.sizes import show_bytes
+from neuronpipe.launch.formats import show_bytes
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 

@@ -1,6 +1,6 @@
-"""Two implementations in one run: the seats change hands between requests, so that both see the same machine, the same
-caches and nearly the same moments. Who goes first alternates, and every request has a text of its own: a cache that
-has just seen one flatters.
+"""Two implementations in one run: its processes are replaced between requests, so that both see the same machine, the
+same caches and nearly the same moments. Which one goes first alternates, and every request has a text of its own: a
+cache that has just seen one flatters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.launch.bench.measure import Bench, Repetition
-from neuronpipe.launch.rehearsal import Candidate
+from neuronpipe.launch.conformance.rehearsal import Candidate
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -24,32 +24,32 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Contender:
-    """One side: what was asked for, in words, and who sits where."""
+    """One side: what was asked for, in words, and what does which work."""
 
     name: str
     uses: Implementations
 
 
 def contenders(first: Iterable[Use], second: Iterable[Use]) -> tuple[Contender, Contender]:
-    """The sides of `--use ... --versus ...`. Raises UserError for a role whose seats cannot change hands."""
+    """The sides of `--use ... --versus ...`. Raises UserError for a role that cannot be replaced in a live run."""
     sides = []
     for uses in (tuple(first), tuple(second)):
         if fixed := {use.role for use in uses} - set(SWAPPABLE):
-            raise UserError(f"--versus: {min(fixed)} cannot change hands while a run is live; use bench --compare")
-        named = ", ".join(f"{_seat(use)}={use.implementation.text}" for use in uses)
+            raise UserError(f"--versus: {min(fixed)} cannot be replaced while a run is live; use bench --compare")
+        named = ", ".join(f"{_name(use)}={use.implementation.text}" for use in uses)
         sides.append(Contender(named or "our own", Implementations(uses)))
     return sides[0], sides[1]
 
 
 class Versus:
     """Measures both sides on one live run, which was started with the first one's implementations. settle: called
-    when seats have changed hands, to wait until the run is at rest."""
+    when processes were replaced, to wait until the run is at rest."""
 
     def __init__(
         self, bench: Bench, directory: RunDirectory, sides: tuple[Contender, Contender], settle: Callable[[], None]
     ) -> None:
         self._bench, self._directory, self._sides, self._settle = bench, directory, sides, settle
-        self._seats = [(seat.role, seat.index) for seat in bench.plan.compute.seats if seat.role in SWAPPABLE]
+        self._keys = [(spec.role, spec.index) for spec in bench.plan.compute.seats if spec.role in SWAPPABLE]
         self._present = sides[0]
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> list[Row]:
@@ -73,19 +73,20 @@ class Versus:
         return rows
 
     def _ask(self, side: Contender, case: Case, number: int, progress: Callable[[], None]) -> Repetition:
-        self._seat(side)
+        self._employ(side)
         answer = self._bench.ask(case, number)
         progress()
         return answer
 
-    def _seat(self, side: Contender) -> None:
-        """Have the seats that differ change hands, those of one implementation together."""
+    def _employ(self, side: Contender) -> None:
+        """Replace the processes that differ, those of one implementation together."""
         wanted: dict[Implementation, list[str]] = {}
-        for role, index in self._seats:
+        for role, index in self._keys:
             if side.uses.of(role, index) != self._present.uses.of(role, index):
                 wanted.setdefault(side.uses.of(role, index), []).append(f"{role}.{index}")
-        for implementation, seats in wanted.items():
-            Candidate(tuple(seats), implementation.text, implementation.folder, PATIENCE_S).take_seats(self._directory)
+        for implementation, names in wanted.items():
+            candidate = Candidate(tuple(names), implementation.text, implementation.folder, PATIENCE_S)
+            candidate.replace_processes(self._directory)
         self._present = side
         if wanted:
             self._settle()
@@ -111,5 +112,5 @@ def render(rows: list[Row]) -> str:
     )
 
 
-def _seat(use: Use) -> str:
+def _name(use: Use) -> str:
     return use.role if use.index is None else f"{use.role}.{use.index}"

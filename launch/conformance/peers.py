@@ -1,4 +1,4 @@
-"""Peers that behave badly, for the seats around the one that is tried; and one that writes down what it hears.
+"""Peers that behave badly, around the process that is tried; and one that writes down what it hears.
 
 Witness     a coordinator that keeps a record of the lives of its services
 Garbling    sends, before every message, what no peer should send, and with it a field that nobody knows
@@ -85,16 +85,12 @@ class GarblingCoordinator(CoordinatorService):
 
 
 class GarblingCache(CacheService):
-    """Garbles towards the loader."""
-
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._link: Any = _Garbled(self._link)
 
 
 class GarblingLoader(LoaderService):
-    """Garbles towards the cache."""
-
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._cache: Any = _Garbled(self._cache)

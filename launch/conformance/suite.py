@@ -1,5 +1,5 @@
-"""The suite: whole runs with the candidate in its role's seats and peers that are ordinary, slow, garbling, stopped or
-killed around it. What counts is that every answer has the bits that our own implementations compute.
+"""The suite: whole runs with the candidate as its role's processes, and around it peers that are ordinary, slow,
+garbling, stopped or killed. What counts is that every answer has the bits that our own implementations compute.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.conformance import peers
-from neuronpipe.launch.live import started_run
-from neuronpipe.launch.stage import Stage
+from neuronpipe.launch.conformance.probe import Probe
+from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.manifest import BUNDLES
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -50,7 +50,7 @@ class Result:
 
 
 class Suite:
-    """All checks of one role. uses: the candidate, in all of the role's seats. patience_s: for any one answer."""
+    """All checks of one role. uses: the candidate, as all of the role's processes. patience_s: for any one answer."""
 
     def __init__(self, package: Package, plan: Plan, role: str, use: Implementation | None, patience_s: float) -> None:
         self._package, self._plan, self._role, self._patience_s = package, plan, role, patience_s
@@ -66,10 +66,10 @@ class Suite:
         are, and as often while nothing ends. Raises UserError when our own run cannot be."""
         self._tell, self._progress = tell, progress
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
-            with self._stage(self._plan, [], Path(folder)) as (stage, _):
-                self._expected = self._answers(stage)
-                with stage.client(self._patience_s) as client:  # nobody has them here: all is computed
-                    self._expected[BORROWED] = stage.text(client, TEXT_TOKENS, BORROWER, self._goes_on, like=LENDER)
+            with self._probe(self._plan, [], Path(folder)) as (probe, _):
+                self._expected = self._answers(probe)
+                with probe.client(self._patience_s) as client:  # nobody has them here: all is computed
+                    self._expected[BORROWED] = probe.text(client, TEXT_TOKENS, BORROWER, self._goes_on, like=LENDER)
             self._with("ordinary peers", Path(folder), [], self._ordinary)
             self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
             self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits)
@@ -80,28 +80,28 @@ class Suite:
     @property
     def checks(self) -> int:
         """How many there are when none fails: of an ordinary run, of two among bad peers, of damaged flash."""
-        own = sum(seat.role == self._role for seat in self._plan.compute.seats)
+        own = sum(spec.role == self._role for spec in self._plan.compute.seats)
         ordinary = 6 + (self._role == "prefill") + 2 * len(self._others) + own
         return ordinary + 2 + 2 * (self._role == "loader")
 
     # ---- runs ------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def _stage(
+    def _probe(
         self, plan: Plan, uses: list[Use], folder: Path, package: Package | None = None
-    ) -> Iterator[tuple[Stage, Path]]:
+    ) -> Iterator[tuple[Probe, Path]]:
         record = folder / "record"
         record.unlink(missing_ok=True)
         os.environ[peers.RECORD] = str(record)
         package = package or self._package
         with started_run(package, plan, folder / "run", stays=False, uses=Implementations(uses)) as run:
-            yield Stage(run, package, plan), record
+            yield Probe(run, package, plan), record
 
     def _with(
         self,
         name: str,
         folder: Path,
         uses: list[Use],
-        checks: Callable[[Stage, Path], Iterator[str]],
+        checks: Callable[[Probe, Path], Iterator[str]],
         package: Package | None = None,
     ) -> None:
         """The checks of one run, each of which ends with the name it yields. After one that fails the others of this
@@ -109,8 +109,8 @@ class Suite:
         self._began = time.monotonic()
         witness = Use("coordinator", None, _peer("Witness"))
         try:
-            with self._stage(self._plan, [witness, *uses, *self._uses], folder, package) as (stage, record):
-                for passed in checks(stage, record):
+            with self._probe(self._plan, [witness, *uses, *self._uses], folder, package) as (probe, record):
+                for passed in checks(probe, record):
                     self._note(f"{name}: {passed}", "")
             if name == "ordinary peers":
                 self._drained(record)
@@ -146,54 +146,54 @@ class Suite:
         return Package.open(copy)
 
     # ---- checks ----------------------------------------------------------------------------------------------
-    def _ordinary(self, stage: Stage, record: Path) -> Iterator[str]:
-        with stage.client(self._patience_s) as client:
+    def _ordinary(self, probe: Probe, record: Path) -> Iterator[str]:
+        with probe.client(self._patience_s) as client:
             status = client.status()
         self._greeted(record, status)
         yield "greets, is welcomed, is ready"
-        self._compare(self._answers(stage))
+        self._compare(self._answers(probe))
         yield "computes the bits that our own implementations compute"
-        self._at_once(stage)
+        self._at_once(probe)
         yield f"{TEXTS} texts at once are what each is alone"
         if self._role == "prefill":
-            self._borrow(stage)
+            self._borrow(probe)
             yield "copies keys and values when told to"
         self._beats(record)
         yield "gives signs of life while idle"
         for role in self._others:
-            self._through(stage, f"{role}.0", signal.SIGSTOP)
+            self._through(probe, f"{role}.0", signal.SIGSTOP)
             yield f"bears {role}.0 standing still"
-            self._through(stage, f"{role}.0", signal.SIGKILL)
+            self._through(probe, f"{role}.0", signal.SIGKILL)
             yield f"bears {role}.0 being killed"
-        for seat in self._own(status):
-            self._through(stage, seat, signal.SIGKILL)
-            yield f"is started again after {seat} was killed"
-        self._compare(self._answers(stage))
+        for name in self._own(status):
+            self._through(probe, name, signal.SIGKILL)
+            yield f"is started again after {name} was killed"
+        self._compare(self._answers(probe))
         yield "computes the same bits after all that"
 
-    def _same_bits(self, stage: Stage, record: Path) -> Iterator[str]:
-        self._compare(self._answers(stage))
+    def _same_bits(self, probe: Probe, record: Path) -> Iterator[str]:
+        self._compare(self._answers(probe))
         yield "computes the bits that our own implementations compute"
 
-    def _refuses_damage(self, stage: Stage, record: Path) -> Iterator[str]:
+    def _refuses_damage(self, probe: Probe, record: Path) -> Iterator[str]:
         try:
-            with stage.client(self._patience_s) as client:
-                stage.text(client)
+            with probe.client(self._patience_s) as client:
+                probe.text(client)
         except UserError as error:
             if BUNDLES not in str(error):
                 raise
         else:
             raise Failed("a text was computed from bundles that do not match their checksums")
         yield "a part that does not match its checksum is not given out"
-        with stage.client(self._patience_s) as client:
+        with probe.client(self._patience_s) as client:
             client.status()
         yield "the run lives on"
 
-    def _answers(self, stage: Stage) -> dict[str, str]:
-        answers = stage.answers(self._patience_s, self._goes_on)
-        with stage.client(self._patience_s) as client:
+    def _answers(self, probe: Probe) -> dict[str, str]:
+        answers = probe.answers(self._patience_s, self._goes_on)
+        with probe.client(self._patience_s) as client:
             for number in range(TEXTS):
-                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
+                answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
         return answers
 
     def _compare(self, answers: dict[str, str]) -> None:
@@ -201,12 +201,12 @@ class Suite:
             if bits != self._expected[what]:
                 raise Failed(f"other bits than our own implementations: {what}")
 
-    def _at_once(self, stage: Stage) -> None:
+    def _at_once(self, probe: Probe) -> None:
         answers: dict[str, str] = {}
 
         def ask(number: int) -> None:
-            with contextlib.suppress(UserError), stage.client(self._patience_s) as client:
-                answers[f"text {number}"] = stage.text(client, TEXT_TOKENS, 100 * number)
+            with contextlib.suppress(UserError), probe.client(self._patience_s) as client:
+                answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number)
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(TEXTS)]
         for thread in threads:
@@ -217,27 +217,27 @@ class Suite:
             raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered")
         self._compare(answers)
 
-    def _borrow(self, stage: Stage) -> None:
+    def _borrow(self, probe: Probe) -> None:
         """The lender's text is so much longer than what both share that the borrower gets a slot of its own."""
-        with stage.client(self._patience_s) as client:
-            stage.text(client, TEXT_TOKENS, LENDER)
-            self._compare({BORROWED: stage.text(client, TEXT_TOKENS, BORROWER, like=LENDER)})
+        with probe.client(self._patience_s) as client:
+            probe.text(client, TEXT_TOKENS, LENDER)
+            self._compare({BORROWED: probe.text(client, TEXT_TOKENS, BORROWER, like=LENDER)})
 
-    def _through(self, stage: Stage, seat: str, number: signal.Signals) -> None:
-        """A text, while the process in this seat is stopped for a while or killed."""
+    def _through(self, probe: Probe, name: str, number: signal.Signals) -> None:
+        """A text, while this process is stopped for a while or killed."""
         under_way = threading.Event()
         said: list[str] = []
 
         def ask() -> None:
             try:
-                with stage.client(self._patience_s) as client:
-                    said.append(stage.text(client, TEXT_TOKENS, 0, under_way.set))
+                with probe.client(self._patience_s) as client:
+                    said.append(probe.text(client, TEXT_TOKENS, 0, under_way.set))
             except UserError as error:
                 said.append(str(error))
             under_way.set()
 
-        with stage.client(self._patience_s) as client:
-            pid = next(p.pid for p in client.status().processes if f"{p.role}.{p.index}" == seat)
+        with probe.client(self._patience_s) as client:
+            pid = next(p.pid for p in client.status().processes if f"{p.role}.{p.index}" == name)
         asking = threading.Thread(target=ask)
         asking.start()
         under_way.wait()
@@ -260,12 +260,12 @@ class Suite:
         return [line for line in lines if line["peer"].rpartition("-")[0] == self._role]
 
     def _greeted(self, record: Path, status: Status) -> None:
-        for seat in self._own(status):
-            role, _, index = seat.partition(".")
+        for name in self._own(status):
+            role, _, index = name.partition(".")
             lines = [line for line in self._heard(record) if line["peer"] == f"{role}-{index}"]
             said = [line.get("said") or line["told"] for line in lines]
             if said[0] != "Hello":
-                raise Failed(f"{seat}: its first word was {said[0]}")
+                raise Failed(f"{name}: its first word was {said[0]}")
             hello = lines[0]
             for field, right in (
                 ("role", role),
@@ -274,19 +274,19 @@ class Suite:
                 ("pid", hello["expected_pid"]),
             ):
                 if hello[field] != right:
-                    raise Failed(f"{seat}: Hello.{field} is {hello[field]!r}, its seat has {right!r}")
+                    raise Failed(f"{name}: Hello.{field} is {hello[field]!r}, expected {right!r}")
             if role in ("decode", "prefill") and hello["slots"] < 1:
-                raise Failed(f"{seat}: Hello.slots is {hello['slots']}: it takes no work")
+                raise Failed(f"{name}: Hello.slots is {hello['slots']}: it takes no work")
             welcome = said.index("Welcome")
             if early := {word for word in said[:welcome] if word != "Hello"}:
-                raise Failed(f"{seat}: said {min(early)} before it was welcomed")
+                raise Failed(f"{name}: said {min(early)} before it was welcomed")
             if said[welcome:].count("Ready") < 1:
-                raise Failed(f"{seat}: was welcomed and never said Ready")
+                raise Failed(f"{name}: was welcomed and never said Ready")
 
     def _beats(self, record: Path) -> None:
         began = time.monotonic()
         time.sleep(IDLE_S)
-        for index in range(len([seat for seat in self._plan.compute.seats if seat.role == self._role])):
+        for index in range(len([spec for spec in self._plan.compute.seats if spec.role == self._role])):
             peer = f"{self._role}-{index}"
             heard = [line for line in self._heard(record) if line["peer"] == peer and line["at"] > began]
             count = sum(line.get("said") == "Beat" for line in heard)

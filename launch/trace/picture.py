@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from neuronpipe.launch.trace.window import middle_layers
 from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
@@ -30,6 +29,8 @@ FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 
 _NAME = {kind.number: kind.name for kind in KINDS}
 _ORDER = ("coordinator", "decode", "prefill", "loader", "cache")
+CLOSE_LAYERS = 2
+CLOSE_MARGIN = 0.15  # of the layers' time, on either side
 
 
 def write_picture(file: Path, rows: Sequence[Row], title: str) -> None:
@@ -252,3 +253,20 @@ def _line(
     if dashes:
         attributes["stroke-dasharray"] = dashes
     ElementTree.SubElement(svg, "line", attributes)
+
+
+def middle_layers(rows: Sequence[Row], window: Window) -> Window | None:
+    """A few layers in the middle of the window's last step, as the first decode worker computed them; None where its
+    spans do not tell."""
+    for row in rows:
+        step = max((span.step for span in row.spans if row.role == "decode" and window.shows(span)), default=0)
+        spans = [span for span in row.spans if span.step == step and span.kind == NUMBER["neurons"]]
+        layers = sorted({span.layer for span in spans})
+        if step and len(layers) > CLOSE_LAYERS + 1:
+            middle = len(layers) // 2
+            before, last = layers[middle - 1], layers[middle - 1 + CLOSE_LAYERS]
+            from_ns = max(span.end_ns for span in spans if span.layer == before)
+            to_ns = max(span.end_ns for span in spans if span.layer == last)
+            margin = int(CLOSE_MARGIN * (to_ns - from_ns))
+            return Window(from_ns - margin, to_ns + margin)
+    return None

@@ -7,18 +7,23 @@ import json
 import time
 from pathlib import Path
 
-from neuronpipe.launch.bench.cases import default_cases, parse_cases
+from neuronpipe.launch.bench.cases import Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench
-from neuronpipe.launch.bench.prompts import Prompts
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.bench.versus import Versus, contenders
 from neuronpipe.launch.bench.versus import render as render_versus
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun, started_run
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.planning import (
+    add_package_argument,
+    add_plan_arguments,
+    add_use_argument,
+    checked_uses,
+    implementations,
+    package_and_plan,
+)
 from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.launch.using import add_use_argument, checked_uses, implementations
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -31,7 +36,6 @@ MAX_REPETITIONS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `bench`."""
     add_package_argument(parser)
     parser.add_argument(
         "--tests",
@@ -57,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure."""
     if not 1 <= arguments.repetitions <= MAX_REPETITIONS:
         raise UserError(f"--repetitions {arguments.repetitions}: between 1 and {MAX_REPETITIONS}")
     if arguments.versus and arguments.compare:

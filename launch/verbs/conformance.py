@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from neuronpipe.launch.conformance.suite import Result, Suite
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -24,7 +24,6 @@ PATIENCE_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `conformance`."""
     parser.add_argument("role", choices=SWAPPABLE, metavar="ROLE", help=f"one of {', '.join(SWAPPABLE)}")
     parser.add_argument(
         "--use",
@@ -66,9 +65,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _plan(package: Package) -> Plan:
     """Two decode workers, three texts at once, half of the neurons resident; no process has a core to itself."""
     device = device_facts(probe(package.path), WORKERS)
-    seats = tuple(replace(seat, core=None) for seat in device.seats)
+    specs = tuple(replace(spec, core=None) for spec in device.seats)
     wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
-    return plan(package.manifest, replace(device, seats=seats), wanted)
+    return plan(package.manifest, replace(device, seats=specs), wanted)
 
 
 def _line(result: Result) -> str:

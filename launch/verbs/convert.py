@@ -6,9 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
@@ -16,7 +15,6 @@ from neuronpipe.plans.package.manifest import QUANTIZATIONS, Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `convert`."""
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file"
     )
@@ -46,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Convert, with progress."""
     with Progress("converting", "bytes", plain=arguments.json, steady=True) as progress:
         package = convert(
             arguments.source,

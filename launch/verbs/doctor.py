@@ -7,12 +7,11 @@ import dataclasses
 import json
 
 from neuronpipe.launch.doctor import checks, render
+from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument
-from neuronpipe.launch.typed import as_typed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `doctor`."""
     add_package_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

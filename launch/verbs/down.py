@@ -7,7 +7,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from neuronpipe.launch.door import ask
+from neuronpipe.launch.supervisor.control import ask
 from neuronpipe.protocol.errors import NotRunning
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -15,13 +15,12 @@ PATIENCE_S = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `down`."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Tell the supervisor, and wait for it. It is asked at its door: a signal would need it in our PID namespace."""
+    """Tell the supervisor, and wait for it. Not by a signal: its process id may be of another PID namespace."""
     directory, _ = RunDirectory.find(arguments.run)
     with directory.ending(PATIENCE_S), contextlib.suppress(NotRunning):  # it was ending already
         ask(directory.path, {"ask": "end"}, PATIENCE_S)

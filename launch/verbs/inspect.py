@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 
+from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument
-from neuronpipe.launch.typed import as_typed
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `inspect`."""
     add_package_argument(parser)
     parser.add_argument(
         "--activations", action="store_true", help="of a synthetic package: requested statistics beside measured ones"
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Describe the package."""
     package = Package.open(arguments.package)
     if arguments.activations:
         return _activations(arguments, package)

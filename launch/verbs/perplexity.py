@@ -13,10 +13,10 @@ import math
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import started_run
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.rating import kept_logits, rate
+from neuronpipe.launch.scoring import kept_logits, score
+from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
@@ -24,22 +24,20 @@ from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `perplexity`."""
     add_package_argument(parser)
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text to rate, UTF-8")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text to score, UTF-8")
     parser.add_argument(
         "--path", choices=("decode", "prefill"), default="decode", help="who computes (default: %(default)s)"
     )
     parser.add_argument(
         "--logits-out", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="rate the first N tokens only")
+    parser.add_argument("--tokens", type=int, metavar="N", help="score the first N tokens only")
     add_plan_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Rate the text."""
     package, plan = package_and_plan(arguments)
     tokens = _read_tokens(arguments, package)
     with (
@@ -48,8 +46,8 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         file, window_tokens = arguments.logits_out, plan.compute.context_tokens
         kept = kept_logits(file, live.directory, package, len(tokens)) if file else contextlib.nullcontext()
-        with kept as keep, Progress("rating", "tokens", plain=arguments.json) as progress:
-            nll = rate(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
+        with kept as keep, Progress("scoring", "tokens", plain=arguments.json) as progress:
+            nll = score(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
     mean = math.fsum(nll) / len(nll)
     result = {
         "nll": mean,

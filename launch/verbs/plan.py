@@ -13,7 +13,6 @@ from neuronpipe.plans.plan.plan import read_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `plan`."""
     add_package_argument(parser)
     add_plan_arguments(parser)
     parser.add_argument("--gateway", action="store_true", help="with a gateway, as `serve` obeys")
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Make the plan and show it."""
     _, made = package_and_plan(arguments, several=arguments.gateway, gateway=arguments.gateway)
     if arguments.output is not None:
         with whole_file(arguments.output) as place:

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.formats import as_typed
+from neuronpipe.launch.planning import DEMO, add_package_argument
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.typed import as_typed
 from neuronpipe.plans.inspect import low_recall
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
@@ -29,7 +28,6 @@ DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `profile`."""
     add_package_argument(parser)
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8; its last fifth is held out (default: the demo's own corpus)"
@@ -72,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Profile, with progress."""
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 

@@ -10,16 +10,20 @@ from pathlib import Path
 
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
-from neuronpipe.launch.live import started_run
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.launch.using import add_use_argument, implementations
+from neuronpipe.launch.planning import (
+    add_package_argument,
+    add_plan_arguments,
+    add_use_argument,
+    implementations,
+    package_and_plan,
+)
+from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.inspect import ALWAYS_FIRES
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `run`."""
     add_package_argument(parser)
     add_generation_arguments(parser)
     add_plan_arguments(parser)
@@ -28,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Generate one text."""
     _refuse_a_prompt_as_package(arguments)
     ask = generate_request(arguments)
     package, plan = package_and_plan(arguments)

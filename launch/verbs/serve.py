@@ -10,14 +10,18 @@ import os
 import time
 from pathlib import Path
 
-from neuronpipe.launch.attached import described, run_ended
-from neuronpipe.launch.client import Client
-from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.live import LiveRun, started_run
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, asked_of_plan, package_and_plan
-from neuronpipe.launch.typed import line_to_paste
-from neuronpipe.launch.using import add_use_argument, implementations
-from neuronpipe.launch.warm_up import follow_warm_up
+from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
+from neuronpipe.launch.formats import line_to_paste
+from neuronpipe.launch.planning import (
+    DEMO,
+    add_package_argument,
+    add_plan_arguments,
+    add_use_argument,
+    asked_of_plan,
+    implementations,
+    package_and_plan,
+)
+from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
@@ -31,7 +35,6 @@ WATCH_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `serve`."""
     add_package_argument(parser)
     parser.add_argument(
         "--host",

@@ -8,21 +8,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.attached import attach, described
-from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.warm_up import show_warm_up
+from neuronpipe.launch.client import attach, described, show_warm_up
+from neuronpipe.launch.formats import show_bytes
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.run_directory import RunDirectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `status`."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Ask the coordinator."""
     directory, run_file = RunDirectory.find(arguments.run)
     facts = described(directory, run_file)
     with attach(directory.path) as client:

@@ -9,15 +9,13 @@ import argparse
 import json
 from pathlib import Path
 
+from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.sizes import show_bytes
-from neuronpipe.launch.typed import line_to_paste
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
 from neuronpipe.plans.synth.shapes import SHAPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `synth`."""
     parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="also write a shape twin for other engines")
@@ -33,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Make the package, with progress."""
     from neuronpipe.plans.synth.make import synthesize
 
     with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:

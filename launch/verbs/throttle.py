@@ -1,6 +1,15 @@
 """`neuronpipe throttle [--run DIR] [--once] [--json]`: slow a run down while the device is too hot.
 
-A client like any other: what it asks of the run ends by itself when this command does.
+A client like any other: what it asks of the run ends by itself when this command does. How much the run pauses:
+
+    sensors    pauses
+    hot        more by STEP_UP at every look, up to MAX_SHARE
+    warm       as it is
+    cool       less by STEP_DOWN at every look, down to none
+
+Pauses grow fast, shrink slowly, and stay between: a device heats up in seconds and cools in minutes. Clocks that the
+system has lowered are reported and not answered with pauses: the system keeps its temperature then, and with less than
+full clocks every step is slower already.
 """
 
 from __future__ import annotations
@@ -8,12 +17,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.client import Client
-from neuronpipe.launch.throttling import Throttling, battery_status, render
+from neuronpipe.launch.client import Client, attach
 from neuronpipe.plans.device.heat import Heat, read_heat
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Throttle
@@ -21,10 +30,12 @@ from neuronpipe.protocol.messages.request import Throttle
 EVERY_S = 5.0
 BATTERY_EVERY_S = 60.0  # asking it starts a process of Android's, and batteries heat up slowly
 SHARES_HOLD = 3  # looks: one that comes late does not end the pauses
+STEP_UP, STEP_DOWN, MAX_SHARE = 0.15, 0.05, 0.75
+SENSORS_SHOWN = 3
+BATTERY_PATIENCE_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `throttle`."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument("--once", action="store_true", help="look once and say how hot it is; needs no run")
     parser.add_argument("--every", type=_seconds, default=EVERY_S, metavar="S", help="seconds between two looks (5)")
@@ -86,3 +97,46 @@ def _say(heat: Heat, share: float, as_json: bool) -> None:
         return
     whole = {**dataclasses.asdict(heat), "state": heat.state, "throttled": heat.throttled, "throttle_share": share}
     print(json.dumps(whole), flush=True)
+
+
+class Throttling:
+    """How much to pause, from one look at the sensors after the other."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def look(self, heat: Heat) -> float:
+        """The share of the time to pause from now on, 0..MAX_SHARE."""
+        if heat.state == "hot":
+            self.share = min(MAX_SHARE, self.share + STEP_UP)
+        elif heat.state != "warm":
+            self.share = max(0.0, self.share - STEP_DOWN)
+        self.share = round(self.share, 4)
+        return self.share
+
+
+def battery_status() -> str:
+    """What Termux:API says of the battery; empty without it."""
+    program = shutil.which("termux-battery-status")
+    if program is None:
+        return ""
+    try:
+        asked = subprocess.run([program], capture_output=True, text=True, timeout=BATTERY_PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # the command is there, the app that answers it is not
+    return asked.stdout
+
+
+def render(heat: Heat, share: float) -> str:
+    """One line for a person."""
+    shown = [f"{s.name} {s.celsius:.0f} of {s.bears_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
+    parts = [f"{heat.state}: {', '.join(shown)}"] if shown else ["no temperature can be read here"]
+    if heat.throttled:
+        parts.append(f"the system has lowered the clocks to {heat.clock_share:.0%}")
+    if share:
+        parts.append(f"throttled: pauses for {share:.0%} of the time")
+    elif heat.state == "hot":
+        parts.append("let it cool: no case, no charging, no sun")
+    if not shown:
+        parts.append("on a phone, install the app Termux:API and `pkg install termux-api`")
+    return "; ".join(parts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from neuronpipe.launch.attached import attach
+from neuronpipe.launch.client import attach
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
@@ -24,7 +24,6 @@ MAX_SECONDS = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `trace`."""
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
     parser.add_argument(
         "--seconds", type=float, default=0.0, metavar="N", help="watch for N seconds (default: what the rings hold now)"

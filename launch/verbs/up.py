@@ -7,20 +7,22 @@ import json
 import time
 from pathlib import Path
 
-from neuronpipe.launch.attached import described
-from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import started_run
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.launch.typed import line_to_paste
-from neuronpipe.launch.using import add_use_argument, implementations
-from neuronpipe.launch.warm_up import follow_warm_up, show_warm_up
+from neuronpipe.launch.client import Client, described, follow_warm_up, show_warm_up
+from neuronpipe.launch.formats import line_to_paste
+from neuronpipe.launch.planning import (
+    add_package_argument,
+    add_plan_arguments,
+    add_use_argument,
+    implementations,
+    package_and_plan,
+)
+from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.protocol.links import CONTROL
 
 POLL_S = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `up`."""
     add_package_argument(parser)
     add_plan_arguments(parser)
     add_use_argument(parser)
@@ -30,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Start the run."""
     package, plan = package_and_plan(arguments, several=True)
     uses = implementations(arguments.use, plan)
     with (

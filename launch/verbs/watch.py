@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from neuronpipe.launch.watch.sources import Source, open_source
-from neuronpipe.launch.watch.waits import Waits
+from neuronpipe.launch.watch.sources import Source, WaitReport, open_source
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.snapshot import Snapshot
@@ -26,7 +25,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `watch`."""
     parser.add_argument(
         "runs", nargs="*", metavar="RUN", help="run directory, or tcp://... invitation (default: every live run)"
     )
@@ -76,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _once(sources: list[Source], as_json: bool) -> None:
     """One snapshot of each, as soon as it says something."""
     began = time.monotonic()
-    waiting, waits = list(sources), Waits()
+    waiting, waits = list(sources), WaitReport()
     while waiting:
         ripe = time.monotonic() - began > FIRST_S
         for source in list(waiting):
@@ -101,7 +99,7 @@ def _once(sources: list[Source], as_json: bool) -> None:
 def _stream(sources: list[Source], every_s: float) -> None:
     """Of each a first snapshot, as soon as it says something; then events as they come, snapshots in between."""
     due_at = 0.0
-    live, waits = list(sources), Waits()
+    live, waits = list(sources), WaitReport()
     while live:
         due = time.monotonic() >= due_at
         due_at = time.monotonic() + every_s if due else due_at
@@ -130,20 +128,19 @@ def _print(source: Source, message: Message | None) -> None:
 
 def _screen(sources: list[Source], every_s: float) -> None:
     """The terminal's whole screen, until q is pressed or every run has ended."""
-    from neuronpipe.launch.watch.keyboard import Keyboard
+    from neuronpipe.launch.watch.pager import Keyboard, Pager
     from neuronpipe.launch.watch.screen import View, render
-    from neuronpipe.launch.watch.window import Window
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
     views = [View(source.name) for source in sources]
-    window = Window()
+    pager = Pager()
     due_at = 0.0
 
     def draw() -> None:
         page = console.render_lines(render(views, console.width), pad=False)
-        live.update(window.shown(page, console.height), refresh=True)
+        live.update(pager.shown(page, console.height), refresh=True)
 
     with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
         while not all(source.ended for source in sources):
@@ -161,7 +158,7 @@ def _screen(sources: list[Source], every_s: float) -> None:
             pressed = keyboard.pressed(POLL_S)
             if pressed in ("q", "Q", "\x1b"):
                 return
-            if window.move(pressed):
+            if pager.move(pressed):
                 draw()
     for source in sources:
         print(f"{source.name}: {source.ended}")

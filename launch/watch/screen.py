@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from neuronpipe.launch.watch.doings import processes, strip
-from neuronpipe.launch.watch.figures import layers, memory, speed
-from neuronpipe.launch.watch.marks import BAD, FAINT, STRONG
+from neuronpipe.launch.watch.charts import BAD, FAINT, STRONG
+from neuronpipe.launch.watch.sections import layers, memory, processes, speed, strip
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,7 +27,6 @@ class View:
     speeds: list[float] = field(default_factory=list)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take a new snapshot."""
         self.snapshot = snapshot
         self.speeds = [*self.speeds[1 - HISTORY :], snapshot.tokens_per_s]
 

@@ -1,8 +1,10 @@
-"""Where snapshots come from: a run on this machine, or a door that was opened elsewhere."""
+"""Where snapshots come from: a run on this machine, or a door that was opened elsewhere; and what they wait for."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +46,7 @@ class Source(Protocol):
         """Events since the last call. fresh: take a new snapshot if this is where they are made."""
 
     def close(self) -> None:
-        """Let go."""
+        """Let go of the run; the source is of no more use."""
 
 
 class Near(Source):
@@ -59,13 +61,11 @@ class Near(Source):
 
     @property
     def awaits(self) -> str:
-        """See `Source`."""
         if self.heard or time.monotonic() - self._opened_at < PATIENT_S:
             return ""
         return "the coordinator has not answered yet"
 
     def poll(self, fresh: bool) -> list[Message]:
-        """See `Source`."""
         try:
             events = self._observer.poll()
             if fresh:
@@ -76,7 +76,6 @@ class Near(Source):
         return events
 
     def close(self) -> None:
-        """See `Source`."""
         self._observer.close()
 
 
@@ -97,13 +96,11 @@ class Far(Source):
 
     @property
     def awaits(self) -> str:
-        """See `Source`."""
         if time.monotonic() - self._heard_at < PATIENT_S:
             return ""
         return AWAITED[self._subscriber.standing]
 
     def poll(self, fresh: bool) -> list[Message]:
-        """See `Source`."""
         events: list[Message] = []
         while (message := self._subscriber.receive()) is not None:
             self._heard_at = time.monotonic()
@@ -121,7 +118,6 @@ class Far(Source):
         return events
 
     def close(self) -> None:
-        """See `Source`."""
         self._context.close()
 
 
@@ -130,3 +126,18 @@ def open_source(place: str | None) -> Source:
     if place is not None and place.startswith("tcp://"):
         return Far(place)
     return Near(None if place is None else Path(place))
+
+
+class WaitReport:
+    """Says on standard error, where no screen shows it, what sources wait for; each thing once."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+
+    def say(self, sources: Iterable[Source]) -> None:
+        """Say what is new."""
+        for source in sources:
+            awaits = source.awaits
+            if awaits and (source.name, awaits) not in self._said:
+                self._said.add((source.name, awaits))
+                print(f"neuronpipe: {source.name}: {awaits}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.bench.report import table
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
 COMMAND = (sys.executable, "-m", "neuronpipe.launch", "bench")

@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last: a round of another checkout imports that one's
 
-from neuronpipe.launch.bench.prompts import Prompts  # noqa: E402
+from neuronpipe.launch.bench.cases import Prompts  # noqa: E402
 from neuronpipe.plans.package.reader import Package  # noqa: E402
 
 from tests.pipeline import Run, Shell, scratch_shell  # noqa: E402

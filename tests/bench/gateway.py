@@ -16,8 +16,7 @@ import statistics
 import time
 
 import psutil
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.client import Client
+from neuronpipe.launch.client import Client, attach
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.messages.request import Generate
 

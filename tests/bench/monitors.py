@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.channel import Subscriber, open_context
 from neuronpipe.protocol.links import EVENTS
 from neuronpipe.protocol.messages.client import Token

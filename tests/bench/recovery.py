@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.faults.kills import Generations, asking
 from tests.pipeline import Run, eventually, scratch_shell

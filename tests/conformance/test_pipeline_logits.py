@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.rating import kept_logits, rate
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
@@ -32,7 +32,7 @@ def test_logits_agree_with_transformers(
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
             with kept_logits(out, RunDirectory(run.path), package, len(text)) as keep:
-                rate(client, text, window_tokens=made.compute.context_tokens, path=path, keep=keep)
+                score(client, text, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     logits = np.load(shell.folder / "decode.npy")
     assert np.array_equal(logits, np.load(shell.folder / "prefill.npy"))
     error = np.sqrt(np.square(logits - GOLDEN[name]).mean() / np.square(GOLDEN[name]).mean())

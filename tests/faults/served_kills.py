@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.faults.kills import SEATS, Generations, asking, grown, kill_at_random, open_things
 from tests.faults.streams import Stream

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.faults.kills import SEATS
 from tests.integration.large_package import write_large_package

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from neuronpipe.launch.attached import attach
+from neuronpipe.launch.client import attach
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.messages.request import AskStatus, Generate

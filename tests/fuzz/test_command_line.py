@@ -16,7 +16,8 @@ from typing import NoReturn
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from neuronpipe.launch import attached, cli, live, progress
+from neuronpipe.launch import cli, client, progress
+from neuronpipe.launch.supervisor import start
 from neuronpipe.launch.verbs import (
     ask,
     bench,
@@ -80,9 +81,9 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.chdir(folder)
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        for module in (live, run, up, serve, bench, perplexity):
+        for module in (start, run, up, serve, bench, perplexity):
             patch.setattr(module, "started_run", begun)
-        for verb in (ask, throttle, attached):
+        for verb in (ask, throttle, client):
             patch.setattr(verb, "attach", nowhere)
         patch.setattr(progress, "SILENT_S", float("inf"))
         patch.setattr(serve, "bind", begun)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Seat, parse_plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan

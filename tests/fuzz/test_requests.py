@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.request import Bias, Generate

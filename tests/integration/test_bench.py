@@ -9,8 +9,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.monitor.groups import NUMBER
@@ -136,6 +136,6 @@ def test_two_implementations_are_compared_in_one_run(shell: Shell) -> None:
     assert "versus" not in rows[1]
 
 
-def test_only_seats_that_can_change_hands_are_compared(shell: Shell) -> None:
+def test_only_roles_that_can_be_replaced_are_compared(shell: Shell) -> None:
     said = shell.refused("bench", "--versus", "coordinator=a:B")
-    assert "coordinator cannot change hands" in said
+    assert "coordinator cannot be replaced" in said

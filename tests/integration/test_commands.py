@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
 from tests.http_client import served

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from neuronpipe.launch.attached import attach
+from neuronpipe.launch.client import attach
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Token
 from neuronpipe.protocol.messages.request import Cancel, Generate

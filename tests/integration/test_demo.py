@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
 from tests.integration.test_memory import IDLE_MOST_BYTES

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Scored
 from neuronpipe.protocol.messages.request import Bias, Generate, Score

@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.convert import convert
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 import psutil
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.http_client import PATIENCE_S, Reply, Server, request, served
 from tests.pipeline import Run, Shell, eventually

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.http_client import request, served
 from tests.pipeline import COMMAND, PATIENCE_S, Shell, eventually

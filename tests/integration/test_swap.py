@@ -1,4 +1,4 @@
-"""Seats of a live run change hands, and the text goes on with the same tokens; who cannot take one leaves it alone."""
+"""Processes of a live run are replaced, and the output does not change; what fails its rehearsal leaves it alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch import door
+from neuronpipe.launch.supervisor import control
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import NotRunning, UserError
 
@@ -121,8 +121,8 @@ def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], wor
     answer, taken = swap_while_asking(half, *words)
     assert answer == undisturbed
     after = pids(half)
-    assert {seat for seat in before if before[seat] != after[seat]} == set(taken)
-    assert all(after[seat] == pid for seat, pid in taken.items())
+    assert {name for name in before if before[name] != after[name]} == set(taken)
+    assert all(after[name] == pid for name, pid in taken.items())
     assert {process.restarts for process in half.status().processes} == {0}  # nobody was lost
     assert half.ask(PROMPT, 60)["token_ids"] == undisturbed
 
@@ -157,7 +157,7 @@ def test_what_fails_leaves_the_old_one_working_and_says_why(small: Run, words: t
 
 
 @pytest.mark.parametrize("name", ["OnlyInRehearsals", "DiesWhenOnTheRoad"])
-def test_one_that_fails_in_its_seat_makes_way_for_the_implementation_before(small: Run, name: str) -> None:
+def test_one_that_fails_after_the_replacement_makes_way_for_the_implementation_before(small: Run, name: str) -> None:
     prompt = tokens(RECIPES["relu2"], 6)
     said = small.ask(prompt, 6)["token_ids"]
     done = small.shell.call(
@@ -172,7 +172,7 @@ def test_one_that_fails_in_its_seat_makes_way_for_the_implementation_before(smal
         assert done.code == 0, done.errors
     assert small.ask(prompt, 12)["token_ids"][:6] == said
     assert eventually(lambda: small.status().ready)
-    text, _ = door.ask(small.path, {"ask": "implementations"}, 5.0)["decode.1"]
+    text, _ = control.ask(small.path, {"ask": "implementations"}, 5.0)["decode.1"]
     assert text == "neuronpipe.services.worker.decode:DecodeService"
 
 
@@ -193,20 +193,20 @@ def test_without_a_run_there_is_nothing_to_swap(shell: Shell) -> None:
     assert shell.call("swap", "decode.0", "--run", shell.folder / "none").code == 3
 
 
-def test_the_door_hangs_up_on_what_is_no_request_and_refuses_what_makes_no_sense(small: Run) -> None:
+def test_what_is_no_request_gets_no_answer_and_what_makes_no_sense_is_refused(small: Run) -> None:
     for packet in (b"", b"\xff\x00", b"[]", b"{" * 1000):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as guest:
-            guest.settimeout(5)
-            guest.connect(str(small.path / door.DOOR))
-            guest.send(packet)
-            assert guest.recv(100) == b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.settimeout(5)
+            client.connect(str(small.path / control.DOOR))
+            client.send(packet)
+            assert client.recv(100) == b""
     for request, why in (
         ({"ask": "money"}, "none of implementations, swap, end"),
-        ({"ask": "swap", "seats": ["coordinator.0"], "patience_s": 1}, "seats: "),
-        ({"ask": "swap", "seats": ["cache.0"], "patience_s": -1}, "patience_s: "),
-        ({"ask": "swap", "seats": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: no text"),
+        ({"ask": "swap", "processes": ["coordinator.0"], "patience_s": 1}, "processes: "),
+        ({"ask": "swap", "processes": ["cache.0"], "patience_s": -1}, "patience_s: "),
+        ({"ask": "swap", "processes": ["cache.0"], "patience_s": 1, "use": 7}, "use, folder: no text"),
     ):
         with pytest.raises(UserError, match=why):
-            door.ask(small.path, request, 5.0)
+            control.ask(small.path, request, 5.0)
     with pytest.raises(NotRunning):
-        door.ask(Path("/nowhere"), {"ask": "implementations"}, 5.0)
+        control.ask(Path("/nowhere"), {"ask": "implementations"}, 5.0)

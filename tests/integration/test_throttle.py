@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.messages.client import Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 

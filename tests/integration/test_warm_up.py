@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.warm_up import show_warm_up
+from neuronpipe.launch.client import show_warm_up
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.client import WarmUp
 

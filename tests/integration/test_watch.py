@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.watch.sources import Far
 from neuronpipe.protocol.channel import Subscriber, open_context
 from neuronpipe.protocol.guarded import DoorKeys, endpoint

@@ -47,7 +47,7 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
     from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
 
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf

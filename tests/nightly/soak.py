@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.channel import Subscriber, open_context
 from neuronpipe.protocol.links import EVENTS
 from neuronpipe.protocol.messages.client import ScoreFinished

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.bench.cases import LEAD_TOKENS, Case, default_cases, parse_cases
+from neuronpipe.launch.bench.cases import LEAD_TOKENS, Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.energy import EnergyMeter
-from neuronpipe.launch.bench.prompts import Prompts
 from neuronpipe.launch.bench.report import compare, read_rows
 from neuronpipe.launch.bench.traffic import traffic
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 

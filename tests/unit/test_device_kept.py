@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from neuronpipe.launch import doctor
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device import flash, kept, memory, probe
 from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint, curve_from_json

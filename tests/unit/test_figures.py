@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from neuronpipe.launch.bench import report
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.explain import explain

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.throttling import MAX_SHARE, Throttling, render
+from neuronpipe.launch.verbs.throttle import MAX_SHARE, Throttling, render
 from neuronpipe.plans.device.heat import Heat, Sensor, read_heat
 
 

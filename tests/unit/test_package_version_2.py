@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package

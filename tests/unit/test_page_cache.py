@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.manifest import FIXED
 from neuronpipe.plans.package.passing import BLOCK_BYTES, passing
 from neuronpipe.plans.package.reader import Package

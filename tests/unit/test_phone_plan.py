@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, device_from_json
 from neuronpipe.plans.package.reader import Package

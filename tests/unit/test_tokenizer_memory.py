@@ -16,7 +16,7 @@ TOKENS = 32_000
 MAX_TIMES_FILE = 10  # 14 before memory was given back, 7 since
 SCRIPT = """
 import sys
-from neuronpipe.launch.demo import DEMO
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 def resident_kb():

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from neuronpipe.launch.trace.chrome import write_chrome
-from neuronpipe.launch.trace.picture import LEFT, RIGHT, WIDTH, draw, write_picture
-from neuronpipe.launch.trace.window import middle_layers
+from neuronpipe.launch.trace.picture import LEFT, RIGHT, WIDTH, draw, middle_layers, write_picture
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
 from neuronpipe.services.monitor.groups import GROUPS, NUMBER

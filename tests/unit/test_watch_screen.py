@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
-from neuronpipe.launch.watch.marks import listed
+from neuronpipe.launch.watch.charts import listed
+from neuronpipe.launch.watch.pager import LEAVES, Pager
 from neuronpipe.launch.watch.screen import View, render
-from neuronpipe.launch.watch.window import LEAVES, Window
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
 from neuronpipe.services.monitor.groups import GROUPS
 from rich.console import Console, Group
@@ -101,31 +101,31 @@ def test_a_list_takes_as_many_lines_as_it_needs() -> None:
 def test_a_page_higher_than_the_terminal_is_moved_by_arrows_and_stops_at_its_ends() -> None:
     console = Console(width=40, color_system=None)
     page = console.render_lines(Group(*(Text(f"line {number}") for number in range(30))), pad=False)
-    window = Window()
+    pager = Pager()
 
     def seen(*pressed: str) -> list[str]:
         for key in pressed:
-            window.move(key)
+            pager.move(key)
         with console.capture() as capture:
-            console.print(window.shown(page, 10))
+            console.print(pager.shown(page, 10))
         return [line.rstrip() for line in capture.get().splitlines()]
 
     assert seen() == [*(f"line {number}" for number in range(9)), "q leaves, the run goes on; ↑ 0 ↓ 21"]
     assert seen("\x1b[B", "j")[0] == "line 2"
     assert seen(" ")[0] == "line 11"
     assert seen(" ", " ")[-2] == "line 29"
-    assert not window.move("j")
+    assert not pager.move("j")
     assert seen("k")[0] == "line 20"
     assert seen("b", "b", "b")[0] == "line 0"
-    assert not window.move("\x1b[A")
+    assert not pager.move("\x1b[A")
 
 
 def test_a_page_with_room_says_nothing_of_moving_and_one_that_became_shorter_is_seen_to_its_end() -> None:
     console = Console(width=40, color_system=None)
-    window, high = Window(), [[Segment(str(number))] for number in range(30)]
-    window.shown(high, 10)
-    window.move(" ")
-    window.move(" ")
+    pager, high = Pager(), [[Segment(str(number))] for number in range(30)]
+    pager.shown(high, 10)
+    pager.move(" ")
+    pager.move(" ")
     with console.capture() as capture:
-        console.print(window.shown(high[:5], 10))
+        console.print(pager.shown(high[:5], 10))
     assert capture.get().split() == ["0", "1", "2", "3", "4", *LEAVES.split()]

@@ -1,4 +1,4 @@
-"""The footprint of a run: shared pages once, and growth of the segments seen between two scans of the page tables."""
+"""The memory that a run uses: shared pages once, and growth of segments seen between two scans of the page tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.launch import footprint as footprint_module
-from neuronpipe.launch.footprint import Footprint, proportional_bytes
+from neuronpipe.launch.supervisor import memory_usage as module
+from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, proportional_bytes
 
 MIB = 1 << 20
 
@@ -25,29 +25,29 @@ def segment() -> Iterator[tuple[int, mmap.mmap]]:
 def test_what_a_segment_grows_by_is_seen_at_once(
     segment: tuple[int, mmap.mmap], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(footprint_module, "EARLY_FACTOR", 1e9)  # the next scan is far away
+    monkeypatch.setattr(module, "EARLY_FACTOR", 1e9)  # the next scan is far away
     descriptor, mapping = segment
     mapping[: 8 * MIB] = bytes(8 * MIB)
-    footprint = Footprint([descriptor])
-    footprint.sample([os.getpid()])
-    first = footprint.current_bytes
+    usage = MemoryUsage([descriptor])
+    usage.sample([os.getpid()])
+    first = usage.current_bytes
     assert first == pytest.approx(proportional_bytes(os.getpid())[0], abs=4 * MIB)
     mapping[8 * MIB : 48 * MIB] = bytes(40 * MIB)
-    footprint.sample([os.getpid()])
-    assert footprint.current_bytes == first + 40 * MIB
-    assert footprint.peak_bytes == footprint.current_bytes
+    usage.sample([os.getpid()])
+    assert usage.current_bytes == first + 40 * MIB
+    assert usage.peak_bytes == usage.current_bytes
 
 
 def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
     descriptor, mapping = segment
-    footprint = Footprint([descriptor])
+    usage = MemoryUsage([descriptor])
     mapping[: 16 * MIB] = bytes(16 * MIB)
-    footprint.sample([os.getpid()])
-    peak = footprint.current_bytes
+    usage.sample([os.getpid()])
+    peak = usage.current_bytes
     os.truncate(descriptor, 0)
-    footprint.sample([os.getpid()])
-    assert footprint.current_bytes == peak - 16 * MIB
-    assert footprint.peak_bytes == peak
+    usage.sample([os.getpid()])
+    assert usage.current_bytes == peak - 16 * MIB
+    assert usage.peak_bytes == peak
 
 
 def test_a_process_that_is_gone_counts_nothing() -> None:
@@ -60,7 +60,7 @@ def test_pages_that_a_second_process_begins_to_use_during_a_scan_count_once(
     descriptor, mapping = segment
     mapping[: 40 * MIB] = bytes(40 * MIB)
     scanned = {1: (50 * MIB, 40 * MIB), 2: (30 * MIB, 20 * MIB)}  # the second one came to the segment in between
-    monkeypatch.setattr(footprint_module, "proportional_bytes", scanned.__getitem__)
-    footprint = Footprint([descriptor])
-    footprint.sample([1, 2])
-    assert footprint.current_bytes == (10 + 10 + 40) * MIB
+    monkeypatch.setattr(module, "proportional_bytes", scanned.__getitem__)
+    usage = MemoryUsage([descriptor])
+    usage.sample([1, 2])
+    assert usage.current_bytes == (10 + 10 + 40) * MIB

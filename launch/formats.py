@@ -1,9 +1,11 @@
-"""Bytes and shares as people write them."""
+"""How sizes, shares, texts and commands are written by people and for them."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 
 MAX_BYTES = 1 << 60
 UNITS = {
@@ -19,6 +21,7 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
 }
+ONLY_UTF8 = "not UTF-8, which texts have to be; `iconv -f latin1 -t utf-8` makes Latin-1 so"
 
 
 def parse_bytes(text: str) -> int:
@@ -48,3 +51,28 @@ def show_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def as_typed(text: str) -> str:
+    """A text for a person, whose commands in backticks begin as this one was typed. Whoever writes such a text, further
+    down, knows `neuronpipe` only."""
+    return text.replace("`neuronpipe ", f"`{typed_command()} ")
+
+
+def typed_command() -> str:
+    """`neuronpipe`, or the path of the script of a checkout."""
+    return shlex.quote(os.environ.get("NEURONPIPE_COMMAND") or "neuronpipe")
+
+
+def line_to_paste(*words: object) -> str:
+    """This command with other words, quoted for the shell where they need it."""
+    return f"{typed_command()} {shlex.join(map(str, words))}"
+
+
+def parse_text(text: str) -> str:
+    """A text among the arguments. For argparse: raises ArgumentTypeError for bytes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(ONLY_UTF8) from None
+    return text

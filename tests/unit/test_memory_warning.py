@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.demo import DEMO
-from neuronpipe.launch.room import room_warning
+from neuronpipe.launch.planning import DEMO, memory_warning
 from neuronpipe.plans.device.limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
@@ -40,7 +39,7 @@ def warning(made: Plan, memory: Memory) -> str | None:
     device = dataclasses.replace(
         PHONE, memory_total_bytes=memory.total_bytes, memory_available_bytes=memory.available_bytes
     )
-    return room_warning(made, device)
+    return memory_warning(made, device)
 
 
 def test_a_limit_beyond_all_memory_is_no_harm_where_the_plan_takes_less(whole: Plan, tmp_path: Path) -> None:

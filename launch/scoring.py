@@ -1,4 +1,4 @@
-"""Rating a text with a run, window by window, and keeping the logits on the way."""
+"""Scoring a text with a run, window by window, and keeping the logits on the way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keep = Callable[[int, Scored], None]
 """(index of the window's first token, message): called while the logit rows are ours to read."""
 
 
-def rate(
+def score(
     client: Client,
     tokens: Sequence[int],
     *,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.live import LiveRun
-from neuronpipe.launch.rating import rate
+from neuronpipe.launch.scoring import score
+from neuronpipe.launch.supervisor.start import LiveRun
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
@@ -25,7 +25,7 @@ SHARED_TOKENS = 8
 POLL_S = 0.01
 
 
-class Stage:
+class Probe:
     """A live run, asked the same questions again and again. Its plan has one context of PREFILL_TOKENS at least."""
 
     def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
@@ -101,7 +101,7 @@ class Stage:
             for path, count in paths:
                 tokens = self._tokens(count)
                 keep = _digest_rows(logits, self._package.manifest.model.vocabulary, path, digests, computed)
-                rate(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
+                score(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
         yield from digests.items()
 
     def _exchange(self) -> Mapping:

@@ -8,10 +8,10 @@ not survive a fork.
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
     it dies too often         the run ends with a message
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
-    a request at the door     seats change hands (takeover.py); an implementation that took a seat on the live run and
-                              cannot live makes way for the one before it
+    a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
+                              again later, the one before it comes back
     SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; who is left is ended, then killed. The
-    "end" at the door         gateway goes last: it tells whoever asks meanwhile
+    an "end" request          gateway goes last: it tells whoever asks meanwhile
     SIGQUIT                   the same, and nobody is waited for: a service manager sends SIGTERM to everybody at once,
                               so that a second one does not mean that somebody is in a hurry
 """
@@ -30,10 +30,10 @@ import time
 import traceback
 from collections import deque
 
-from neuronpipe.launch.door import Door, answer
-from neuronpipe.launch.footprint import Footprint
-from neuronpipe.launch.leavings import Leavings
-from neuronpipe.launch.takeover import Takeover
+from neuronpipe.launch.supervisor.control import ControlSocket, answer
+from neuronpipe.launch.supervisor.logs import ProcessLogs
+from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
+from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
@@ -54,7 +54,7 @@ from neuronpipe.services.worker.pinning import pin
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
-IDLE_S, TAKEOVER_POLL_S = 0.25, 0.002
+IDLE_S, REPLACEMENT_POLL_S = 0.25, 0.002
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
@@ -82,16 +82,16 @@ class Supervisor:
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched, self._listener = watched, listener
-        self._seats = sorted(plan.compute.seats, key=lambda seat: (START_ORDER.index(seat.role), seat.index))
-        self._lines = {(seat.role, seat.index): n for n, seat in enumerate(plan.compute.seats)}
+        self._specs = sorted(plan.compute.seats, key=lambda spec: (START_ORDER.index(spec.role), spec.index))
+        self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.seats)}
         self._processes: dict[int, Seat] = {}
         self._implementations = {key: uses.of(*key) for key in self._lines}
-        self._earlier: dict[tuple[str, int], Implementation] = {}  # of seats that changed hands
-        self._takeover: Takeover | None = None
-        self._door = Door(directory.path)
-        self._leavings = Leavings(directory.path)
-        self._incarnations = {(seat.role, seat.index): 0 for seat in self._seats}
-        self._deaths: dict[tuple[str, int], deque[float]] = {key: deque() for key in self._incarnations}
+        self._earlier: dict[ProcessKey, Implementation] = {}  # of processes that were replaced
+        self._replacement: Replacement | None = None
+        self._control = ControlSocket(directory.path)
+        self._logs = ProcessLogs(directory.path)
+        self._incarnations = dict.fromkeys(self._lines, 0)
+        self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
@@ -100,7 +100,7 @@ class Supervisor:
         self._leaving = self._memory.view("board", "leaving")
         self._seated = self._memory.view("board", "seated")
         self._board_memory[2] = plan.memory.limit_bytes
-        self._footprint = Footprint(segment.fd for segment in self._segments.values())
+        self._memory_usage = MemoryUsage(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -118,21 +118,21 @@ class Supervisor:
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every shared page
         try:
-            for seat in self._seats:
+            for spec in self._specs:
                 if not self._stopping:
-                    self._start(seat)
+                    self._start(spec)
             while not self._stopping and self.failure is None:
-                patience_s = max(0.0, min(IDLE_S, self._footprint.due_at - time.monotonic()))
-                if self._takeover is not None:
-                    patience_s = min(patience_s, TAKEOVER_POLL_S)
-                readable = select.select([wake_read, *self._door.descriptors()], [], [], patience_s)[0]
+                patience_s = max(0.0, min(IDLE_S, self._memory_usage.due_at - time.monotonic()))
+                if self._replacement is not None:
+                    patience_s = min(patience_s, REPLACEMENT_POLL_S)
+                readable = select.select([wake_read, *self._control.descriptors()], [], [], patience_s)[0]
                 if wake_read in readable:
                     os.read(wake_read, 4096)
                     readable.remove(wake_read)
                 self._reap()
                 if readable:
-                    self._open_door()
-                self._watch_takeover()
+                    self._answer_requests()
+                self._watch_replacement()
                 self._measure()
                 if self._watched and os.getppid() not in self._watched:
                     self._stopping = True  # the command that started this run is gone
@@ -170,74 +170,74 @@ class Supervisor:
             self._plan.to_json(),
         )
 
-    # ---- seats that change hands -----------------------------------------------------------------------------
-    def _open_door(self) -> None:
-        for guest, request in self._door.requests():
+    # ---- requests, and processes that are replaced -----------------------------------------------------------
+    def _answer_requests(self) -> None:
+        for client, request in self._control.requests():
             try:
                 if request.get("ask") == "implementations":
-                    answer(guest, implementation_facts(self._implementations))
+                    answer(client, implementation_facts(self._implementations))
                 elif request.get("ask") == "end":
-                    answer(guest, {"ending": True})
+                    answer(client, {"ending": True})
                     self._stopping = True
                 elif request.get("ask") != "swap":
                     raise ValueError("ask: none of implementations, swap, end")
-                elif self._takeover is not None:
-                    raise ValueError("other seats are just changing hands; try again")
+                elif self._replacement is not None:
+                    raise ValueError("other processes are being replaced just now; try again")
                 else:
-                    self._takeover = Takeover.parse(request, self._implementations, guest, time.monotonic())
-                    for seat in self._takeover.phases:
-                        self._leaving[self._lines[seat]] = 1
+                    self._replacement = Replacement.parse(request, self._implementations, client, time.monotonic())
+                    for key in self._replacement.phases:
+                        self._leaving[self._lines[key]] = 1
             except (ValueError, UserError) as error:
-                answer(guest, {"error": str(error)})
+                answer(client, {"error": str(error)})
 
-    def _watch_takeover(self) -> None:
-        """Whether the successors are seated by now, or late."""
-        takeover = self._takeover
-        if takeover is None:
+    def _watch_replacement(self) -> None:
+        """Whether the new processes are welcomed by now, or late."""
+        replacement = self._replacement
+        if replacement is None:
             return
-        draining = {seat for seat, phase in takeover.phases.items() if phase == "draining"}
-        seated = all(self._seated[self._lines[seat]] == self._incarnations[seat] + 1 for seat in takeover.phases)
+        draining = {key for key, phase in replacement.phases.items() if phase == "draining"}
+        seated = all(self._seated[self._lines[key]] == self._incarnations[key] + 1 for key in replacement.phases)
         if not draining and seated:
-            self._earlier |= takeover.before
-            self._takeover = None
-            pids = {f"{seat.role}.{seat.index}": pid for pid, seat in self._processes.items()}
-            answer(takeover.guest, {"pids": {f"{role}.{n}": pids[f"{role}.{n}"] for role, n in takeover.phases}})
-        elif time.monotonic() > takeover.deadline:
+            self._earlier |= replacement.before
+            self._replacement = None
+            pids = {f"{spec.role}.{spec.index}": pid for pid, spec in self._processes.items()}
+            answer(replacement.client, {"pids": {f"{role}.{n}": pids[f"{role}.{n}"] for role, n in replacement.phases}})
+        elif time.monotonic() > replacement.deadline:
             if draining:
-                takeover.deadline = time.monotonic() + takeover.patience_s
+                replacement.deadline = time.monotonic() + replacement.patience_s
                 self._kill(draining)
             else:
-                self._give_up(f"was not ready within {takeover.patience_s:.0f} s")
+                self._give_up(f"was not ready within {replacement.patience_s:.0f} s")
 
     def _give_up(self, why: str) -> None:
-        """The old implementations have the seats again; whoever came for them is sent away."""
-        takeover, self._takeover = self._takeover, None
-        assert takeover is not None
-        self._implementations |= takeover.before
-        for seat in takeover.phases:
-            self._leaving[self._lines[seat]] = 0
-        self._kill({seat for seat, phase in takeover.phases.items() if phase == "starting"})
-        answer(takeover.guest, {"error": why})
+        """The old implementations come back; the new processes are killed."""
+        replacement, self._replacement = self._replacement, None
+        assert replacement is not None
+        self._implementations |= replacement.before
+        for key in replacement.phases:
+            self._leaving[self._lines[key]] = 0
+        self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
+        answer(replacement.client, {"error": why})
 
-    def _kill(self, seats: set[tuple[str, int]]) -> None:
-        for pid, seat in self._processes.items():
-            if (seat.role, seat.index) in seats:
+    def _kill(self, keys: set[ProcessKey]) -> None:
+        for pid, spec in self._processes.items():
+            if (spec.role, spec.index) in keys:
                 os.kill(pid, signal.SIGKILL)
 
     # ---- processes -------------------------------------------------------------------------------------------
-    def _start(self, seat: Seat) -> None:
-        key = (seat.role, seat.index)
-        self._leavings.begin(seat)
+    def _start(self, spec: Seat) -> None:
+        key = (spec.role, spec.index)
+        self._logs.begin(spec)
         parent = os.getpid()
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
         pid = os.fork()
         if pid == 0:
-            self._become(seat, parent)
-        self._processes[pid] = seat
+            self._become(spec, parent)
+        self._processes[pid] = spec
         self._board[line] = pid
 
-    def _become(self, seat: Seat, parent: int) -> None:
+    def _become(self, spec: Seat, parent: int) -> None:
         """In the child: be the service, and never return."""
         code = 1
         try:
@@ -246,24 +246,24 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
             lib.np_process_die_with(parent)
-            lib.np_process_name(f"np-{seat.role}.{seat.index}".encode())
-            listener = self._listener if seat.role == GATEWAY else None
-            self._leavings.take_streams(seat, set() if listener is None else {listener.descriptor})
-            pin(seat.core)
+            lib.np_process_name(f"np-{spec.role}.{spec.index}".encode())
+            listener = self._listener if spec.role == GATEWAY else None
+            self._logs.take_streams(spec, set() if listener is None else {listener.descriptor})
+            pin(spec.core)
             job = Job(
                 run=self._run,
-                seat=seat,
-                incarnation=self._incarnations[(seat.role, seat.index)],
+                seat=spec,
+                incarnation=self._incarnations[(spec.role, spec.index)],
                 package=self._package,
                 plan=self._plan,
                 directory=self._directory,
                 segments=self._segments,
                 listener=listener,
             )
-            self._implementations[(seat.role, seat.index)].serve(job)
+            self._implementations[(spec.role, spec.index)].serve(job)
             code = 0
         except UserError as error:
-            self._leavings.fail(str(error))
+            self._logs.fail(str(error))
             code = 2
         except BaseException:
             traceback.print_exc()
@@ -280,66 +280,66 @@ class Supervisor:
             if pid in self._processes:
                 self._lost(self._processes.pop(pid), pid, os.waitstatus_to_exitcode(status))
 
-    def _lost(self, seat: Seat, pid: int, code: int) -> None:
+    def _lost(self, spec: Seat, pid: int, code: int) -> None:
         """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
-        key = (seat.role, seat.index)
+        key = (spec.role, spec.index)
         line = self._lines[key] * LINE_WORDS
-        takeover = self._takeover
+        replacement = self._replacement
         self._incarnations[key] += 1
-        if takeover is None or key not in takeover.phases:
+        if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = 0, self._incarnations[key]  # who was lost, before that somebody was
-        if seat.role != GATEWAY:  # no step waits for it
+        if spec.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
         if self._stopping:
             return
-        if takeover is not None and takeover.phases.get(key) == "draining":
+        if replacement is not None and replacement.phases.get(key) == "draining":
             self._leaving[self._lines[key]] = 0
-            self._implementations[key] = takeover.old_one_went(key, time.monotonic())
-            self._start(seat)
+            self._implementations[key] = replacement.old_process_ended(key, time.monotonic())
+            self._start(spec)
             return
-        said = self._leavings.failure() if code == 2 else None
-        if takeover is not None and key in takeover.phases:
-            self._give_up(f"ended before it was ready: {said or self._leavings.last_words(seat)}")
-            self._start(seat)
+        said = self._logs.failure() if code == 2 else None
+        if replacement is not None and key in replacement.phases:
+            self._give_up(f"ended before it was ready: {said or self._logs.last_words(spec)}")
+            self._start(spec)
             return
         if said is not None:
-            self._hopeless(seat, said)
+            self._hopeless(spec, said)
             return
         deaths = self._deaths[key]
         deaths.append(time.monotonic())
         while deaths and deaths[0] < deaths[-1] - WITHIN_S:
             deaths.popleft()
         if len(deaths) > RESTARTS:
-            often = f"{seat.role}.{seat.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
-            self._hopeless(seat, f"{often}: {self._leavings.last_words(seat)}")
+            often = f"{spec.role}.{spec.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
+            self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
             return
-        self._start(seat)
+        self._start(spec)
 
-    def _hopeless(self, seat: Seat, why: str) -> None:
-        """The implementation cannot have this seat: the one before it has it again, or the run ends."""
-        key = (seat.role, seat.index)
+    def _hopeless(self, spec: Seat, why: str) -> None:
+        """The implementation cannot do this work: the one before it comes back, or the run ends."""
+        key = (spec.role, spec.index)
         if key not in self._earlier:
             self.failure = why
             return
         self._implementations[key] = self._earlier.pop(key)
         self._deaths[key].clear()
-        self._start(seat)
+        self._start(spec)
 
     def _measure(self) -> None:
-        if time.monotonic() < self._footprint.due_at:
+        if time.monotonic() < self._memory_usage.due_at:
             return
-        self._footprint.sample([os.getpid(), *self._processes, *self._watched])
-        self._board_memory[0] = self._footprint.current_bytes
-        self._board_memory[1] = self._footprint.peak_bytes
+        self._memory_usage.sample([os.getpid(), *self._processes, *self._watched])
+        self._board_memory[0] = self._memory_usage.current_bytes
+        self._board_memory[1] = self._memory_usage.peak_bytes
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
         """Drain, then terminate, then kill; then remove the run directory."""
         self._stopping = True
-        if self._takeover is not None:
-            answer(self._takeover.guest, {"error": "the run is ending"})
-        first = [pid for pid, seat in self._processes.items() if seat.role == "coordinator"]
+        if self._replacement is not None:
+            answer(self._replacement.client, {"error": "the run is ending"})
+        first = [pid for pid, spec in self._processes.items() if spec.role == "coordinator"]
         self._leaving[self._lines["coordinator", 0]] = 1  # it has no successor: the run ends with it
         drain_s = DRAIN_S if self.failure is None else 0.0  # a failed run has nothing to finish
         for pids, number, patience_s, hurries in (
@@ -358,7 +358,7 @@ class Supervisor:
 
     def _awaited(self, told: list[int]) -> bool:
         """Whether anybody is left who is to go now: of the gateway nothing is expected before it is told."""
-        return any(seat.role != GATEWAY or pid in told for pid, seat in self._processes.items())
+        return any(spec.role != GATEWAY or pid in told for pid, spec in self._processes.items())
 
 
 def supervise(

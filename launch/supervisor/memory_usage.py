@@ -28,7 +28,7 @@ def _without_segments(sizes: Sequence[tuple[int, int | None]], held_bytes: int) 
     return max(0, total - (sum(shared) if len(shared) == len(sizes) else held_bytes))
 
 
-class Footprint:
+class MemoryUsage:
     """Samples the sum over processes now and then, at a cost of a few percent of one core at most. segments: the
     descriptors of the memory files that the processes share."""
 
@@ -42,7 +42,6 @@ class Footprint:
         self._began = time.monotonic()
 
     def sample(self, pids: Iterable[int]) -> None:
-        """Take a sample now."""
         before = time.monotonic()
         early = before - self._began < EARLY_S
         held_bytes = sum(BLOCK_BYTES * os.fstat(descriptor).st_blocks for descriptor in self._segments)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from neuronpipe.launch.supervisor import HASTEN, STOPPING, preload, supervise
+from neuronpipe.launch.supervisor.supervisor import HASTEN, STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
@@ -21,7 +21,7 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import Implementations
 
-MIN_OPEN_FILES, OPEN_FILES_PER_SEAT = 64, 4
+MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 
 
 @dataclasses.dataclass
@@ -87,10 +87,10 @@ def started_run(
         live.stop()
 
 
-def _require_open_files(seats: int) -> None:
+def _require_open_files(processes: int) -> None:
     """Raise the limit to what a run needs. Raises UserError when it cannot be: some process would fail later, less
     clearly, and without a descriptor a folder cannot even be removed."""
-    needed = MIN_OPEN_FILES + OPEN_FILES_PER_SEAT * seats
+    needed = MIN_OPEN_FILES + OPEN_FILES_PER_PROCESS * processes
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:

@@ -14,28 +14,28 @@ FAILURE_BYTES = 1 << 12
 SILENT = "it left no message; was it killed by the system for lack of memory?"
 
 
-class Leavings:
-    """Files in the run directory: a log for each seat, one after the other of its processes, and `failure`, which has
-    its room from the start: a full disk is a reason as well. Raises OSError when there is none."""
+class ProcessLogs:
+    """Files in the run directory: a log for each process of the plan, which goes on when it is started again, and
+    `failure`, whose space is taken at the start: a full disk is a reason as well. Raises OSError when there is none."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         (directory / FAILURE).write_bytes(b" " * FAILURE_BYTES)
         self._starts: dict[Seat, int] = {}  # where the present process's part of its log begins
 
-    def begin(self, seat: Seat) -> None:
-        """A process is about to be started for this seat."""
+    def begin(self, spec: Seat) -> None:
+        """A process is about to be started."""
         try:
-            self._starts[seat] = self._log(seat).stat().st_size
+            self._starts[spec] = self._log(spec).stat().st_size
         except OSError:
-            self._starts[seat] = 0
+            self._starts[spec] = 0
 
-    def take_streams(self, seat: Seat, kept: set[int]) -> None:
+    def take_streams(self, spec: Seat, kept: set[int]) -> None:
         """In the child: nothing to read, and a log to write, if there is room for one. Closes what came from the
         parent, but for memory and `kept`: the client's pipes and terminals stay with the client."""
         null = os.open(os.devnull, os.O_RDWR)
         try:
-            descriptor = os.open(self._log(seat), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(self._log(spec), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
             descriptor = null
         for target, source in ((0, null), (1, descriptor), (2, descriptor)):
@@ -63,15 +63,15 @@ class Leavings:
             path.write_bytes(b" " * FAILURE_BYTES)
         return said or None
 
-    def last_words(self, seat: Seat) -> str:
-        """The last line that the seat's present process wrote."""
+    def last_words(self, spec: Seat) -> str:
+        """The last line that the present process wrote."""
         try:
-            with self._log(seat).open("rb") as stream:
-                stream.seek(self._starts[seat])
+            with self._log(spec).open("rb") as stream:
+                stream.seek(self._starts[spec])
                 lines = stream.read().decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         return lines[-1] if lines else SILENT
 
-    def _log(self, seat: Seat) -> Path:
-        return self._directory / f"{seat.role}.{seat.index}.log"
+    def _log(self, spec: Seat) -> Path:
+        return self._directory / f"{spec.role}.{spec.index}.log"

@@ -1,8 +1,8 @@
-"""The dry run of an implementation before it takes a seat: a small run of the same package beside the live one.
+"""The rehearsal of an implementation before it replaces another: a small run of the same package beside the live one.
 
 It shares nothing with the live run but the sealed fixed tensors, so that whatever goes wrong there goes wrong there.
-The present implementations answer first; then the seats change hands as they will on the live run, and the same is
-asked again: every logit must have the same bits.
+The present implementations answer first. Then the processes are replaced as they will be on the live run, and the same
+questions are asked again: every logit must have the same bits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from neuronpipe.launch import door
-from neuronpipe.launch.live import started_run
-from neuronpipe.launch.stage import ANSWERED_TOKENS, Stage
+from neuronpipe.launch.conformance.probe import ANSWERED_TOKENS, Probe
+from neuronpipe.launch.supervisor import control
+from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.account import least_slots_bytes
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
@@ -33,34 +33,34 @@ FOLDER = "rehearsal"
 
 @dataclass(frozen=True)
 class Candidate:
-    """Who is to take which seats. use None: fresh processes of the same implementations."""
+    """What is to replace which processes. use None: fresh processes of the same implementations."""
 
-    seats: tuple[str, ...]
+    processes: tuple[str, ...]
     use: str | None
     folder: str
     patience_s: float
 
     def request(self) -> dict[str, Any]:
-        """What the supervisor is asked at its door."""
+        """What the supervisor is asked for."""
         return {
             "ask": "swap",
-            "seats": list(self.seats),
+            "processes": list(self.processes),
             "use": self.use,
             "folder": self.folder,
             "patience_s": self.patience_s,
         }
 
-    def take_seats(self, directory: RunDirectory) -> dict[str, int]:
-        """Have the seats change hands; returns the new process ids. Raises UserError with the supervisor's reason."""
-        return dict(door.ask(directory.path, self.request(), 2 * self.patience_s + 10)["pids"])
+    def replace_processes(self, directory: RunDirectory) -> dict[str, int]:
+        """Have them replaced; returns the new process ids. Raises UserError with the supervisor's reason."""
+        return dict(control.ask(directory.path, self.request(), 2 * self.patience_s + 10)["pids"])
 
 
 def small_plan(package: Package, plan: Plan) -> Plan:
-    """A plan with the same seats for one short text, in as little memory as will do; no core is taken for itself."""
+    """A plan with the same processes for one short text, in as little memory as will do and without pinning."""
     manifest, workers = package.manifest, len(plan.compute.decode_workers())
-    seats = tuple(replace(seat, core=None) for seat in plan.compute.seats if seat.role != GATEWAY)
+    specs = tuple(replace(spec, core=None) for spec in plan.compute.seats if spec.role != GATEWAY)
     facts = DeviceFacts(
-        id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, seats=seats
+        id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, seats=specs
     )
     slots_bytes = max(2 * least_slots_bytes(manifest, workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
     wanted = Wanted(
@@ -89,16 +89,16 @@ def rehearse(
         progress(done, 2 * ANSWERED_TOKENS)
 
     small = small_plan(package, plan)
-    present = Implementations.from_facts(door.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
+    present = Implementations.from_facts(control.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
     with (
         run_file.open_segment("fixed") as fixed,
         started_run(package, small, live.path / FOLDER, stays=False, uses=present, fixed=fixed) as run,
     ):
-        stage = Stage(run, package, small)
+        probe = Probe(run, package, small)
         began = time.monotonic()
-        expected = stage.answers(math.inf, computed)
+        expected = probe.answers(math.inf, computed)
         limit_s = candidate.patience_s + SLOWER * (time.monotonic() - began)
-        candidate.take_seats(run.directory)
-        for what, bits in stage.answers(limit_s, computed).items():
+        candidate.replace_processes(run.directory)
+        for what, bits in probe.answers(limit_s, computed).items():
             if bits != expected[what]:
                 raise UserError(f"computes other bits than the present implementation: {what}")
