@@ -11,11 +11,16 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Literal, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as ProgressBar
 
 SILENT_S = 2.0
 QUIET_S = 15.0
 TICK_S = 0.5
+REDRAW_S = 0.1
+WIDE_COLUMNS = 76  # from here on there is room for more than figures
 WIPE = "\r\x1b[K"
 
 
@@ -44,7 +49,8 @@ class Progress:
         self._began = time.monotonic()
         self._said_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
         self._done, self._total, self._tenths = 0, 0, 0
-        self._bar: Any = None
+        self._bar: ProgressBar | None = None
+        self._drawn_at = float("-inf")
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
@@ -57,9 +63,11 @@ class Progress:
 
     def print(self, line: str) -> None:
         """A line for stdout, which may be the same terminal."""
-        if self._bar is not None:
-            self._bar.clear()
-        print(line, flush=True)
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._drawn_at = float("-inf")
+            print(line, flush=True)
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK_S):
@@ -83,18 +91,18 @@ class Progress:
             print(f"neuronpipe: {self._what}: {share}{amount}{now - self._began:.0f} s", file=self._stream, flush=True)
 
     def _draw(self) -> None:
-        if self._bar is None:
-            from tqdm import tqdm  # only long work on a terminal pays for the import
-
-            kind: dict[str, Any] = {"unit": self._unit, "ncols": shutil.get_terminal_size().columns}
-            if self._unit == "bytes":
-                kind = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-            self._bar = tqdm(desc=self._what, total=self._total or None, leave=False, file=self._stream, **kind)
-            self._bar.start_t -= time.monotonic() - self._began
-        self._bar.total = self._total or None
-        if not self._bar.update(self._done - self._bar.n) and time.monotonic() - self._said_at > TICK_S:
-            self._bar.refresh()
-            self._said_at = time.monotonic()
+        if time.monotonic() - self._drawn_at < REDRAW_S:
+            return
+        self._drawn_at = time.monotonic()
+        bar = self._bar or _bar(self._what, self._unit, self._began, self._stream)
+        if bar.console.is_dumb_terminal:  # one that cannot wipe a line
+            self._plain = True
+            self._line()
+            return
+        self._bar = bar
+        bar.update(bar.task_ids[0], completed=self._done, total=self._total or None)
+        bar.start()  # again, after a line for stdout
+        bar.refresh()
 
     def __enter__(self) -> Self:
         if self._thread is not None:
@@ -108,7 +116,38 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
+
+
+def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
+    """A bar that is drawn when it is told to, and goes when it is stopped."""
+    from rich import progress  # only long work on a terminal pays for the import
+    from rich.console import Console
+
+    console = Console(file=stream)
+    columns: list[str | progress.ProgressColumn] = ["{task.description}:", progress.TaskProgressColumn()]
+    wide = console.width >= WIDE_COLUMNS
+    if wide:
+        columns.append(progress.BarColumn(bar_width=None))
+    if unit == "bytes":
+        columns.append(progress.DownloadColumn(binary_units=True))
+    else:
+        columns += [progress.MofNCompleteColumn(), unit]
+    if wide:
+        columns += [progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+    bar = progress.Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        expand=wide,
+        get_time=time.monotonic,
+    )
+    bar.add_task(what, total=None)
+    bar.tasks[0].start_time = began
+    return bar
 
 
 class Elapsed:

@@ -1,6 +1,9 @@
 """The order of the house: nothing imports upwards, and each foreign library has one door."""
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +73,30 @@ def test_only_native_touches_its_extension() -> None:
 
 def test_every_folder_was_looked_at() -> None:
     assert all(files(layer) for layer in LAYERS)
+
+
+MODULES = {"pyzmq": {"zmq"}, "prometheus-client": {"prometheus_client"}, "pydantic": {"pydantic", "pydantic_core"}}
+
+
+def declared(requirements: list[str]) -> set[str]:
+    names = re.findall(r"^[\w-]+", "\n".join(requirements), re.MULTILINE)
+    return {module for name in names for module in MODULES.get(name, {name})}
+
+
+def imported(paths: list[Path]) -> set[str]:
+    return (
+        {name.split(".")[0] for path in paths for name in imports(path)}
+        - set(sys.stdlib_module_names)
+        - {
+            "neuronpipe",
+            "__future__",
+        }
+    )
+
+
+def test_what_a_run_imports_is_what_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    training = [ROOT / "plans" / "demo" / name for name in ("model.py", "train.py", "measure.py")]
+    runtime = [path for path in files(*LAYERS) if path not in training]
+    assert imported(runtime) == declared(project["dependencies"])
+    assert imported(training) - imported(runtime) == declared(project["optional-dependencies"]["train"])

@@ -6,10 +6,18 @@ import io
 import os
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from neuronpipe.launch import progress as module
 from neuronpipe.launch.progress import Progress
+
+WIPED = "\x1b[1A\x1b[2K"  # the line above, which is then where the cursor is
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
 
 
 class Terminal(io.StringIO):
@@ -43,7 +51,8 @@ def test_a_terminal_gets_a_bar_that_is_wiped(monkeypatch: pytest.MonkeyPatch) ->
     with Progress("converting", "bytes", stream=stream) as progress:
         progress(1 << 20, 4 << 20)
     assert "converting:" in stream.getvalue()
-    assert stream.getvalue().split("\r")[-2].strip() == ""
+    assert "1.0/4.0 MiB" in stream.getvalue()
+    assert stream.getvalue().endswith(WIPED)
 
 
 def test_json_output_gets_lines_on_a_terminal_too() -> None:
@@ -105,5 +114,45 @@ def test_a_line_for_stdout_takes_the_place_of_the_bar(
     with Progress("trying", "checks", stream=stream) as progress:
         progress(1, 4)
         progress.print("ok")
-        assert stream.getvalue().split("\r")[-2].strip() == ""
+        assert stream.getvalue().endswith(WIPED)
+        progress(2, 4)
+        assert "2/4" in stream.getvalue()
     assert capsys.readouterr().out == "ok\n"
+
+
+def test_a_terminal_that_cannot_wipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with Progress("converting", "tokens", stream=stream) as progress:
+        for done in range(3):
+            progress(done, 2)
+    assert stream.getvalue().splitlines() == [
+        "neuronpipe: converting: 0 %, 0 of 2 tokens, 0 s",
+        "neuronpipe: converting: 50 %, 1 of 2 tokens, 0 s",
+        "neuronpipe: converting: 100 %, 2 of 2 tokens, 0 s",
+    ]
+
+
+def test_a_bar_is_drawn_ten_times_a_second_however_often_work_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    stream = Terminal()
+    began = time.monotonic()
+    with Progress("converting", "tokens", stream=stream) as progress:
+        for done in range(10_000):
+            progress(done, 10_000)
+    assert stream.getvalue().count("converting:") <= 3 + 10 * (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize(("unit", "total"), [("bytes", 47 << 30), ("tokens", 1_234_567)])
+def test_a_bar_takes_one_line(monkeypatch: pytest.MonkeyPatch, columns: int, unit: Any, total: int) -> None:
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    with Progress("rehearsing", unit, stream=stream) as progress:
+        progress(total // 2, total)
+        shown = stream.getvalue()
+    assert "\n" not in shown
+    assert " 50%" in shown
+    assert "…" not in shown
