@@ -165,12 +165,12 @@ def _summary(finished: Finished) -> str:
 
 def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
     """The JSON object of `run --json` and `ask --json`."""
-    rated = [token for token in tokens if token.logprob is not None]
+    with_logprobs = [token for token in tokens if token.logprob is not None]
     return {
         "text": finished.text,
         "tokens": finished.tokens,
         "token_ids": [token.token for token in tokens],
-        **({"logprobs": [_rating(token) for token in rated]} if rated else {}),
+        **({"logprobs": [_logprobs(token) for token in with_logprobs]} if with_logprobs else {}),
         "prompt_tokens": finished.prompt_tokens,
         "cached_tokens": finished.cached_tokens,
         "reason": finished.reason,
@@ -184,7 +184,7 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
     }
 
 
-def _rating(token: Token) -> dict[str, Any]:
+def _logprobs(token: Token) -> dict[str, Any]:
     """How likely one token was; bytes that are no whole character show as U+FFFD in its text."""
     top = [{"token": t.token, "text": t.piece.decode(errors="replace"), "logprob": t.logprob} for t in token.top]
     return {"token": token.token, "text": token.piece.decode(errors="replace"), "logprob": token.logprob, "top": top}

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
 from neuronpipe.plans.device.device import Device
@@ -19,7 +20,9 @@ from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Want
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.implementations import Implementations, Use
+
+if TYPE_CHECKING:
+    from neuronpipe.services.implementations import Implementations, Use
 
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
@@ -194,11 +197,15 @@ def add_use_argument(parser: argparse.ArgumentParser) -> None:
 
 def implementations(texts: Iterable[str], plan: Plan) -> Implementations:
     """What was asked for, checked against the plan's processes. Raises UserError."""
+    from neuronpipe.services.implementations import Implementations  # only verbs that start a run pay for it
+
     return Implementations(checked_uses(texts, plan))
 
 
 def checked_uses(texts: Iterable[str], plan: Plan) -> list[Use]:
     """The same one by one."""
+    from neuronpipe.services.implementations import Implementations, Use
+
     uses = [Use.parse(text, Path.cwd()) for text in texts]
     Implementations(uses).check((spec.role, spec.index) for spec in plan.compute.seats)
     return uses
