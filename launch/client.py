@@ -21,8 +21,8 @@ from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 
 POLL_MS = 50
 QUIET_MS = 500
-POLL_S = 0.1
-UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
+WARM_UP_POLL_S = 0.1
+MAX_UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
 
 
 class Client(Closing):
@@ -158,7 +158,7 @@ def show_warm_up(warm_up: WarmUp | None) -> str:
 
 def follow_warm_up(client: Client, *, plain: bool) -> None:
     """Show progress until all of it is there. Raises UserError when the run ends first. plain: lines, not a bar."""
-    unknown_until = time.monotonic() + UNKNOWN_S
+    unknown_until = time.monotonic() + MAX_UNKNOWN_S
     with Progress("warming up", "bytes", plain=plain) as progress:
         while True:
             warm_up = client.status().warm_up
@@ -166,4 +166,4 @@ def follow_warm_up(client: Client, *, plain: bool) -> None:
                 return
             if warm_up is not None:
                 progress(warm_up.loaded_bytes, warm_up.total_bytes)
-            time.sleep(POLL_S)
+            time.sleep(WARM_UP_POLL_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from neuronpipe.launch.conformance.rehearsal import Candidate, rehearse
 from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.supervisor.replacement import MAX_PATIENCE_S
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.protocol.errors import UserError
@@ -16,7 +17,6 @@ from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.implementations import SWAPPABLE, Implementation, parse_seat
 
 PATIENCE_S = 20.0
-MAX_PATIENCE_S = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 KEY = re.compile(r"\x1b[\[O][0-9;]*[~A-Za-z]|.", re.DOTALL)  # an arrow or the like as the characters it sends, or one
 BEGUN = re.compile(r"\x1b([\[O][0-9;]*)?")
-REST_S = 0.05  # for the rest of a key that has begun: it may come over a network
+KEY_TAIL_S = 0.05  # for the rest of a key that has begun: it may come over a network
 READ_BYTES = 64
 GONE = "q"
 LEAVES = "q leaves, the run goes on"
@@ -49,7 +49,7 @@ class Keyboard:
             return ""
         if not self._typed:
             self._read(within_s)
-        while BEGUN.fullmatch(self._typed) and self._read(REST_S):
+        while BEGUN.fullmatch(self._typed) and self._read(KEY_TAIL_S):
             pass
         key = KEY.match(self._typed)
         if key is None:

@@ -34,7 +34,7 @@ def test_keys_that_come_together_are_told_apart(terminal: tuple[int, Keyboard]) 
 
 
 def test_an_arrow_in_two_pieces_is_no_escape(terminal: tuple[int, Keyboard], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neuronpipe.launch.watch.pager.REST_S", PATIENCE_S)
+    monkeypatch.setattr("neuronpipe.launch.watch.pager.KEY_TAIL_S", PATIENCE_S)
     master, keyboard = terminal
     os.write(master, b"\x1b")
     rest = threading.Timer(0.02, os.write, (master, b"[B"))
