@@ -62,7 +62,7 @@ class PredictorQuality:
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """What predictor.safetensors computes; plans/README.md states the arithmetic.
+    """What predictor.safetensors computes; FORMAT.md states the arithmetic.
 
     reads: the normed input of the layer's attention, or of its feed-forward. sides: whose signs are predicted; both
     must be positive. hidden: what happens to the rank-vector before it is prepared as an activation.

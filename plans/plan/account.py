@@ -12,7 +12,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.sizes import Seating, fixed_layouts, own_layouts, slots_layout
 
 MIB = 1 << 20
-# Measured on the demo, with some room: see plans/README.md, "Interpreters".
+# Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
 LIBRARIES_BYTES = 14 * MIB  # of the interpreter and of libraries, what is used, as if nobody else had them open
 INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
