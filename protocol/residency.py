@@ -20,7 +20,7 @@ REFERENCED = 0x04000000
 PINNED = 0x08000000
 
 BITS = (
-    ("0-23", "slot", "of a present or loading word: number of the slot; of a failed one: bits 0-23 of the epoch"),
+    ("0-23", "slot", "of a present or loading entry: number of the slot; of a failed one: bits 0-23 of the epoch"),
     ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
     ("26", "referenced", "a worker looked it up since the cache last passed by"),
     ("27", "pinned", "never evicted"),
@@ -33,20 +33,20 @@ CHANGES = (
         "absent",
         "loading",
         "loader",
-        "release; claims the cluster and a granted slot; nobody else changes an absent word",
+        "release; claims the cluster and a granted slot; nobody else changes an absent entry",
     ),
     ("loading", "present", "loader", "release, after the bytes are in the slot and match their checksum"),
     ("loading", "failed", "loader", "release, after the third I/O error or the second wrong checksum"),
-    ("failed", "absent", "loader", "compare and set, in another epoch than the word names; it may be asked for again"),
+    ("failed", "absent", "loader", "compare and set, in another epoch than the entry names; it may be requested again"),
     (
         "loading",
         "absent",
         "loader",
-        "release, to be read again; or as a loader starts: its predecessor's claims",
+        "release, to be read again; or when a loader starts: its predecessor's claims",
     ),
-    ("present", "absent", "cache", "compare and set of an unreferenced, unpinned word, after no window covered it"),
-    ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present word that was looked up"),
+    ("present", "absent", "cache", "compare and set of an unreferenced, unpinned entry that no read window covers"),
+    ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present entry that was looked up"),
     ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes"),
-    ("bit 27 clear", "bit 27 set", "loader", "together with present, for a Warm that asks for it"),
+    ("bit 27 clear", "bit 27 set", "loader", "together with present, if a Warm asks for it"),
 )
 """From, to, by whom, and what orders it."""

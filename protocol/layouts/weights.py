@@ -38,7 +38,7 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
             f"{part}_slot_bytes",
             by="loader",
             to="decode, prefill",
-            ordering="the residency word becomes present (release) after the bytes are there",
+            ordering="the residency entry becomes present (release) after the bytes are there",
         )
     return fields.layout()
 
@@ -54,7 +54,7 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         LINE_WORDS,
         by="loader",
         to="decode, prefill",
-        ordering="word 0 grows after words became present or failed (acquire-release), then its sleepers are woken",
+        ordering="word 0 grows after entries became present or failed (acquire-release), then its sleepers are woken",
     )
     fields.add(
         "loaded",

@@ -7,7 +7,7 @@ from neuronpipe.protocol.codec import Message, message
 
 @message
 class ResetDone(Message):
-    """No read is in flight and no word is loading; every slot that no present word names is the cache's.
+    """No read is in flight and no entry is loading; every slot that no present entry names belongs to the cache.
 
     generation: as in `Reset`
     """
@@ -17,17 +17,17 @@ class ResetDone(Message):
 
 @message
 class SlotCounts(Message):
-    """How many granted slots are left: sent when a quarter of them is used, when clusters begin to wait for slots, and
-    when anything has changed as another message is handled, at the latest with the next beat. A loader that was given
-    no generation yet says so, every 50 ms, with generation 0; the first one of the present generation says what
-    `ResetDone` says, should that be lost.
+    """How many granted slots are left. Sent when a quarter of them is used, when clusters begin to wait for slots, when
+    a figure has changed as another message is handled, and at the latest with the next beat. A loader without a
+    generation sends it with generation 0, every 50 ms. The first one of the present generation means the same as
+    `ResetDone`, in case that was lost.
 
     generation: that of the last `Reset`; 0 before the first
     trigger_free: free slots of part 0
     value_free: free slots of part 1
-    trigger_waiting: clusters of part 0 that wait for a slot or for their turn
+    trigger_waiting: clusters of part 0 that wait for a slot or to be read
     value_waiting: the same of part 1
-    trigger_granted: slots of part 0 received since the `Reset`: the cache knows by it what is still on its way
+    trigger_granted: slots of part 0 received since the `Reset`, from which the cache computes what is on its way
     value_granted: the same of part 1
     """
 

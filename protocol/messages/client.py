@@ -27,13 +27,13 @@ class Accepted(Message):
 
 @message
 class Refused(Message):
-    """The request is not served, or not any more.
+    """The request is not served, or no longer.
 
     request: as in the request
-    code: "bad_request" will never be served, "too_long" exceeds the context; "busy", "starting" and "draining" may be
-        tried again; "cancelled" was asked for; "failed" is trouble inside the run
+    code: "bad_request": it will never be served; "too_long": it exceeds the context; "busy", "starting", "draining":
+        try again later; "cancelled": the client ended it; "failed": an error inside the run
     message: one line for a person
-    retry_after_s: of "busy": when there may be room again, as far as one can tell; 0: nobody knows
+    retry_after_s: with "busy": estimated time until there is room; 0: unknown
     """
 
     request: str
@@ -44,7 +44,7 @@ class Refused(Message):
 
 @message
 class Likely(Message):
-    """One of the tokens that the model found most likely, in `Token`.
+    """One of the most likely tokens, in `Token`.
 
     token: its id
     piece: its own bytes, which need not be whole characters
@@ -63,12 +63,12 @@ class Token(Message):
     request: as in `Generate`
     index: number of the token in the answer, from 0
     token: its id
-    text: what it adds to the text; empty while a character is incomplete or may become part of a stop text
+    text: what it adds to the text; empty while a character is incomplete, or while it may belong to a stop text
     ms: time since the token before, or since `Generate` for the first
-    logprob: natural logarithm of its probability as the model has it, before temperature, penalties and the like; nil
-        unless `Generate.logprobs` asks for it, as for the two below
+    logprob: natural logarithm of its probability by the model, before temperature and penalties. This field and the
+        next two are set only if `Generate.logprobs` is
     piece: its own bytes, as in `Likely`; those of an end token are its name
-    top: the most likely tokens, most likely first; the lower id among equals
+    top: the most likely tokens, most likely first; among equals the lower id first
     """
 
     request: str
@@ -91,16 +91,16 @@ class Finished(Message):
     tokens: number of generated tokens
     prompt_tokens: length of the prompt in tokens
     ttft_ms: from `Generate` to the first token
-    tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is but one
+    tokens_per_s: generated tokens after the first, over the time since the first; 0 when there is only one
     tbt_ms: time between tokens: p50, p90, p99
     memory: bytes by what they are used for; "peak" and "limit" are of the whole run
-    flash: figures of this request: bytes and reads of the loader meanwhile, share of clusters missed, ...
-    prefill: what its prefill steps took in sum: steps, tokens, ms from sending to the last answer, read_bytes and reads
-        of the loader meanwhile, answers of participants, and the counters of these
+    flash: figures of this request: bytes and reads of the loader during it, share of clusters missed, ...
+    prefill: sums over its prefill steps: steps, tokens, ms from sending to the last answer, read_bytes and reads of the
+        loader during them, answers of participants, and the counters of these
     decode: the same of its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
     mode: "exact" or "predicted"
-    cached_tokens: how many of the prompt's tokens were not computed: another text with this beginning had been
+    cached_tokens: how many of the prompt's tokens were not computed, because another text has the same prefix
     """
 
     request: str
@@ -122,12 +122,12 @@ class Finished(Message):
 
 @message
 class Scored(Message):
-    """One stretch of the text is rated.
+    """One piece of the text is scored.
 
     request: as in `Score`
     position: position of its first token in the text
-    row: row of the exchange segment's logits that holds those after the first token, until `Next`
-    rows: length of the stretch in tokens
+    row: row of the exchange segment with the logits after the first token, valid until `Next`
+    rows: length of the piece in tokens
     nll: negative natural logarithm of the probability of each token that follows; one less than rows at the end of
         the text
     """
@@ -141,10 +141,10 @@ class Scored(Message):
 
 @message
 class ScoreFinished(Message):
-    """The whole text is rated.
+    """The whole text is scored.
 
     request: as in `Score`
-    tokens: number of tokens that were rated: all but the first
+    tokens: number of tokens that were scored: all but the first
     nll_mean: mean over these; the perplexity is its exponential
     seconds: from `Score` to here
     """
@@ -162,11 +162,11 @@ class ProcessStatus(Message):
     role: as in `Hello`
     index: as in `Hello`
     pid: process id; 0 when there is none at the moment
-    state: the coordinator's verdict: "silent" is what a process cannot say of itself
+    state: as the coordinator sees it
     core: the processor it is pinned to
     step: as in `Beat`
     outstanding: how many requests it has not answered
-    restarts: how often it was lost and started again; a seat that changes hands does not count
+    restarts: how often it was lost and restarted; replacing it by `swap` does not count
     """
 
     role: str
@@ -181,10 +181,10 @@ class ProcessStatus(Message):
 
 @message
 class WarmUp(Message):
-    """How much of what is loaded ahead of need is there, in `Status` and `Snapshot`: of what the cache asked the loader
-    for when one of the two started last.
+    """Progress of warm-up, in `Status` and `Snapshot`: of what the cache asked the loader to load when one of the two
+    started last.
 
-    loaded_bytes: arrived, by requests that came meanwhile too
+    loaded_bytes: loaded so far, also by requests
     total_bytes: all of it
     """
 
@@ -212,7 +212,7 @@ class Status(Message):
     ready: whether requests are served
     plan: id of the plan
     mode: "exact" or "predicted"
-    processes: one for each seat of the plan, in the order of the board's lines and the trace's rings
+    processes: one for each process of the plan, in the order of the board's lines and the trace's rings
     memory_bytes: processes and segments together
     memory_peak_bytes: the most it was
     memory_limit_bytes: what the plan allows
@@ -223,9 +223,9 @@ class Status(Message):
     tokens: tokens generated
     uptime_s: since the coordinator started
     flash_bytes: read since the loader started
-    throttle_share: share of the time in which the run pauses, by `Throttle`
+    throttle_share: share of the time that the run pauses, by `Throttle`
     cached_tokens: prompt tokens that were not computed, as in `Finished`
-    warm_up: absent until the cache has asked for something, and with a loader that does not tell
+    warm_up: absent until the cache has asked for something, and with a loader that does not report it
     """
 
     run: str

@@ -12,8 +12,8 @@ class Life(Message):
 
     role: as in `Hello`
     index: as in `Hello`
-    state: the coordinator's verdict
-    detail: why, one line; empty when it went as expected
+    state: as the coordinator sees it
+    detail: the reason, one line; empty when all is as expected
     """
 
     role: str
@@ -24,26 +24,27 @@ class Life(Message):
 
 @message
 class StepEvent(Message):
-    """Steps of one kind, decode or prefill, were done, and their tokens were told. The event is sent once 25 ms have
-    passed since the first of them was sent: one that takes much longer has its own. Where both kinds are told at once,
-    prefill comes first. Figures are sums over the steps; counts and waiting times are from the participants' counters.
+    """Steps of one kind, decode or prefill, were done, and their tokens were sent to clients. The event is sent once
+    25 ms have passed since the first of these steps was sent, so a step that takes much longer has its own. If events
+    of both kinds are due, prefill comes first. Figures are sums over the steps; counts and waiting times are from the
+    participants' counters.
 
     step: number of the last one
     batch: tokens computed: sequences of a decode step, tokens of a prefill
     prefill: whether they were prefills
     ms: from sending a step to the last answer
     misses: cluster parts that were not in memory
-    read_bytes: read from flash meanwhile
-    tokens: tokens that they gave to clients
-    tbt_ms: the longest time since the token before of any token of a step; 0 where all were the first of their texts
-    reads: reads of the loader meanwhile
-    looked_up: cluster parts that computing came to: the misses among them
-    rows: of gates, ups and downs together, read from slots
-    positions: whose keys and values were read, of each layer and head
-    flash_ms: of it waited for flash, a mean over the participants
-    barrier_ms: of it waited for other participants, likewise
-    steps: how many they are
-    gaps_ms: what `tbt_ms` sums up, one by one, without the zeros
+    read_bytes: read from flash during the steps
+    tokens: tokens that were sent to clients
+    tbt_ms: for each step the longest time between a token and the one before it in its text; 0 if all were the first
+    reads: reads of the loader during the steps
+    looked_up: cluster parts that were needed, misses included
+    rows: rows of gates, ups and downs together that were read from slots
+    positions: positions whose keys and values were read, counted for each layer and head
+    flash_ms: part of `ms` spent waiting for flash, mean over the participants
+    barrier_ms: part of `ms` spent waiting for other participants, likewise
+    steps: number of steps
+    gaps_ms: the times of which `tbt_ms` is the sum, without the zeros
     """
 
     step: int

@@ -15,12 +15,12 @@ FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "interna
 class Hello(Message):
     """The first message of a service. Until `Welcome` arrives nothing else is sent.
 
-    role: what the process does: "prefill", "decode", "loader", "cache", or a name of its own
+    role: "prefill", "decode", "loader", "cache", or a name of its own
     index: number among the processes of this role, from 0
     pid: process id
-    incarnation: how often the supervisor had started this role and index before
+    incarnation: how many processes the supervisor had started before for this role and index
     protocol: version of the wire it speaks, "major.minor"
-    slots: how many requests it takes before it has answered the first; 0 for one that takes no work
+    slots: how many pieces of work it takes before it has answered the first; 0 if it takes none
     core: the processor it is pinned to
     """
 
@@ -35,8 +35,8 @@ class Hello(Message):
 
 @message
 class Welcome(Message):
-    """The service belongs to the run: the answer to `Hello`. A coordinator that was restarted also sends it to a
-    service whose `Beat` it cannot place.
+    """The service belongs to the run: the answer to `Hello`. A restarted coordinator also sends it when it gets a
+    `Beat` from a service that it does not know yet.
 
     run: id of the run
     coordinator_pid: process id of the coordinator
@@ -50,7 +50,7 @@ class Welcome(Message):
 
 @message
 class Reject(Message):
-    """The peer is not taken: it speaks another major version, or the plan has no such role and index.
+    """The peer is refused: it speaks another major version, or the plan has no such role and index.
 
     reason: one line for a person
     """
@@ -72,16 +72,16 @@ class Ready(Message):
 
 @message
 class Beat(Message):
-    """A sign of life, every 250 ms while there is nothing to do, and between two pieces of work. A process that is not
-    at work and is not heard for 5 s is silent, as is one that a signal has stopped; one that is at work while `step`
+    """A sign of life, every 250 ms while there is nothing to do, and between two pieces of work. A process without
+    work that sends nothing for 5 s is silent, and so is one that a signal has stopped. A process with work whose `step`
     stays the same for too long is stuck.
 
     role: as in `Hello`
     index: as in `Hello`
-    state: what the process says of itself
+    state: the process's own view
     step: the step under way, or the last one done; any number that grows with the work where there are no steps
-    busy_ms: for how long it has been at it; 0 when idle
-    counters: figures of this role, for monitors; of a loader: reads in_flight, trigger_waiting and value_waiting
+    busy_ms: how long the work under way has taken so far; 0 when idle
+    counters: figures of this role, for monitors; a loader's: reads in_flight, trigger_waiting and value_waiting
         cluster parts, trigger_free and value_free slots
     """
 
@@ -95,12 +95,12 @@ class Beat(Message):
 
 @message
 class Drain(Message):
-    """Finish what is under way, take nothing new, answer `Drained` and exit with status 0."""
+    """Finish the work under way, take no new work, answer `Drained` and exit with status 0."""
 
 
 @message
 class Drained(Message):
-    """Nothing is left to do; the process exits.
+    """No work is left; the process exits.
 
     role: as in `Hello`
     index: as in `Hello`
@@ -114,10 +114,10 @@ class Drained(Message):
 class Failed(Message):
     """The last message of a process that cannot go on.
 
-    code: what kind of trouble; "damaged" is data whose checksum is wrong, "mismatch" a plan, package or segment that
-        does not belong here
+    code: kind of failure; "damaged": data with a wrong checksum; "mismatch": a plan, package or segment that does not
+        belong to this run
     message: one line for a person
-    detail: the traceback, or what else explains it
+    detail: the traceback, or another explanation
     """
 
     code: FailureCode

@@ -16,11 +16,11 @@ def _whole_words(name: str, packed: bytes) -> None:
 
 @message
 class Reset(Message):
-    """From the cache, before anything else and whenever one of the two was restarted: forget all slots and what is
-    queued as prefetch or warm-up, keep the demands, finish the reads in flight, leave no word loading, then answer
-    `ResetDone`.
+    """The cache's first message, and sent again whenever cache or loader was restarted: forget all slots, prefetches
+    and warm-ups, keep the demands, finish the reads in flight, leave no entry loading, then answer `ResetDone`.
 
-    generation: grows with every reset, one that has not grown is dropped; from now on so are messages of another one
+    generation: grows with every reset. A reset whose generation has not grown is dropped, and from now on so are
+        messages of other generations
     """
 
     generation: int
@@ -28,7 +28,7 @@ class Reset(Message):
 
 @message
 class Grant(Message):
-    """From the cache: these slots are free and now the loader's, until it has put a cluster into them.
+    """From the cache: these slots are free; they belong to the loader until it has put a cluster into them.
 
     generation: that of the last `Reset`
     part: 0 trigger, 1 value
@@ -45,11 +45,11 @@ class Grant(Message):
 
 @message
 class Warm(Message):
-    """From the cache: load these clusters when nothing more urgent waits.
+    """From the cache: load these clusters when there is nothing more urgent to read.
 
     generation: that of the last `Reset`
     parts: 1 trigger, 2 value, 3 both, in one read
-    clusters: residency word indices, little-endian uint32
+    clusters: cluster indices, little-endian uint32
     pinned: whether they are never to be evicted
     """
 

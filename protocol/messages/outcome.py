@@ -9,7 +9,7 @@ from neuronpipe.protocol.messages.lifecycle import FailureCode
 
 @message
 class StepDone(Message):
-    """This worker's share of the step is done. When all participants have said so the logits are complete.
+    """This worker's share of the step is done. When all participants have sent this the logits are complete.
 
     step: as in `Step`
     epoch: as in `Step`
@@ -25,7 +25,7 @@ class StepDone(Message):
 
 @message
 class Prefilled(Message):
-    """The keys and values of all tokens are in place, and the logits that were asked for.
+    """The keys and values of all tokens are written, and the requested logits too.
 
     step: as in `Prefill`
     epoch: as in `Prefill`
@@ -41,8 +41,8 @@ class Prefilled(Message):
 
 @message
 class StepAbandoned(Message):
-    """The worker left the step: the epoch word changed, or the loader would not take its demand; nothing it wrote
-    counts. When the epoch is still the present one the coordinator advances it, so that the others leave too.
+    """The worker left the step: the epoch word changed, or the loader did not take its demand. What it wrote does not
+    count. If the epoch is still the present one the coordinator advances it, so that the others leave too.
 
     step: as in the request
     epoch: as in the request
@@ -56,12 +56,12 @@ class StepAbandoned(Message):
 
 @message
 class StepFailed(Message):
-    """The worker cannot compute this step, and another attempt may fare no better.
+    """The worker cannot compute this step, and another attempt may fail too.
 
     step: as in the request
     epoch: as in the request
     index: which worker of its role
-    code: what kind of trouble, as in `Failed`
+    code: kind of failure, as in `Failed`
     message: one line for a person
     """
 

@@ -21,30 +21,30 @@ class Bias(Message):
 
 @message
 class Generate(Message):
-    """Continue a text. Answered by `Accepted`, then one `Token` each, then `Finished`; or by `Refused` alone.
+    """Continue a text. Answered by `Accepted`, then a `Token` for each token, then `Finished`; or by `Refused`.
 
     request: the client's name for it
     prompt: the text; exactly one of prompt and tokens is given
-    tokens: the text as token ids, taken as they are: no token is put before them
-    frame: whether the tokenizer puts its own begin and end tokens round the prompt; chat templates write them
-        themselves
+    tokens: the text as token ids, used as they are: no begin token is added
+    frame: whether the tokenizer adds its begin and end tokens to the prompt; chat templates write them themselves
     max_tokens: most tokens to generate
     temperature: 0 takes the most likely token
-    top_k: draw from the k most likely tokens; 0 from all
-    top_p: draw from the smallest set of tokens whose probability reaches this; 1 from all
-    min_p: draw from tokens at least this fraction as likely as the most likely one, at this temperature; 0 from all
-    repetition_penalty: positive logits of tokens of the prompt or the answer are divided by it, others multiplied
-    frequency_penalty: taken off a token's logit for each time that it stands in the answer
-    presence_penalty: taken off a token's logit if it stands in the answer
+    top_k: sample from the k most likely tokens; 0: from all
+    top_p: sample from the smallest set of tokens whose probability reaches this; 1: from all
+    min_p: sample from tokens at least this fraction as likely as the most likely one, at this temperature; 0: from all
+    repetition_penalty: for tokens of the prompt or the answer, positive logits are divided by it, others multiplied
+    frequency_penalty: subtracted from a token's logit for each time that it occurs in the answer
+    presence_penalty: subtracted from a token's logit if it occurs in the answer
     logit_bias: added to the logits of these tokens, after the penalties
-    ignore_end: whether end tokens are never drawn
-    grammar: what the answer is to be: "json", any JSON object, or a JSON schema. Only tokens that go on with it are
-        drawn, an end token only where it may end; where nothing can follow, the answer ends with reason "end"
-    logprobs: of each token the logarithm of its probability, and so many most likely alternatives, up to 20; nil: none
+    ignore_end: whether end tokens are never sampled
+    grammar: the form of the answer: "json" for any JSON object, or a JSON schema. Only tokens that can continue it are
+        sampled, end tokens only where it may end; where nothing can follow, the answer ends with reason "end"
+    logprobs: how many of the most likely tokens to report with each token, up to 20, with logarithms of probabilities;
+        0: the token itself only; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
-    share_prefix: whether keys and values of its beginning may be taken from other texts that begin so; the tokens are
-        the same either way
+    share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
+        either way
     """
 
     request: str
@@ -75,7 +75,7 @@ class Generate(Message):
 @message
 class Cancel(Message):
     """End a request. A `Generate` is answered by `Finished` with reason "cancelled", a `Score` by `Refused` with code
-    "cancelled"; a name that is not known is passed over, since the request may just have ended.
+    "cancelled". An unknown name is ignored, since the request may just have ended.
 
     request: as in `Generate` or `Score`
     """
@@ -85,14 +85,14 @@ class Cancel(Message):
 
 @message
 class Score(Message):
-    """Rate a text that is given: how unlikely the model finds each token after those before it. Answered by
-    `Scored` for one stretch after the other, each on `Next`, then `ScoreFinished`; or by `Refused`.
+    """Score a given text: how unlikely the model finds each token after those before it. Answered by `Scored` for one
+    piece after the other, each after `Next`, then `ScoreFinished`; or by `Refused`.
 
     request: the client's name for it
     tokens: the text as token ids; exactly one of tokens and text is given
     text: the text
-    path: who computes: the decode workers, token by token, or a prefill worker, a chunk at a time
-    logits: whether the client reads the logits of each stretch from the exchange segment
+    path: the decode workers compute it, token by token, or a prefill worker, a chunk at a time
+    logits: whether the client reads the logits of each piece from the exchange segment
     """
 
     request: str
@@ -108,8 +108,8 @@ class Score(Message):
 
 @message
 class Next(Message):
-    """The client has read the logits of the last `Scored`; the rows may be written again. Needed only when logits
-    were asked for.
+    """The client has read the logits of the last `Scored`; the rows may be overwritten. Needed only when `logits` was
+    set.
 
     request: as in `Score`
     """
@@ -119,15 +119,15 @@ class Next(Message):
 
 @message
 class AskStatus(Message):
-    """How is the run? Answered by `Status`."""
+    """Answered by `Status`."""
 
 
 @message
 class Throttle(Message):
-    """Pause between steps: the device is too hot, or is wanted for something else. Not answered; the last one counts.
+    """Pause between steps: the device is too hot, or busy with something else. Not answered; the last one counts.
 
-    share: of the time that is to be rested, from 0 to 0.95; after each step the pause is its time * share / (1 - share)
-    for_s: for how long this holds, at most 600; who goes on wanting it asks again
+    share: of the time to pause, from 0 to 0.95; the pause after a step is the step's time * share / (1 - share)
+    for_s: how long this holds, at most 600; send it again to prolong it
     """
 
     share: float

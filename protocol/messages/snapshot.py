@@ -14,13 +14,13 @@ class ProcessView(Message):
     role: as in `Hello`
     index: as in `Hello`
     pid: process id; 0 when there is none at the moment
-    state: the coordinator's verdict
+    state: as the coordinator sees it
     core: the processor it is pinned to
     step: as in `Beat`
-    restarts: how often it was lost and started again; a seat that changes hands does not count
-    cpu: processor time it used over the time that passed, of late; 1 is one core
-    memory_bytes: its own, shared memory left out and pages shared by several processes by their share
-    doing: shares of the time of late by what it did, by the labels of groups of spans
+    restarts: how often it was lost and restarted; replacing it by `swap` does not count
+    cpu: processor time it used lately, over the time that passed; 1 is one core
+    memory_bytes: its own, without shared memory; of pages that several processes share, its share
+    doing: shares of the recent time by activity, named by the labels of groups of spans
     """
 
     role: str
@@ -39,9 +39,9 @@ class ProcessView(Message):
 class Region(Message):
     """A part of the run's shared memory, in `Snapshot`.
 
-    name: "fixed" tensors, keys and values ("kv"), "hot" neurons that stay for good, "cold" ones that come and go
+    name: "fixed" tensors, keys and values ("kv"), "hot" neurons that stay, "cold" ones that are replaced
     total_bytes: its size
-    used_bytes: of it holds something
+    used_bytes: how much of it is in use
     """
 
     name: str
@@ -51,11 +51,11 @@ class Region(Message):
 
 @message
 class StripRow(Message):
-    """A process in the strip of the last steps, in `Snapshot`.
+    """A process on the time line of the last steps, in `Snapshot`.
 
     name: "role.index"
-    cells: a letter for each of equal stretches of time: what the process did for most of it, by the letters of groups
-        of spans; "." is nothing
+    cells: a letter for each of equal periods: what the process did for most of it, by the letters of groups of spans;
+        "." is nothing
     """
 
     name: str
@@ -88,13 +88,13 @@ class Snapshot(Message):
     memory_limit_bytes: what the plan allows
     regions: of shared memory
     slots: for cluster parts, of the hot and cold regions together
-    slots_free: of them hold nothing
+    slots_free: how many of them are free
     warm_up: as in `Status`
-    hit_rate: share of the cluster parts that computing came to and found, of late
+    hit_rate: share of the needed cluster parts that were resident, of late
     flash_bytes_per_s: read of late
     flash_reads_per_s: likewise
     flash_bytes_per_token: of late
-    flash_waiting: cluster parts asked for and not being read yet
+    flash_waiting: cluster parts that were requested and are not being read yet
     flash_in_flight: reads under way
     dram_bytes_per_s: what computing had to read from memory of late, by its counters
     dram_bytes_per_token: likewise
@@ -102,10 +102,10 @@ class Snapshot(Message):
     participant_wait: share of step time that workers waited for each other, of late
     fired: of each layer, the share of its neurons that fired, of late
     resident: of each layer, the share of its cluster parts that are in memory
-    strip_ms: stretch of time that the strip shows
+    strip_ms: time that the time line shows
     strip_steps: numbers of the steps in it
-    strip: what the processes did in the last steps
-    processes: one for each seat of the plan
+    strip: the time line: what the processes did in the last steps
+    processes: one for each process of the plan
     """
 
     run: str

@@ -9,14 +9,14 @@ from neuronpipe.protocol.codec import Message, message
 
 @message
 class Step(Message):
-    """To every decode worker: compute one token of each of these sequences, together. The three lists have one
-    entry per sequence and the same order; the logits of entry i go to row i of the exchange segment.
+    """To every decode worker: compute one token of each of these sequences, together. The three lists have one item
+    per sequence, in the same order; the logits of item i go to row i of the exchange segment.
 
-    step: number of the step; a step that is run again after a failure keeps its number
+    step: number of the step; a step that is repeated after a failure keeps its number
     epoch: value of the epoch word for which this attempt is valid
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
-    tokens: the tokens whose successors are wanted
+    tokens: the input tokens, one of each sequence
     """
 
     step: int
@@ -32,15 +32,15 @@ class Step(Message):
 
 @message
 class Prefill(Message):
-    """To a prefill worker: run these tokens of one sequence through all layers and leave their keys and values in
+    """To a prefill worker: run these tokens of one sequence through all layers and write their keys and values to
     the KV segment. Logits go to the rows of the exchange segment from row 0 on, in the order of the tokens.
 
-    step: number of the step, from the same count as that of `Step`
+    step: number of the step, from the same counter as that of `Step`
     epoch: value of the epoch word for which this attempt is valid
     sequence: KV slot
     position: position of the first token
-    tokens: at most as many as the plan's prefill chunk
-    logits: of which tokens logits are wanted
+    tokens: at most the plan's prefill chunk
+    logits: for which tokens logits are computed
     copy_from: another KV slot with the same tokens before `position`: their keys and values are copied from there first
     """
 
