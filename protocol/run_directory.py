@@ -71,20 +71,20 @@ class RunFacts(Message):
     model: name of the package
     mode: "exact" or "predicted"
     quantization: of the neurons
-    seats: every process there is to be, "role.index", with blanks between them, in the order of the board's lines and
-        the trace's rings
+    seats: all processes of the plan, "role.index", separated by blanks, in the order of the board's lines and the
+        trace's rings
     layers: of the model
     neurons: of one layer, of all its experts
-    clusters: of one layer: words of the residency segment, for each part
+    clusters: of one layer: as many residency entries of each part
     participants: of the residency segment
     trigger_slots: slots for trigger parts
-    value_slots: slots for up and down parts
+    value_slots: slots for value parts
     trigger_slot_bytes: size of one
     value_slot_bytes: size of one
     fixed_bytes: attention, norms, embeddings, predictor
     kv_bytes: keys and values of all sequences
     step_bytes: read from memory by every step, whatever its tokens are
-    row_bytes: of a neuron's gate, up or down
+    row_bytes: of one row of a neuron: gate, up or down
     position_bytes: keys and values of one position, of all layers and heads
     context_tokens: positions that a sequence has
     """

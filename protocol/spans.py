@@ -14,7 +14,7 @@ FIELDS = (
     ("8", "end_ns", "8 bytes; when it ended; the spans of a ring are in this order"),
     ("16", "kind", "2 bytes; number of a kind"),
     ("18", "layer", "2 bytes; 0 where there is none"),
-    ("20", "value", "4 bytes; what the kind says"),
+    ("20", "value", "4 bytes; its meaning depends on the kind"),
     ("24", "step", "8 bytes; number of the step, as in `Step` and `Prefill`; 0 where there is none"),
 )
 """Offset in bytes, name and meaning. Little-endian."""
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(1, "step", "decode, prefill", "a whole step, the spans below within it", "tokens"),
+    Kind(1, "step", "decode, prefill", "a whole step; contains the spans below", "tokens"),
     Kind(2, "qkv", "decode, prefill", "heads of queries, keys and values", ""),
     Kind(3, "attend", "decode, prefill", "attention of some heads", ""),
     Kind(4, "project", "decode, prefill", "rows of the attention's output", ""),
@@ -46,6 +46,6 @@ KINDS = (
     Kind(13, "send", "coordinator", "handing out a step", "participants"),
     Kind(14, "await", "coordinator", "from the last message sent to the last answer", "tokens"),
     Kind(15, "sample", "coordinator", "reading logits and drawing tokens", "tokens"),
-    Kind(16, "tell", "coordinator", "everything between a step's logits and the next step: text, clients", "messages"),
+    Kind(16, "tell", "coordinator", "all work between a step's logits and the next step: text, clients", "messages"),
 )
 """In the order of their numbers."""

@@ -31,8 +31,8 @@ TRACE_SPANS = 4096
 
 
 def board(*, processes: int) -> Layout:
-    """Who lives, what the run takes and what flash gave, to be read without asking anybody. One line for each process,
-    in the order of the plan's seats."""
+    """Which processes live, the run's memory, and figures of flash, to be read without a message. One line for each
+    process, in the order of the plan."""
     fields = Fields("board", 6, {"processes": processes})
     fields.add(
         "processes",
@@ -65,7 +65,7 @@ def board(*, processes: int) -> Layout:
         "processes",
         by="supervisor",
         to="coordinator",
-        ordering="1: this process is to go, for a successor or with the run; single words, no order among them",
+        ordering="1: this process is to end, for a successor or with the run; single words, no order among them",
     )
     fields.add(
         "seated",
@@ -73,13 +73,13 @@ def board(*, processes: int) -> Layout:
         "processes",
         by="coordinator",
         to="supervisor, monitor",
-        ordering="incarnation + 1 of the last process here that said Ready; single words, no order among them",
+        ordering="incarnation + 1 of the last process here that sent Ready; single words, no order among them",
     )
     return fields.layout()
 
 
 def trace(*, rings: int, spans: int = TRACE_SPANS) -> Layout:
-    """What every process did of late: one ring for each process, in the order of the board's lines. spans: of a ring, a
+    """What every process did lately: one ring for each process, in the order of the board's lines. spans: of a ring, a
     power of two; of 32 bytes each, in four words: see the fields of a span."""
     fields = Fields("trace", 7, {"rings": rings, "spans": spans})
     fields.add(

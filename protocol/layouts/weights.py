@@ -44,9 +44,9 @@ def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, valu
 
 
 def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_ENTRIES) -> Layout:
-    """Which cluster is where, and which are wanted. clusters: layers * experts * clusters, for each part; participants:
-    workers with a window and a ring of requests, decode workers first, then prefill workers; ring_entries: of a ring, a
-    power of two."""
+    """Which clusters are resident, and which are requested. clusters: layers * experts * clusters, for each part;
+    participants: workers with a read window and a request ring, decode workers first, then prefill workers;
+    ring_entries: of a ring, a power of two."""
     fields = Fields("residency", 3, {"clusters": clusters, "participants": participants, "ring_entries": ring_entries})
     fields.add(
         "arrivals",
