@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetitions", type=int, default=5, metavar="N", help="of each test, after a warm-up (default: %(default)s)"
     )
     parser.add_argument("--workload", metavar="PRESET", help="of a synthetic package: the preset to run")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to rows kept from --json")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to rows saved from --json")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens of the last test")
     add_plan_arguments(parser)
     add_use_argument(parser)
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--versus",
         action="append",
         metavar="ROLE=IMPLEMENTATION",
-        help="compare what --use asks for (our own without it) with this, in one run; may be given again",
+        help="compare the implementation of --use (default: our own) with this one, in one run; may be given again",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON list")
 

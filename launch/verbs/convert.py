@@ -23,20 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=QUANTIZATIONS,
         default="q4",
-        help="of the weights in the package (default: %(default)s)",
+        help="quantization of the weights in the package (default: %(default)s)",
     )
     parser.add_argument(
         "--activation",
         choices=ACTIVATIONS,
-        help="of the feed-forward layers, where the source does not say or says it wrongly",
+        help="activation of the feed-forward layers, if the source states none or a wrong one",
     )
     parser.add_argument(
         "--frequencies",
         type=Path,
         metavar="FILE.npy",
-        help="how often each neuron fires, float [layers, experts, neurons]: hot ones first",
+        help="how often each neuron fires, float [layers, experts, neurons]; hot neurons are stored first",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, where the source has none")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, if the source has none")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
     parser.add_argument("--name", help="name of the model in the package")
     parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")

@@ -17,10 +17,10 @@ from neuronpipe.plans.package.reader import Package
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     parser.add_argument(
-        "--activations", action="store_true", help="of a synthetic package: requested statistics beside measured ones"
+        "--activations", action="store_true", help="of a synthetic package: compare requested and measured statistics"
     )
-    parser.add_argument("--preset", default="default", help="workload that is computed (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=384, metavar="N", help="tokens computed (default: %(default)s)")
+    parser.add_argument("--preset", default="default", help="workload to compute (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=384, metavar="N", help="tokens to compute (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.plan import read_plan
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     add_plan_arguments(parser)
-    parser.add_argument("--gateway", action="store_true", help="with a gateway, as `serve` obeys")
+    parser.add_argument("--gateway", action="store_true", help="a plan for `serve`: with a gateway")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan, for --plan FILE")
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--diff", type=Path, metavar="FILE", help="show where the plan differs from this one")

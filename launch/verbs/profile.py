@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recall",
         type=float,
         default=DEFAULT_RECALL,
-        help="wanted share of active neurons that are predicted (default: %(default)s)",
+        help="share of the active neurons that the predictor is to find (default: %(default)s)",
     )
     parser.add_argument(
         "--reads",
         choices=("attention", "feed_forward"),
         default="feed_forward",
-        help="what is read: the input of attention is known earlier, that of the feed-forward says more (default)",
+        help="the predictor's input: attention's is known earlier, the feed-forward's predicts better (default)",
     )
     parser.add_argument(
         "--sides", choices=("auto", "trigger", "both"), default="auto", help="predict gates, or gates and ups (drelu)"

@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         default=HOST,
-        help="address to listen on; one that others can reach needs a key (default: %(default)s)",
+        help="address to listen on; any but loopback needs a key (default: %(default)s)",
     )
-    parser.add_argument("--port", type=int, default=PORT, help="0 for any that is free (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=PORT, help="0 takes any free port (default: %(default)s)")
     parser.add_argument(
-        "--key", metavar="KEY", help=f"what clients have to show (default: {KEY_VARIABLE} of the environment)"
+        "--key", metavar="KEY", help=f"key that clients must send (default: {KEY_VARIABLE} of the environment)"
     )
     add_plan_arguments(parser)
     add_use_argument(parser)
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         metavar="DIR",
-        help="a live run to join, or where to make the directory of a new one (default: a new one)",
+        help="directory of a live run to serve, or of a new run (default: a new run)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object when it is ready")
 

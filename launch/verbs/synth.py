@@ -18,8 +18,8 @@ from neuronpipe.plans.synth.shapes import SHAPES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
     parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also write a shape twin for other engines")
-    parser.add_argument("--seed", type=int, default=0, help="of all random weights (default: %(default)s)")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also write a GGUF of the same shape")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random weights (default: %(default)s)")
     parser.add_argument(
         "--predictor-quantization", choices=QUANTIZATIONS, default="q4", help="of the factors (default: %(default)s)"
     )

@@ -37,10 +37,10 @@ BATTERY_PATIENCE_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, metavar="DIR", help="run directory (default: the only live run)")
-    parser.add_argument("--once", action="store_true", help="look once and say how hot it is; needs no run")
-    parser.add_argument("--every", type=_seconds, default=EVERY_S, metavar="S", help="seconds between two looks (5)")
+    parser.add_argument("--once", action="store_true", help="report the temperatures once; needs no run")
+    parser.add_argument("--every", type=_seconds, default=EVERY_S, metavar="S", help="seconds between readings (5)")
     parser.add_argument("--sensors", type=Path, default=Path("/"), metavar="DIR", help="read DIR/sys instead of /sys")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each look")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per reading")
 
 
 def _seconds(text: str) -> float:

@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=float, default=EVERY_S, metavar="S", help="seconds between snapshots (default: %(default)s)"
     )
-    parser.add_argument("--invite", action="store_true", help="open a door: let whoever has the key watch over TCP")
+    parser.add_argument("--invite", action="store_true", help="let others watch over TCP, with a printed key")
     parser.add_argument(
-        "--host", default=LOOPBACK, help="--invite: address to listen at; 0.0.0.0 is every one (default: %(default)s)"
+        "--host", default=LOOPBACK, help="--invite: address to listen at; 0.0.0.0: all addresses (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=0, help="--invite: port to listen at (default: any)")
 
