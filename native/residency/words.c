@@ -1,4 +1,4 @@
-/* Looking clusters up in the residency words. */
+/* Looking clusters up in the residency entries. */
 #include "neuronpipe.h"
 
 uint32_t np_entry_look(uint32_t *word)

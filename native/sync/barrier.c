@@ -1,4 +1,4 @@
-/* The meeting of a step's participants.
+/* The barrier of a step's participants.
  *
  *   word      changed by                       ordering
  *   arrived   each participant; the last zeroes it  acquire-release: the last participant sees what all wrote before they came
@@ -7,7 +7,7 @@
  *
  * No lost wake-up: a participant counts itself in `waiters` and then looks at `phase`; the last participant changes `phase` and then looks
  * at `waiters`. Both orders are sequentially consistent, so at least one sees the other; and the futex compares `phase` again.
- * `arrived` is zeroed before `phase` changes, so a released participant that comes to the next meeting counts from zero.
+ * `arrived` is zeroed before `phase` changes, so a released participant that reaches the barrier again counts from zero.
  *
  * A participant that leaves because of the epoch (or dies) stays counted in `arrived`: nobody uses the barrier again until
  * np_barrier_reset. A sleeper that died stays counted in `waiters`, which costs needless wake-ups and nothing else. */

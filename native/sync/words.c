@@ -26,6 +26,6 @@ void np_long_store(uint64_t *word, uint64_t value)
 {
     __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
     /* A sequentially consistent store alone does not keep a later acquire load behind it (ldapr may pass stlr on Arm), and a
-     * worker looks at residency words right after it published its window. */
+     * worker looks at residency entries right after it published its window. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }

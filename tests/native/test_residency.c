@@ -1,4 +1,4 @@
-/* Residency words: looking up, CLOCK, and that no slot is reused under a worker's window. */
+/* Residency entries: looking up, CLOCK, and that no slot is reused under a worker's window. */
 #include <pthread.h>
 
 #include "require.h"
