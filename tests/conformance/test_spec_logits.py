@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from neuronpipe.launch.attached import attach
-from neuronpipe.launch.rating import kept_logits, rate
+from neuronpipe.launch.client import attach
+from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
@@ -82,7 +82,7 @@ def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[st
         attach(run.path) as client,
         kept_logits(out, RunDirectory(run.path), package, made, len(TEXT)) as keep,
     ):
-        rate(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
+        score(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     return np.asarray(np.load(out))
 
 
