@@ -30,10 +30,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from neuronpipe.protocol.codec import Message, from_map, message, to_map
-from neuronpipe.protocol.errors import NotRunning, UserError, WireError
+from neuronpipe.protocol.errors import NotRunning, UserError, WireError, quoted
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
+from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.version import MAJOR, VERSION
 
@@ -361,21 +362,25 @@ class RunDirectory:
             if path.stat().st_uid != os.getuid():
                 raise UserError(f"{path}: belongs to another user; attach as that user")
             with path.open("rb") as stream:
-                content = json.loads(stream.read(RUN_FILE_MOST_BYTES))
-            spoken = content.get("protocol") if isinstance(content, dict) else None
-            if isinstance(spoken, str) and spoken.partition(".")[0] != str(MAJOR):
-                raise UserError(f"{path}: protocol: {spoken} is not {VERSION}; use the neuronpipe that started the run")
-            return from_map(RunFile, content)
+                data = stream.read(RUN_FILE_MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             raise NotRunning(f"{self.path}: no run here; start one with `neuronpipe up`") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}; name another run") from error
+        damaged = f"the file is damaged, remove {self.path}"
+        try:
+            content = json_object(data, str(path))
+        except UserError as error:
+            raise UserError(f"{error}; {damaged}") from None
+        spoken = content.get("protocol")
+        if isinstance(spoken, str) and spoken.partition(".")[0] != str(MAJOR):
+            raise UserError(
+                f"{path}: protocol: {quoted(spoken)} is not {VERSION}; use the neuronpipe that started the run"
+            )
+        try:
+            return from_map(RunFile, content)
         except WireError as error:
-            raise UserError(f"{path}: {error}; the file is damaged, remove {self.path}") from error
-        except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{path}: no JSON; the file is damaged, remove {self.path}") from error
+            raise UserError(f"{path}: {error}; {damaged}") from None
 
 
 def base() -> Path:

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments, spans
-from neuronpipe.protocol.codec import Message, Vocabulary, describe
+from neuronpipe.protocol.codec import Message, Vocabulary
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
+from neuronpipe.protocol.schema import describe
 from neuronpipe.protocol.version import MAGIC, VERSION
 
 PATH = Path(__file__).parent / "SPEC.md"

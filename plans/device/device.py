@@ -1,4 +1,4 @@
-"""The device profile: what was found and measured on a machine. Plain data, to and from JSON; `id` names the machine.
+"""The device profile: what was found and measured on a machine. Plain data; `id` names the machine.
 
 The id covers what a plan relies on and what stays the same from one start to the next: not free memory, and not the
 measured speeds, which differ a little every time.
@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-from typing import Any
 
 from neuronpipe.plans.device.cores import Core
 
@@ -48,6 +47,10 @@ class FlashCurve:
     spread: float = 0.0  # of the least steady point: how far its repetitions lie from their median, as a share of it
     busy: float = 0.0  # share of the machine that other programs had meanwhile
 
+    def __post_init__(self) -> None:
+        if not self.points or any(p.request_bytes < 1 or p.depth < 1 or p.bytes_per_s <= 0 for p in self.points):
+            raise ValueError("a flash curve has points, and all of its figures are positive")
+
     def bytes_per_s(self, request_bytes: int, depth: int) -> float:
         """Speed to expect: at the nearest depth measured; between sizes a line on logarithmic scales, flat beyond."""
         nearest = min({point.depth for point in self.points}, key=lambda measured: abs(math.log(measured / depth)))
@@ -72,6 +75,12 @@ class MemorySpeed:
     pieces: tuple[PiecePoint, ...]
     spread: float = 0.0  # of the least steady figure: how far its second best repetition is below the best
     busy: float = 0.0  # share of the machine that other programs had meanwhile
+
+    def __post_init__(self) -> None:
+        figures = [self.threads, self.one_thread_bytes_per_s, self.sequential_bytes_per_s]
+        figures += [figure for point in self.pieces for figure in (point.piece_bytes, point.bytes_per_s)]
+        if not self.pieces or min(figures) <= 0:
+            raise ValueError("memory speeds have pieces, and all of their figures are positive")
 
     def piece_bytes_per_s(self, piece_bytes: int) -> float:
         """Speed to expect of pieces of this size; between sizes a line on logarithmic scales, flat beyond."""
@@ -107,41 +116,3 @@ class Device:
     def flash_engine(self) -> str:
         """The reader's engine to plan with: "io_uring" or "threads"."""
         return "io_uring" if self.io_uring else "threads"
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, with the id."""
-        return {"id": self.id, **dataclasses.asdict(self)}
-
-
-def device_from_json(data: dict[str, Any]) -> Device:
-    """The inverse of Device.to_json. Raises KeyError, TypeError or ValueError when it is none."""
-    fields = {name: value for name, value in data.items() if name != "id"}
-    fields["cores"] = tuple(Core(**core) for core in data["cores"])
-    fields["flash"] = None if data["flash"] is None else curve_from_json(data["flash"])
-    speed = data.get("memory_speed")
-    fields["memory_speed"] = None if speed is None else memory_speed_from_json(speed)
-    return Device(**fields)
-
-
-def curve_from_json(data: dict[str, Any]) -> FlashCurve:
-    """A flash curve from its plain values. Raises KeyError, TypeError or ValueError when it is none."""
-    points = tuple(FlashPoint(**point) for point in data["points"])
-    if not points or any(p.request_bytes < 1 or p.depth < 1 or not p.bytes_per_s > 0 for p in points):
-        raise ValueError("a flash curve has points, and all of its figures are positive")
-    return FlashCurve(
-        engine=str(data["engine"]),
-        direct=bool(data["direct"]),
-        points=points,
-        spread=float(data.get("spread", 0.0)),
-        busy=float(data.get("busy", 0.0)),
-    )
-
-
-def memory_speed_from_json(data: dict[str, Any]) -> MemorySpeed:
-    """Memory speeds from their plain values. Raises KeyError, TypeError or ValueError when they are none."""
-    speed = MemorySpeed(**{**data, "pieces": tuple(PiecePoint(**point) for point in data["pieces"])})
-    figures = [speed.threads, speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s]
-    figures += [value for point in speed.pieces for value in (point.piece_bytes, point.bytes_per_s)]
-    if not speed.pieces or not all(figure > 0 for figure in figures):
-        raise ValueError("memory speeds have pieces, and all of their figures are positive")
-    return speed

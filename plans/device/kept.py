@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.whole_file import whole_file
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.schema import from_json, json_object
 
 Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
 
@@ -102,13 +103,13 @@ def _ratio(new: Measured, kept: Measured) -> float:
 def kept_or_measured(
     path: Path,
     what: str,
-    parse: Callable[[dict[str, Any]], Measured],
+    kind: type[Measured],
     measure: Callable[[], Measured | None],
     say: Callable[[str], None],
 ) -> Measured | None:
     """What is kept in the file `path`, measured when there is nothing and measured again when that is due. `say` gets a
     line when it was; `what` names it there."""
-    record, now = _read(path, parse), time.time()
+    record, now = _read(path, kind), time.time()
     if record is None:
         measured = measure()
         if measured is not None:
@@ -122,9 +123,9 @@ def kept_or_measured(
     return follower.measured
 
 
-def keep(path: Path, parse: Callable[[dict[str, Any]], Measured], measured: Measured) -> None:
+def keep(path: Path, measured: Measured) -> None:
     """Keep a thorough measurement, unless it is doubtful and what is kept is not."""
-    record, now = _read(path, parse), time.time()
+    record, now = _read(path, type(measured)), time.time()
     if record is None or doubt(measured) is None or doubt(record.measured) is not None:
         _write(path, Record(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
     else:
@@ -143,19 +144,14 @@ def shown(measured: FlashCurve | MemorySpeed) -> str:
     return f"{best / 1e9:.1f} GB/s" if best >= 1e9 else f"{best / 1e6:.0f} MB/s"
 
 
-def _read(path: Path, parse: Callable[[dict[str, Any]], Measured]) -> Record[Measured] | None:
+def _read(path: Path, kind: type[Measured]) -> Record[Measured] | None:
     """What an earlier probe kept; None when there is none, or none that can be understood."""
+    record: Any = Record
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Record(
-            measured=parse(data["measured"]),
-            taken_at=float(data["taken_at"]),
-            agreed=int(data["agreed"]),
-            tries=int(data["tries"]),
-            tried_at=float(data["tried_at"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        kept: Record[Measured] = from_json(record[kind], json_object(path.read_bytes(), str(path)), str(path))
+    except (OSError, UserError):
         return None
+    return kept
 
 
 def _write(path: Path, record: Record[Measured]) -> None:

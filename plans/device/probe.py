@@ -13,7 +13,7 @@ from pathlib import Path
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
-from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed, curve_from_json, memory_speed_from_json
+from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
 from neuronpipe.plans.device.kept import keep, kept_or_measured
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
@@ -67,13 +67,13 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     if brief:
         return dataclasses.replace(
             device,
-            flash=kept_or_measured(flash_path, "flash", curve_from_json, flash, say),
-            memory_speed=kept_or_measured(memory_path, "memory", memory_speed_from_json, memory_speed, say),
+            flash=kept_or_measured(flash_path, "flash", FlashCurve, flash, say),
+            memory_speed=kept_or_measured(memory_path, "memory", MemorySpeed, memory_speed, say),
         )
     if (curve := flash()) is not None:
-        keep(flash_path, curve_from_json, curve)
+        keep(flash_path, curve)
     if (speed := memory_speed()) is not None:
-        keep(memory_path, memory_speed_from_json, speed)
+        keep(memory_path, speed)
     return dataclasses.replace(device, flash=curve, memory_speed=speed)
 
 

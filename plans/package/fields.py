@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -13,23 +12,11 @@ from typing import Any, BinaryIO, NoReturn
 
 from neuronpipe.plans.package.passing import forget, read_only_what_is_asked
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.schema import json_object
 
 MAX_JSON_BYTES = 64 << 20
 MAX_LINE_CHARACTERS = 1000
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise ValueError(f"the field {quoted(name)} appears twice")
-        result[name] = value
-    return result
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number here")
 
 
 def one_line(text: str) -> str:
@@ -39,13 +26,7 @@ def one_line(text: str) -> str:
 
 def parse_json(data: bytes, where: str) -> Record:
     """The JSON object in `data`. Duplicate fields, NaN and infinities are refused. Errors start with `where`."""
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: expected a JSON object")
-    return Record(value, where)
+    return Record(json_object(data, where), where)
 
 
 def read_json(path: Path) -> Record:

@@ -6,15 +6,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import shlex
-import types
-import typing
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 4
 MAX_PLAN_BYTES = 16 << 20
@@ -177,69 +175,22 @@ class Plan:
                 )
 
 
-def parse_plan(text: str, where: str) -> Plan:
+def parse_plan(data: bytes, where: str) -> Plan:
     """Read a plan; `where` names its file in errors. Raises UserError naming the field."""
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error}); make a plan with `neuronpipe plan`") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{where}: a plan is a JSON object; make one with `neuronpipe plan`")
-    if data.get("version") != VERSION:
-        raise UserError(
-            f"{where}: field 'version': {quoted(data.get('version'))}, this program reads {VERSION}; make a new plan"
-        )
-    plan_id = data.pop("id", None)
-    plan: Plan = _build(Plan, data, where, "")
-    if plan_id != plan.id:
-        raise UserError(f"{where}: field 'id' does not match the content; make a new plan with `neuronpipe plan`")
+        values = json_object(data, where)
+        if values.get("version") != VERSION:
+            found = quoted(values.get("version"))
+            raise UserError(f"{where}: field 'version': {found}, this program reads {VERSION}")
+        plan_id = values.pop("id", None)
+        plan = from_json(Plan, values, where)
+        if plan_id != plan.id:
+            raise UserError(f"{where}: field 'id' does not match the content")
+    except UserError as error:
+        raise UserError(f"{error}; make a new plan with `neuronpipe plan`") from None
     return plan
 
 
 def read_plan(path: Path) -> Plan:
     """Read a plan file."""
-    try:
-        text = read_file(path, MAX_PLAN_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: cannot be read as a plan: {error}") from None
-    return parse_plan(text, str(path))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number here")
-
-
-def _build(kind: Any, value: Any, where: str, field: str) -> Any:
-    """`value` as `kind`: dataclass, tuple of one kind, optional or scalar, checked strictly."""
-    wrong = UserError(f"{where}: field '{field}': expected {getattr(kind, '__name__', kind)}, found {quoted(value)}")
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise wrong
-        hints = typing.get_type_hints(kind)
-        if missing := hints.keys() - value.keys():
-            raise UserError(f"{where}: field {quoted(field + min(missing))} is missing")
-        if unknown := value.keys() - hints.keys():
-            raise UserError(f"{where}: field {quoted(field + min(unknown))} is unknown")
-        return kind(**{name: _build(hint, value[name], where, f"{field}{name}.") for name, hint in hints.items()})  # type: ignore[operator]
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise wrong
-        return tuple(_build(typing.get_args(kind)[0], item, where, f"{field}{i}.") for i, item in enumerate(value))
-    if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind):
-            raise wrong
-        return value
-    if isinstance(kind, types.UnionType):
-        return None if value is None else _build(typing.get_args(kind)[0], value, where, field)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise wrong from None
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):  # 1e999 reads as infinity
-        raise wrong
-    if isinstance(value, int) and abs(value) >= 1 << 63:
-        raise wrong
-    if isinstance(value, str) and not value.isprintable():  # reasons are shown, and a terminal obeys what is not
-        raise UserError(f"{where}: field '{field}': expected printable text, found {quoted(value)}")
-    return value
+    return parse_plan(read_file(path, MAX_PLAN_BYTES), str(path))

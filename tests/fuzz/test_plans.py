@@ -32,7 +32,7 @@ def values() -> Any:
 
 def obey(text: str) -> None:
     """What happens to a plan between the file and the first process."""
-    made = parse_plan(text, str(Path("plan.json")))
+    made = parse_plan(text.encode(), str(Path("plan.json")))
     validate(made, PACKAGE.manifest, "plan.json")
     for layout in run_layouts(PACKAGE.manifest, made).values():
         assert 0 < layout.total_bytes < 1 << 62

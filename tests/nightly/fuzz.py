@@ -120,7 +120,7 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
         "safetensors": (file("x", read_header), [weights, weights[: 8 + int.from_bytes(weights[:8], "little")]]),
         "configuration": (file("x.json", configuration), [(source / "config.json").read_bytes()]),
         "manifest": (lambda data: parse_manifest(data, "x"), [(DEMO / "manifest.json").read_bytes()]),
-        "plan": (lambda data: parse_plan(data.decode("utf-8", "replace"), "x"), [_plan()]),
+        "plan": (lambda data: parse_plan(data, "x"), [_plan()]),
         "run": (file("x.run", run_file), [b'{"protocol": "1.0", "run": "a", "supervisor_pid": 1}']),
         "chat": (lambda data: parse_body(data, ChatRequest), [CHAT]),
         "completion": (lambda data: parse_body(data, CompletionRequest), [COMPLETION]),

@@ -6,8 +6,9 @@ from typing import Any, Literal
 import msgpack
 import pytest
 from neuronpipe.protocol import codec
-from neuronpipe.protocol.codec import Message, Vocabulary, describe, encode, message
+from neuronpipe.protocol.codec import Message, Vocabulary, encode, message
 from neuronpipe.protocol.errors import UnknownType, WireError
+from neuronpipe.protocol.schema import describe
 
 
 @message

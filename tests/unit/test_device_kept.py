@@ -17,7 +17,7 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device import flash, kept, memory, probe
 from neuronpipe.plans.device.busy import Busyness
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint, curve_from_json
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.device.kept import DAY_S, MAX_AGE_DAYS, MAX_TRIES, RETRY_S, Record, keep, kept_or_measured
 
 START = 1.8e9
@@ -52,7 +52,7 @@ class Starts:
             self.measured += 1
             return finds
 
-        return kept_or_measured(self.file, "flash", curve_from_json, measure, self.said.append)
+        return kept_or_measured(self.file, "flash", FlashCurve, measure, self.said.append)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_date_that_lies_ahead_is_no_reason_to_keep_figures(starts: Starts) -> 
 
 def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) -> None:
     full = curve(1e8, sizes=(4096, 65536, 1 << 20))
-    keep(starts.file, curve_from_json, full)
+    keep(starts.file, full)
     starts.now = START + (MAX_AGE_DAYS + 1) * DAY_S
     assert starts.start(SAME) == full
     assert starts.start(BETTER, (MAX_AGE_DAYS + 1) * DAY_S) == BETTER
@@ -146,9 +146,9 @@ def test_a_thorough_curve_stays_where_a_brief_one_says_the_same(starts: Starts) 
 
 def test_the_doctors_measurement_is_kept_unless_it_is_the_doubtful_one(starts: Starts) -> None:
     starts.start(BUSY)
-    keep(starts.file, curve_from_json, WORSE)
+    keep(starts.file, WORSE)
     assert starts.start(GOOD) == WORSE
-    keep(starts.file, curve_from_json, curve(1e7, busy=0.5))
+    keep(starts.file, curve(1e7, busy=0.5))
     assert starts.start(GOOD) == WORSE
     assert starts.measured == 1
 
@@ -164,6 +164,40 @@ def test_a_damaged_record_is_measured_over(starts: Starts, text: str) -> None:
     starts.file.write_text(text)
     assert starts.start(GOOD) == GOOD
     assert json.loads(starts.file.read_text())["measured"]["points"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("agreed", "2"),
+        ("taken_at", float("nan")),
+        ("taken_at", True),
+        ("unheard_of", 1),
+        ("measured.engine", 5),
+        ("measured.points", []),
+        ("measured.points.0.bytes_per_s", 0),
+        ("measured.points.0.bytes_per_s", float("inf")),
+        ("measured.points.0.depth", 1.5),
+        ("measured.points.0.unheard_of", 1),
+    ],
+)
+def test_a_record_with_one_wrong_field_is_measured_over(starts: Starts, path: str, value: object) -> None:
+    assert starts.start(GOOD) == GOOD
+    record = json.loads(starts.file.read_text())
+    *folders, name = path.split(".")
+    place = record
+    for folder in folders:
+        place = place[int(folder) if folder.isdigit() else folder]
+    place[name] = value
+    starts.file.write_text(json.dumps(record))
+    assert starts.start(BETTER, 0) == BETTER
+    assert starts.measured == 2
+
+
+def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
+    found = memory_speed(4.7e9)
+    keep(tmp_path / "memory.json", found)
+    assert kept_or_measured(tmp_path / "memory.json", "memory", MemorySpeed, lambda: None, lambda line: None) == found
 
 
 def test_memory_and_flash_are_compared_by_the_figures_that_both_have() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device import flash, memory
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint, device_from_json
+from neuronpipe.plans.device.cores import Core
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.flash import measure
 from neuronpipe.plans.device.probe import probe
 
@@ -120,36 +121,21 @@ def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Pa
 
 
 def device(**changes: object) -> Device:
-    made = device_from_json(
-        {
-            "architecture": "aarch64",
-            "instruction_set": "dotprod",
-            "cores": [{"id": 0, "capacity": 1024, "kind": "big", "allowed": True}],
-            "cpu_quota": None,
-            "memory_total_bytes": 12 << 30,
-            "memory_available_bytes": 6 << 30,
-            "page_bytes": 4096,
-            "memlock_bytes": 65536,
-            "io_uring": False,
-            "flash": {
-                "engine": "threads",
-                "direct": True,
-                "points": [{"request_bytes": 4096, "depth": 1, "bytes_per_s": 5e7}],
-            },
-        }
+    made = Device(
+        architecture="aarch64",
+        instruction_set="dotprod",
+        cores=(Core(id=0, capacity=1024, kind="big"),),
+        cpu_quota=None,
+        memory_total_bytes=12 << 30,
+        memory_available_bytes=6 << 30,
+        page_bytes=4096,
+        memlock_bytes=65536,
+        io_uring=False,
+        flash=FlashCurve(
+            engine="threads", direct=True, points=(FlashPoint(request_bytes=4096, depth=1, bytes_per_s=5e7),)
+        ),
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
-
-
-def test_json_gives_the_device_back() -> None:
-    speed = MemorySpeed(
-        threads=2,
-        one_thread_bytes_per_s=1.0,
-        sequential_bytes_per_s=2.0,
-        pieces=(PiecePoint(piece_bytes=64, bytes_per_s=1.0),),
-    )
-    for made in (device(), device(memory_speed=speed)):
-        assert device_from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
 @pytest.mark.parametrize(

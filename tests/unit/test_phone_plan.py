@@ -6,7 +6,7 @@ import dataclasses
 
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, device_from_json
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan
@@ -67,7 +67,3 @@ def test_an_app_out_of_sight_is_planned_on_the_slow_cores_it_is_left_with() -> N
 def test_a_quota_of_less_than_the_fast_cores_means_fewer_workers() -> None:
     seats = cores(planned(dataclasses.replace(PHONE, cpu_quota=2.5)))
     assert [name for name in seats if name.startswith("decode")] == ["decode.0", "decode.1"]
-
-
-def test_the_profile_survives_its_file() -> None:
-    assert device_from_json(PHONE.to_json()) == PHONE

@@ -108,7 +108,7 @@ WRONG: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("path", "value", "named"), WRONG)
 def test_a_plan_that_no_planner_makes_is_refused_by_its_field(path: str, value: Any, named: str) -> None:
     good = made(ffn_resident_share=0.5)
-    read = parse_plan(resealed(good, path, value), "plan.json")
+    read = parse_plan(resealed(good, path, value).encode(), "plan.json")
     with pytest.raises(UserError, match=rf"^plan\.json: field '[a-z_.0-9]*{named}': .*neuronpipe plan"):
         validate(read, manifest(), "plan.json")
 
@@ -140,7 +140,7 @@ def test_what_a_plan_says_is_quoted_in_part_and_printable(field: str, value: Any
     data = json.loads(made().to_json())
     data[field] = {**data[field], **value} if isinstance(value, dict) else value
     with pytest.raises(UserError, match=r"plan\.json: field '") as caught:
-        parse_plan(json.dumps(data), "plan.json")
+        parse_plan(json.dumps(data).encode(), "plan.json")
     assert len(str(caught.value)) < 300
     assert str(caught.value).isprintable()
 
@@ -150,7 +150,7 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
     text = made().to_json()
     expected = json.loads(text)["expected"]["miss_rate"]
     with pytest.raises(UserError, match=r"plan\.json: "):
-        parse_plan(text.replace(f'"miss_rate": {expected}', f'"miss_rate": {number}'), "plan.json")
+        parse_plan(text.replace(f'"miss_rate": {expected}', f'"miss_rate": {number}').encode(), "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -356,10 +356,11 @@ def test_a_directory_that_cannot_be_filled_leaves_nothing(base: Path, monkeypatc
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "no JSON"),
-        ("[]", "RunFile: expected map"),
+        ("{", "not valid JSON: .* the file is damaged, remove "),
+        ('{"run": "a", "run": "b"}', "the field 'run' appears twice; the file is damaged, remove "),
+        ("[]", "expected a JSON object; the file is damaged, remove "),
         ('{"protocol": "2.0"}', "RunFile.run: missing"),
-        ('{"protocol": "1.0"}', "1.0 is not 2"),
+        ('{"protocol": "1.0"}', "'1.0' is not 2"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_a_persons_error(content: str, complaint: str) -> None:
