@@ -14,9 +14,8 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.account import MIB
-from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, plan
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError

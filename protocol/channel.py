@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
-from neuronpipe.protocol.closing import Closing
-from neuronpipe.protocol.codec import MAX_FRAME_BYTES, Message, encode
+from neuronpipe.protocol.codec import MAGIC, MAX_FRAME_BYTES, VERSION, Message, encode
 from neuronpipe.protocol.errors import Full, Lost, UnknownType, UserError, WireError
 from neuronpipe.protocol.links import WAIT_MS, Direction, Link
 from neuronpipe.protocol.messages.lifecycle import Reject
-from neuronpipe.protocol.version import MAGIC, VERSION
+from neuronpipe.protocol.segments import Closing
 
 LINGER_MS = 500
 RECONNECT_MS = 20

@@ -4,6 +4,10 @@ A message is a map that carries its type's name under "type"; fields equal to th
 fields are ignored. protocol/schema.py says what a field may hold; a message inside another has no "type".
 
 This is the only module that knows msgpack.
+
+The version of the wire is not the version of the package. A change that an older peer cannot live with (a field removed
+or retyped, a new value in a closed list) raises the major number, which stands in the first frame of every message. A
+new message, or a new field with a default, raises the minor number, which travels in `Hello` and `Welcome`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 import msgpack
 from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
+
+MAJOR = 2
+MINOR = 0
+VERSION = f"{MAJOR}.{MINOR}"
+MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_ARRAY_ITEMS = 1 << 20

@@ -1,7 +1,7 @@
 """The watch link's ends over TCP, guarded by keys (CurveZMQ): whoever lacks them is turned away before any message.
 
-An invitation is the public key of the door and the secret key of whoever is invited, 64 bytes in all, as base64 that an
-address can hold. The door lets in the one public key that belongs to it.
+An invitation is the server's public key and the secret key of whoever is invited, 64 bytes in all, as base64 that an
+address can hold. The server lets in the one public key that belongs to it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 KEY_BYTES = 32
-RECONNECT_MS = 200  # a door with another key is no failure to connect: this often it would be asked again
+RECONNECT_MS = 200  # a server with another key is no failure to connect: this often it would be asked again
 RECONNECT_MOST_MS = 2000
 Standing = Literal["alone", "stranger", "refused", "let in"]
-"""How a guest stands: nobody answers, who answers is not the door of the invitation, the door turns the guest's key
-away (nothing can change that), the door is open."""
+"""How a guest stands: nobody answers, who answers is not the server of the invitation, the server turns the guest's key
+away (nothing can change that), it lets the guest in."""
 STANDINGS: dict[int, Standing] = {
     zmq.EVENT_CLOSED: "alone",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "stranger",
@@ -36,8 +36,8 @@ STANDINGS: dict[int, Standing] = {
 
 
 @dataclass(frozen=True)
-class DoorKeys:
-    """What a door needs, and what it hands out: keys in Z85, 40 characters each."""
+class WatchKeys:
+    """What a watch server needs, and what it hands out: keys in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes
@@ -58,7 +58,7 @@ class DoorKeys:
 
 
 def read_address(address: str) -> tuple[str, bytes, bytes]:
-    """`tcp://host:port?key=...` as an endpoint, the door's public key and the guest's secret one. Raises UserError."""
+    """`tcp://host:port?key=...` as an endpoint, the server's public and the guest's secret key. Raises UserError."""
     try:
         parts = urlsplit(address)
         port, keys = parts.port, parse_qs(parts.query, strict_parsing=True).get("key", [""])
@@ -81,8 +81,8 @@ def endpoint(host: str, port: int | str) -> str:
 class GuardedPublisher(Publisher):
     """The bound end of the watch link. port: 0 for any; `port` has the one it got."""
 
-    def __init__(self, context: Context, host: str, port: int, keys: DoorKeys) -> None:
-        from zmq.auth.thread import ThreadAuthenticator  # asyncio and all that: of a door's process alone
+    def __init__(self, context: Context, host: str, port: int, keys: WatchKeys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator  # asyncio and all that: of a watch server's process alone
 
         self._guard = ThreadAuthenticator(context._zmq)
         self._guard.start()
@@ -102,7 +102,7 @@ class GuardedPublisher(Publisher):
         self.port = int(bound.strip("\0").rpartition(":")[2])
 
     def close(self) -> None:
-        """Close the door."""
+        """Turn everybody away from here on."""
         super().close()
         self._guard.stop()
 

@@ -1,5 +1,6 @@
-"""Residency entries: where a part of a cluster is. One 32-bit word per part, atomic, so that a hit costs no message.
+"""The 32-bit entries of the residency segment: where a part of a cluster is, and which cluster a worker wants.
 
+There is one residency entry per part, atomic, so that a hit costs no message; request entries lie in rings of workers.
 native/neuronpipe.h has the same numbers for C; a test holds the two together.
 """
 
@@ -26,7 +27,7 @@ BITS = (
     ("27", "pinned", "never evicted"),
     ("28-31", "", "0"),
 )
-"""Bits, name and meaning."""
+"""Of a residency entry: bits, name and meaning."""
 
 CHANGES = (
     (
@@ -50,3 +51,17 @@ CHANGES = (
     ("bit 27 clear", "bit 27 set", "loader", "together with present, if a Warm asks for it"),
 )
 """From, to, by whom, and what orders it."""
+
+REQUEST_CLUSTER_MASK = 0x00FFFFFF
+REQUEST_TRIGGER = 0x01000000
+REQUEST_VALUE = 0x02000000
+REQUEST_PREFETCH = 0x04000000
+
+REQUEST_BITS = (
+    ("0-23", "cluster", "its index"),
+    ("24", "trigger", "the trigger part is wanted"),
+    ("25", "value", "the value part is wanted"),
+    ("26", "prefetch", "a guess; without it the step waits for the cluster"),
+    ("27-31", "", "0"),
+)
+"""Of an entry of a request ring: bits, name and meaning."""

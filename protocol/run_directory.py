@@ -29,14 +29,13 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from neuronpipe.protocol.codec import Message, from_map, message, to_map
+from neuronpipe.protocol.codec import MAJOR, VERSION, Message, from_map, message, to_map
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError, quoted
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.protocol.version import MAJOR, VERSION
 
 SOCKET_PATH_MOST_BYTES = 107  # sun_path holds 108, with its end
 RUN_FILE = "run.json"

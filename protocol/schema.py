@@ -193,10 +193,10 @@ def _array_of(annotation: Any, strict: bool) -> Reader:
     inner, as_they_are = reader(annotation, strict=strict), _as_they_are(annotation, strict)
 
     def read(value: Any) -> Any:
-        if type(value) not in (tuple, list):
+        if type(value) is not tuple and type(value) is not list:
             raise Mismatch("expected array", value)
         if set(map(type, value)) <= as_they_are:  # the tokens of a prompt
-            return tuple(value)
+            return value if type(value) is tuple else tuple(value)
         items: list[Any] = []
         try:
             for item in value:

@@ -21,10 +21,11 @@ import fcntl
 import mmap
 import os
 import struct
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 
@@ -39,6 +40,24 @@ _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "armv7l": 385, "armv8l": 385, "riscv64": 279}
+
+
+class Closing(ABC):
+    """What must be closed: with `close`, or at the end of a `with` block."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
-from neuronpipe.protocol import codec, layouts, links, requests, residency, run_directory, segments, spans
-from neuronpipe.protocol.codec import Message, Vocabulary
+from neuronpipe.protocol import codec, layouts, links, residency, run_directory, segments, spans
+from neuronpipe.protocol.codec import MAGIC, VERSION, Message, Vocabulary
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 from neuronpipe.protocol.schema import describe
-from neuronpipe.protocol.version import MAGIC, VERSION
 
 PATH = Path(__file__).parent / "SPEC.md"
 FILES: tuple[ModuleType, ...] = (lifecycle, worker, outcome, loader, cache, request, client, event, snapshot)
@@ -163,7 +162,7 @@ def _residency() -> str:
 
 
 def _requests() -> str:
-    return _table(("bits", "name", "meaning"), requests.BITS)
+    return _table(("bits", "name", "meaning"), residency.REQUEST_BITS)
 
 
 def _states() -> str:

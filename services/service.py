@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from neuronpipe.protocol.channel import Channel, Connection, Context, Poller
-from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.codec import VERSION, Message
 from neuronpipe.protocol.errors import Full
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import (
@@ -24,7 +24,6 @@ from neuronpipe.protocol.messages.lifecycle import (
     Reject,
     Welcome,
 )
-from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.job import Job
 
 BEAT_MS = 250

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from neuronpipe.protocol.messages.snapshot import Snapshot
-from neuronpipe.services.gateway.pages import FOLDER, HEADERS, INDEX
+from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, PAGE_INDEX
 from neuronpipe.services.gateway.problems import Problem
 
 LIVE_EVERY_S = 0.05
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
             model = {"id": "a-model", "chat_template": True, "context_tokens": self.server.context_tokens}
             self._whole(200, json.dumps({"data": [model]}).encode(), "application/json")
         else:
-            file = FOLDER / (self.path.removeprefix("/page/") if self.path != "/" else INDEX)
+            file = PAGE_FOLDER / (self.path.removeprefix("/page/") if self.path != "/" else PAGE_INDEX)
             self._whole(200, file.read_bytes(), TYPES[file.suffix])
 
     def do_POST(self) -> None:
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self, kind: str) -> None:
         self.send_response(200)
-        for name, value in {**HEADERS, "content-type": f"{kind}; charset=utf-8"}.items():
+        for name, value in {**PAGE_HEADERS, "content-type": f"{kind}; charset=utf-8"}.items():
             self.send_header(name, value)
         self.end_headers()
 
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _whole(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
-        for name, value in {**HEADERS, "content-type": kind, "content-length": str(len(content))}.items():
+        for name, value in {**PAGE_HEADERS, "content-type": kind, "content-length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.protocol.channel import Channel
-from neuronpipe.protocol.codec import Message, encode
+from neuronpipe.protocol.codec import MAGIC, Message, encode
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.messages.lifecycle import Beat, Drained, Hello, Ready
-from neuronpipe.protocol.version import MAGIC
 from neuronpipe.services.cache.service import CacheService
 from neuronpipe.services.coordinator.service import CoordinatorService
 from neuronpipe.services.job import Job

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from neuronpipe.services.monitor.proportional import proportional_bytes
+from neuronpipe.services.monitor.processes import proportional_bytes
 
 BLOCK_BYTES = 512  # of st_blocks
 INTERVAL_S = 0.25

@@ -38,12 +38,12 @@ from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
 from neuronpipe.plans.plan.sizes import private_layouts
+from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.protocol.version import VERSION
 from neuronpipe.services.facts import run_facts
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts

@@ -12,9 +12,8 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.implementations import SWAPPABLE, Implementation
 

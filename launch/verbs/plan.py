@@ -7,8 +7,7 @@ from pathlib import Path
 
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
 from neuronpipe.plans.package.whole_file import whole_file
-from neuronpipe.plans.plan.difference import difference
-from neuronpipe.plans.plan.explain import explain
+from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import read_plan
 
 

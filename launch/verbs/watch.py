@@ -166,8 +166,8 @@ def _screen(sources: list[Source], every_s: float) -> None:
 
 def _invite(places: list[str], host: str, port: int) -> int:
     """Open a door to one run, and keep it open until the run ends or somebody closes it."""
-    from neuronpipe.services.monitor.door import Door
     from neuronpipe.services.monitor.observer import Observer
+    from neuronpipe.services.monitor.watch_server import WatchServer
 
     if len(places) > 1:
         raise UserError("--invite opens a door to one run; name one")
@@ -180,7 +180,7 @@ def _invite(places: list[str], host: str, port: int) -> int:
     with Observer(Path(places[0]) if places else None) as observer:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, close)
-        door = Door(observer, host, port)
+        door = WatchServer(observer, host, port)
         try:
             print(f"neuronpipe watch '{door.address}'", flush=True)
             reach = "this machine alone; see --host" if host == LOOPBACK else f"whoever reaches {host}"

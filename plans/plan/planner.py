@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
+from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.account import (
@@ -26,6 +27,7 @@ from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, slots_layout
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
 
+MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 # A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
 PREFILL_SHARE = 1 / 8
@@ -66,6 +68,23 @@ class DeviceFacts:
     seats: tuple[Seat, ...]
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None
+
+
+def device_facts(device: Device, workers: int | None = None, *, gateway: bool = False) -> DeviceFacts:
+    """Seat `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for."""
+    count = workers or default_decode_workers(device.cores, device.cpu_quota)
+    cores = assign_cores(device.cores, count)
+    seats = [Seat(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")]
+    seats += [Seat(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
+    seats += [Seat(role=GATEWAY, index=0, core=cores[GATEWAY])] if gateway else []
+    return DeviceFacts(
+        id=device.id,
+        memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
+        flash_engine=device.flash_engine,
+        seats=tuple(seats),
+        flash=device.flash,
+        memory_speed=device.memory_speed,
+    )
 
 
 def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:

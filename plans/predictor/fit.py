@@ -11,6 +11,7 @@ all neurons of the layer. A rare neuron thus needs no sample of its own firing: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
@@ -18,7 +19,6 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Hidden, Side
 from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.predictor.normal import quantile
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -177,3 +177,18 @@ def _line(score: Array, value: Array) -> tuple[Array, Array, Array]:
     offset = value_mean - slope * score_mean
     error = np.sqrt(np.maximum(value.var(axis=0) - np.square(slope) * spread, MIN_DEVIATION**2))
     return slope, offset, error
+
+
+# The normal distribution on arrays, without a library for it.
+_POINTS = np.linspace(-6.0, 6.0, 4801)
+_SHARES = np.array([NormalDist().cdf(point) for point in _POINTS])
+
+
+def quantile(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The point below which the share lies; minus or plus infinity at 0 and 1."""
+    return np.asarray(np.interp(shares, _SHARES, _POINTS, left=-np.inf, right=np.inf))
+
+
+def share_below(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """P(z < point); beyond six deviations 0 or 1."""
+    return np.asarray(np.interp(points, _POINTS, _SHARES, left=0.0, right=1.0))

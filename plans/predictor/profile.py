@@ -16,7 +16,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import Calibration, fit_layer, thresholds
 from neuronpipe.plans.predictor.imported import ImportedPredictor
-from neuronpipe.plans.predictor.judge import judge, predicted_neurons
+from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.predictor.texts import Texts, Window
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights

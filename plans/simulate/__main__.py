@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from neuronpipe.plans.predictor.normal import quantile
+from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.plans.simulate.policies import Clock, Ids, Lru, Policy, Queues, Static
 from neuronpipe.plans.synth.firing import active_shares
 from neuronpipe.plans.synth.trajectory import PRESETS, Preset, trajectory

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.predictor.normal import quantile, share_below
+from neuronpipe.plans.predictor.fit import quantile, share_below
 from neuronpipe.plans.synth.trajectory import Preset, correlations
 from numpy.typing import NDArray
 

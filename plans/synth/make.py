@@ -21,7 +21,7 @@ from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, wr
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.plans.predictor.fit import Calibration, fit_layer
-from neuronpipe.plans.predictor.judge import judge, predicted_neurons
+from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.reference.engine import rms_norm
 from neuronpipe.plans.synth.firing import active_shares, activity_by_layer
 from neuronpipe.plans.synth.layer import Drawn, LayerMaker

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.judge import judge
-from neuronpipe.plans.predictor.stored import StoredPredictor
+from neuronpipe.plans.predictor.predictions import StoredPredictor, judge
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.synth.firing import active_shares, activity_by_layer, overlap
 from neuronpipe.plans.synth.trajectory import PRESETS

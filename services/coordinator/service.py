@@ -12,7 +12,7 @@ import signal
 import time
 
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
-from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.codec import VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
@@ -20,7 +20,6 @@ from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle
-from neuronpipe.protocol.version import VERSION
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer

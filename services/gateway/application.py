@@ -1,39 +1,45 @@
-"""The application: which path does what."""
+"""The application: which path does what. The page at `/` is the folder page/, and nothing from elsewhere."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.request import Bias, Generate
+from neuronpipe.services.gateway.access import AccessControl, respond
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator
 from neuronpipe.services.gateway.description import description
-from neuronpipe.services.gateway.door import Door, respond
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.pages import page_routes
 from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
 from neuronpipe.services.gateway.requests import MAX_TEXTS, MAX_TOKENS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 HEALTH_S = 2.0
 ENDING = "the server is ending"
+PAGE_FOLDER = Path(__file__).parent / "page"
+PAGE_INDEX = "index.html"
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
 
 
 class Gateway:
@@ -64,11 +70,11 @@ class Gateway:
             Route("/live", self.live),
         ]
         app = Starlette(
-            routes=[*routes, *page_routes()],
+            routes=[*routes, *_page_routes()],
             exception_handlers={Problem: _problem, HTTPException: _http_problem, Exception: _trouble},
         )
         app.router.redirect_slashes = False
-        return Door(app, self._listener, self._metrics, frozenset(route.path for route in routes))
+        return AccessControl(app, self._listener, self._metrics, frozenset(route.path for route in routes))
 
     def end(self) -> None:
         """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
@@ -191,6 +197,19 @@ class Gateway:
     async def description(self, request: Request) -> Response:
         """What the endpoints take and give, as an OpenAPI document."""
         return _json(description(version("neuronpipe")))
+
+
+def _page_routes() -> list[BaseRoute]:
+    """`/` for the page itself, `/page/NAME` for what it is made of: a route for each file that was there at start."""
+    files = sorted(file for file in PAGE_FOLDER.glob("*") if file.is_file())
+    return [Route("/" if file.name == PAGE_INDEX else f"/page/{file.name}", _serving(file)) for file in files]
+
+
+def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def serve(request: Request) -> Response:
+        return FileResponse(file, headers=PAGE_HEADERS)
+
+    return serve
 
 
 def _json(content: dict[str, Any]) -> Response:

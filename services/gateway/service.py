@@ -23,7 +23,7 @@ from neuronpipe.services.job import Job
 
 if TYPE_CHECKING:
     from neuronpipe.services.gateway.coordinator import Coordinator
-    from neuronpipe.services.gateway.server import Server
+    from neuronpipe.services.gateway.http_server import Server
 
 KEEP_ALIVE_S = 15
 MAX_GROWTH_BYTES = 512 << 20
@@ -58,9 +58,8 @@ def serve(
 async def _serve(package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
-    from neuronpipe.services.gateway.connections import MAX_HEAD_BYTES, BoundedProtocol
     from neuronpipe.services.gateway.coordinator import Coordinator
-    from neuronpipe.services.gateway.server import Server
+    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, Server
 
     _limit_memory()
     coordinator = Coordinator(run.endpoint(CONTROL), run_ended)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from neuronpipe.native import lib
 from neuronpipe.protocol.channel import Connection, Subscriber, open_context
-from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.layout import LINE_WORDS
@@ -23,7 +22,7 @@ from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.protocol.run_directory import RunDirectory, RunFacts, RunFile
-from neuronpipe.protocol.segments import Mapping
+from neuronpipe.protocol.segments import Closing, Mapping
 from neuronpipe.services.monitor.activity import Activity
 from neuronpipe.services.monitor.core import Monitor
 from neuronpipe.services.monitor.processes import Processes

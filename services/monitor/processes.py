@@ -1,14 +1,14 @@
-"""What the kernel says of a run's processes: processor time, and memory of their own."""
+"""What the kernel says of a run's processes: processor time, and memory; what is shared counts by its share."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from neuronpipe.services.monitor.proportional import proportional_bytes
-
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PSS = re.compile(rb"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 OVER_S = 1.0
 MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at a time
 
@@ -61,3 +61,14 @@ def processor_s(pid: int) -> float | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def proportional_bytes(pid: int) -> tuple[int, int | None]:
+    """Proportional set size of one process, and how much of it is shared memory (None: before Linux 5.4); zeros when it
+    is gone or cannot be read."""
+    try:
+        sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
+    except OSError:
+        return 0, 0
+    shared = sizes.get(b"Pss_Shmem")
+    return 1024 * int(sizes.get(b"Pss", 0)), None if sizes and shared is None else 1024 * int(shared or 0)

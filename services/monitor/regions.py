@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
 from neuronpipe.protocol.run_directory import RunFacts, RunFile
+from neuronpipe.protocol.segments import Closing
 
 PARTS = ("trigger", "value")
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.protocol.closing import Closing
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_BYTES
 from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
-from neuronpipe.protocol.segments import Mapping, Segment
+from neuronpipe.protocol.segments import Closing, Mapping, Segment
 
 SPANS = np.dtype(
     [("start_ns", "<u8"), ("end_ns", "<u8"), ("kind", "<u2"), ("layer", "<u2"), ("value", "<u4"), ("step", "<u8")]

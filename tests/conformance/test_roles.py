@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from neuronpipe.launch.conformance.peers import GARBAGE, with_unknown_field
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.codec import MAGIC
 from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.links import CACHE, CONTROL
 from neuronpipe.protocol.messages.loader import Reset
 from neuronpipe.protocol.messages.worker import Step
-from neuronpipe.protocol.version import MAGIC
 
 from tests.pipeline import SLOWER, Shell
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.channel import Connection, Listener, open_context
-from neuronpipe.protocol.codec import Message, Vocabulary, encode
+from neuronpipe.protocol.codec import MAGIC, Message, Vocabulary, encode
 from neuronpipe.protocol.errors import NotRunning, UserError, WireError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
@@ -23,7 +23,6 @@ from neuronpipe.protocol.messages.lifecycle import Drained
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
-from neuronpipe.protocol.version import MAGIC
 
 EXAMPLES = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EVERY = Vocabulary(*all_messages())

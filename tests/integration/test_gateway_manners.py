@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from neuronpipe.services.gateway.connections import MAX_CONNECTIONS
+from neuronpipe.services.gateway.http_server import MAX_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
 from tests.pipeline import PATIENCE_S, Shell, eventually

@@ -23,7 +23,7 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.launch.watch.sources import Far
 from neuronpipe.protocol.channel import Subscriber, open_context
-from neuronpipe.protocol.guarded import DoorKeys, endpoint
+from neuronpipe.protocol.guarded import WatchKeys, endpoint
 from neuronpipe.protocol.links import EVENTS, WATCH
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.request import AskStatus
@@ -231,7 +231,7 @@ def test_a_guest_who_was_let_in_is_told_when_the_door_has_gone(run: Run) -> None
 def forged(address: str, *, guest: bool) -> str:
     """An invitation whose door, or whose guest, is another."""
     place, _, key = address.partition("key=")
-    right, other = (base64.urlsafe_b64decode(one + "==") for one in (key, DoorKeys.fresh().invitation))
+    right, other = (base64.urlsafe_b64decode(one + "==") for one in (key, WatchKeys.fresh().invitation))
     keys = right[:32] + other[32:] if guest else other[:32] + right[32:]
     return f"{place}key={base64.urlsafe_b64encode(keys).decode()}"
 
@@ -243,7 +243,7 @@ def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
         return process, process.stdout.readline()
 
     first, line = opened()
-    (file,) = run.path.glob("door-*.json")
+    (file,) = run.path.glob("watch-*.json")
     assert file.stat().st_mode & 0o777 == 0o600
     port = file.stem.partition("-")[2]
     first.kill()
@@ -253,7 +253,7 @@ def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
     second.terminate()
     assert second.wait(PATIENCE_S) == 0
     _end(second)
-    assert not list(run.path.glob("door-*.json"))
+    assert not list(run.path.glob("watch-*.json"))
     third, fresh = opened("--port", port)
     assert fresh != line
     third.terminate()

@@ -16,7 +16,7 @@ from neuronpipe.protocol.channel import (
     Subscriber,
     open_context,
 )
-from neuronpipe.protocol.codec import Message, Vocabulary, encode
+from neuronpipe.protocol.codec import MAGIC, Message, Vocabulary, encode
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE, CONTROL, EVENTS, LINKS, Direction, Link
@@ -24,7 +24,6 @@ from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Reject
 from neuronpipe.protocol.messages.loader import Grant
-from neuronpipe.protocol.version import MAGIC
 
 from tests.pipeline import SLOWER
 

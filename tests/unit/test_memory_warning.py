@@ -9,9 +9,8 @@ import pytest
 from neuronpipe.launch.planning import DEMO, memory_warning
 from neuronpipe.plans.device.limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.protocol.errors import UserError
 
 from tests.unit.test_device_limits import write

@@ -8,9 +8,8 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.facts import device_facts
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 
 GIB = 1 << 30
 CAPACITIES = {0: 325, 1: 325, 2: 830, 3: 830, 4: 830, 5: 830, 6: 830, 7: 1024}

@@ -16,8 +16,7 @@ from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Source
 from neuronpipe.plans.plan.account import MIB, account, least_slots_bytes
-from neuronpipe.plans.plan.difference import difference
-from neuronpipe.plans.plan.explain import explain
+from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, private_layouts, run_layouts

@@ -20,7 +20,7 @@ from neuronpipe.plans.package.manifest import Side
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.fit import NEVER, Calibration, carried_over, fit_layer, leading_directions
 from neuronpipe.plans.predictor.imported import open_imported
-from neuronpipe.plans.predictor.judge import judge, predicted_neurons
+from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.predictor.profile import profile
 from neuronpipe.plans.predictor.texts import Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from neuronpipe.protocol import layouts, run_directory
 from neuronpipe.protocol.channel import Listener, open_context
+from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import (
@@ -25,7 +26,6 @@ from neuronpipe.protocol.run_directory import (
     started,
 )
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.protocol.version import VERSION
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.stored import StoredPredictor
+from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.synth import codes, firing, make
 from neuronpipe.plans.synth.make import synthesize

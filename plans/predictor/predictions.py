@@ -1,14 +1,34 @@
-"""A package's predictor as it lies in its file, one layer at a time."""
+"""What a predictor predicts and how good that is; and a package's own predictor, read one layer at a time."""
 
 from __future__ import annotations
 
 import numpy as np
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.manifest import Hidden, PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.predictor.judge import predicted_neurons
+from neuronpipe.plans.predictor.fit import scores
 from neuronpipe.plans.reference.engine import LayerRun
 from numpy.typing import NDArray
+
+
+def predicted_neurons(
+    quantization: Quantization, factors: LayerFactors, hidden: Hidden, reads: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """Which neurons are predicted to be active, bool [tokens, neurons]."""
+    positive = [score > 0 for score in scores(quantization, factors, hidden, reads).values()]
+    return np.asarray(np.logical_and.reduce(positive))
+
+
+def judge(predicted: NDArray[np.bool_], active: NDArray[np.bool_]) -> PredictorQuality:
+    """Recall, precision and predicted share over tokens and neurons; a layer where nothing fires has recall 1."""
+    hits = int((predicted & active).sum())
+    return PredictorQuality(
+        recall=round(hits / max(1, int(active.sum())), 6) if active.any() else 1.0,
+        precision=round(hits / max(1, int(predicted.sum())), 6),
+        predicted=round(float(predicted.mean()), 6),
+    )
 
 
 class StoredPredictor:

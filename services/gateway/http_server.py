@@ -1,14 +1,22 @@
-"""HTTP connections that cannot be held for nothing: uvicorn's protocol with a limit to their number, to how long a head
-may take to arrive, to its size, and to how long what is sent may wait for a reader."""
+"""The HTTP server: uvicorn, with connections that cannot be held for nothing, and an end that is announced.
+
+Limited are the number of connections, how long a head may take to arrive, its size, and how long what is sent may wait
+for a reader.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import signal
+import socket
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from neuronpipe.services.gateway.problems import Problem, unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -19,6 +27,26 @@ STALLED_S = 30.0
 REQUEST_ID = b"x-request-id"
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
 CROWDED = unavailable("too_many_connections", f"{MAX_CONNECTIONS} connections are open already; try again")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which calls `ending` when it is told to end, by `signals` that waited until it started."""
+
+    def __init__(self, config: uvicorn.Config, signals: Iterable[signal.Signals], ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._signals = signals
+        self._loop = asyncio.get_running_loop()
+        self._ending = ending
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """The handlers are set by now."""
+        await super().startup(sockets)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        self._loop.call_soon_threadsafe(self._ending)
+        super().handle_exit(sig, frame)
 
 
 class BoundedProtocol(H11Protocol):

@@ -1,6 +1,6 @@
-"""A door for watchers elsewhere: a monitor that publishes over TCP, to who has the key, what it sees of one run.
+"""Watching from another machine: a monitor that publishes over TCP what it sees of one run, to who has the key.
 
-The link carries nothing towards the run: whoever watches through a door can neither ask for text nor cancel it. While
+The link carries nothing towards the run: whoever watches can neither ask for text nor cancel it. While
 nobody watches, the run is not looked at.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.errors import NotRunning, UserError
-from neuronpipe.protocol.guarded import DoorKeys, GuardedPublisher, endpoint
+from neuronpipe.protocol.guarded import GuardedPublisher, WatchKeys, endpoint
 from neuronpipe.protocol.messages.event import Life, StepEvent
 from neuronpipe.services.monitor.observer import Observer
 from neuronpipe.services.reach import reached_at
@@ -22,17 +22,17 @@ from neuronpipe.services.reach import reached_at
 POLL_S = 0.05
 SNAPSHOT_EVERY_S = 0.25
 ENDED = Life(role="run", index=0, state="stopped", detail="the run has ended")
-"""The last word of a door."""
+"""What is sent last."""
 
 
-class Door:
-    """Open from here on. port: 0 for any. A door that was killed left its keys in the run directory; one that is opened
-    on the same port again takes them up, so that the invitation stays good. `close` makes it void."""
+class WatchServer:
+    """Listens from here on. port: 0 for any. A server that was killed left its keys in the run directory; the next one
+    on the same port takes them up, so that the invitation stays good. `close` makes it void."""
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:
         self._observer, self._host = observer, host
         self._context = open_context()
-        keys = (_kept(_key_file(observer, port)) if port else None) or DoorKeys.fresh()
+        keys = (_kept(_key_file(observer, port)) if port else None) or WatchKeys.fresh()
         self._publisher = GuardedPublisher(self._context, host, port, keys)
         self._file = _key_file(observer, self._publisher.port)
         _keep(self._file, keys)
@@ -69,18 +69,18 @@ class Door:
 
 
 def _key_file(observer: Observer, port: int) -> Path:
-    return observer.directory.path / f"door-{port}.json"
+    return observer.directory.path / f"watch-{port}.json"
 
 
-def _keep(file: Path, keys: DoorKeys) -> None:
+def _keep(file: Path, keys: WatchKeys) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump([key.decode() for key in (keys.public, keys.secret, keys.guest_public, keys.guest_secret)], stream)
 
 
-def _kept(file: Path) -> DoorKeys | None:
+def _kept(file: Path) -> WatchKeys | None:
     try:
-        return DoorKeys(*(key.encode() for key in json.loads(file.read_text(encoding="utf-8"))))
+        return WatchKeys(*(key.encode() for key in json.loads(file.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError):

@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from neuronpipe.services.gateway.connections import MAX_HEAD_BYTES, REQUEST_ID, request_id
+from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, REQUEST_ID, request_id
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, LOOPBACK_NAMES, Listener, is_loopback
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, quoted
@@ -31,8 +31,8 @@ HEADERS = [
 ]
 
 
-class Door:
-    """The guard before the application."""
+class AccessControl:
+    """Checks every request before the application sees it."""
 
     def __init__(self, app: ASGIApp, listener: Listener, metrics: Metrics, paths: frozenset[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
