@@ -3,7 +3,7 @@
     run.json    what a client needs to attach (`RunFile`); written last, atomically
     plan.json   the plan that the run obeys
     neuronpipe.lock
-                locked with flock for as long as the run lives
+                locked for as long as the run lives: see locked_directory.py
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
@@ -11,22 +11,14 @@
 
 Only its user can enter it. Whoever wants to attach reads run.json, checks that the lock is held, and connects to the
 endpoints; segments are opened through the supervisor's descriptors.
-
-The lock tells who lives, and not the process id: containers that share a folder do not see each other's processes. The
-supervisor alone holds it, exclusively. Without the supervisor there is no run, the kernel lets go of a lock however its
-holder ends, and a service that hangs keeps nothing alive. The command that forks the supervisor takes it for it, so
-that a directory is never without it once it can be found. Whoever looks takes it shared, for a moment.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import stat
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from neuronpipe.protocol.codec import MAJOR, VERSION, Message, from_map, message, to_map
@@ -34,6 +26,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError, WireError, quoted
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.layouts import KINDS
 from neuronpipe.protocol.links import LINKS, Link
+from neuronpipe.protocol.locked_directory import LOCK_FILE, LockedDirectory
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
 
@@ -42,12 +35,9 @@ RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
 RUN_FILE_MOST_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
-LOCK_FILE = "neuronpipe.lock"
 DOORBELL = "doorbell"
 DOOR = "door"
 BOUND_SOCKETS = Path("/proc/net/unix")
-MAX_CLAIM_S = 0.5  # whoever looks lets go of the lock at once
-LOOK_AGAIN_S = 0.01
 
 
 @message
@@ -155,12 +145,8 @@ class RunFile(Message):
         return Segment.open(layout, self.supervisor_pid, handle.fd)
 
 
-class RunDirectory:
+class RunDirectory(LockedDirectory):
     """One run directory; `create` makes one, `find` attaches to the one of a live run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock: int | None = None  # while this process, or a copy of it, is to be the run's supervisor
 
     @classmethod
     def create(cls, path: Path | None = None) -> RunDirectory:
@@ -168,17 +154,17 @@ class RunDirectory:
         copies do not `release` it. What runs that died without cleaning up left there is removed. Raises UserError when
         the place cannot serve; nothing is left there then."""
         if path is None:
-            _sweep(base())
+            cls._sweep(base())
         place = (base() / f"{PREFIX}{os.urandom(4).hex()}") if path is None else Path(os.path.abspath(path))
         _check_length(place)
         directory = cls(place)
         try:
-            directory._claim()
-            directory._clear()
+            directory.claim()
+            directory.clear()
             place.chmod(0o700)
             os.mkfifo(place / DOORBELL, 0o600)
         except OSError as error:
-            directory._unmake()
+            directory.unmake()
             raise UserError(f"{place}: cannot make the run directory: {error.strerror}; name another place") from error
         return directory
 
@@ -207,6 +193,12 @@ class RunDirectory:
         return live
 
     @classmethod
+    def _sweep(cls, folder: Path) -> None:
+        """Remove what dead runs left."""
+        for place in folder.glob(f"{PREFIX}*"):
+            cls(place).remove_if_dead()
+
+    @classmethod
     def _live(cls, places: Iterable[Path]) -> list[tuple[RunDirectory, RunFile]]:
         live = []
         for place in sorted(places):
@@ -230,130 +222,27 @@ class RunDirectory:
 
     def publish(self, run_file: RunFile, plan: str) -> None:
         """Write plan.json, then run.json: from now on the run can be found."""
-        self._write(PLAN_FILE, plan)
-        self._write(RUN_FILE, json.dumps(to_map(run_file), indent=1) + "\n")
+        self.write(PLAN_FILE, plan)
+        self.write(RUN_FILE, json.dumps(to_map(run_file), indent=1) + "\n")
+
+    def clear(self) -> None:
+        """Remove everything but the lock; run.json first, by which the run is found."""
+        (self.path / RUN_FILE).unlink(missing_ok=True)
+        super().clear()
 
     def read(self) -> RunFile:
         """run.json of a live run. Raises NotRunning when there is none, UserError when it is not ours to use."""
         run_file = self._read()
         try:
-            ended = self._lock_of_the_dead()
+            lives = self.is_held()
         except FileNotFoundError:
             self._read()  # raises when both have gone: it has just ended
             raise UserError(
                 f"{self.path}: no {LOCK_FILE}: an older neuronpipe started this run; use that one"
             ) from None
-        if ended is not None:
-            os.close(ended)
+        if not lives:
             raise NotRunning(f"{self.path}: not running: its supervisor has ended; start a run with `neuronpipe up`")
         return run_file
-
-    @contextlib.contextmanager
-    def ending(self, timeout_s: float) -> Iterator[None]:
-        """What this surrounds ends the run; it is left when nothing holds the lock any more. Raises NotRunning when it
-        has ended already, UserError when that takes too long."""
-        try:
-            opened = (self.path / LOCK_FILE).open("rb")
-        except FileNotFoundError:
-            raise NotRunning(f"{self.path}: the run has ended") from None
-        with opened as lock:  # the file goes first, the run with its lock
-            yield
-            deadline = time.monotonic() + timeout_s
-            while not _locked(lock.fileno(), fcntl.LOCK_SH):
-                if time.monotonic() > deadline:
-                    raise UserError(f"{self.path}: the run does not end; its logs are there")
-                time.sleep(LOOK_AGAIN_S)
-
-    def release(self) -> None:
-        """Leave the lock to the copies of this process."""
-        assert self._lock is not None
-        os.close(self._lock)
-        self._lock = None
-
-    def remove(self) -> None:
-        """Remove the directory and everything in it, the lock last; what has gone already is no error. What is no
-        directory of ours (a link, another user's) is left alone."""
-        if not self._is_ours():
-            return
-        self._clear()
-        (self.path / LOCK_FILE).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            self.path.rmdir()
-
-    def _claim(self) -> None:
-        """Make the directory, unless it is there, and lock it. A sweep may take a directory that is not locked yet:
-        then the lock is on a file that has gone, and all is done again."""
-        deadline = time.monotonic() + MAX_CLAIM_S
-        while self._lock is None:
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir(mode=0o700)
-            self._require_usable()
-            with contextlib.suppress(FileNotFoundError):
-                lock = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                if _locked(lock, fcntl.LOCK_EX) and self._has(lock):
-                    self._lock = lock
-                    return
-                os.close(lock)
-            if time.monotonic() > deadline:
-                raise UserError(f"{self.path}: a run is live here; stop it or name another place")
-            time.sleep(LOOK_AGAIN_S)
-
-    def _require_usable(self) -> None:
-        if not self._is_ours():
-            raise UserError(f"{self.path}: not a directory of yours; name another place")
-        names = os.listdir(self.path)
-        if names and LOCK_FILE not in names:
-            raise UserError(f"{self.path}: not empty and no run directory; name another place")
-
-    def _unmake(self) -> None:
-        """The directory could not be made: leave nothing of it."""
-        with contextlib.suppress(OSError):
-            self.path.rmdir() if self._lock is None else self.remove()
-        if self._lock is not None:
-            self.release()
-
-    def _clear(self) -> None:
-        """Remove everything but the lock. run.json goes first: the run is not to be found any more."""
-        (self.path / RUN_FILE).unlink(missing_ok=True)
-        for folder, folders, files in os.walk(self.path, topdown=False):
-            for name in files:
-                if name != LOCK_FILE or Path(folder) != self.path:
-                    Path(folder, name).unlink(missing_ok=True)
-            for name in folders:
-                inner = Path(folder, name)
-                inner.unlink() if inner.is_symlink() else inner.rmdir()
-
-    def _lock_of_the_dead(self) -> int | None:
-        """When nobody lives here, a descriptor with the shared lock: nobody moves in until it is closed. None when
-        somebody does. Raises OSError when there is no lock."""
-        lock = os.open(self.path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if _locked(lock, fcntl.LOCK_SH):
-            return lock
-        os.close(lock)
-        return None
-
-    def _has(self, lock: int) -> bool:
-        """Whether this is the lock that lies here now."""
-        try:
-            there = (self.path / LOCK_FILE).lstat()
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(lock))
-
-    def _write(self, name: str, text: str) -> None:
-        """Write a file at once or not at all."""
-        fresh = self.path / f".{name}"
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            stream.write(text)
-        fresh.rename(self.path / name)
-
-    def _is_ours(self) -> bool:
-        """Whether the place itself, not what a link there points to, is a directory of this user."""
-        try:
-            status = self.path.lstat()
-        except OSError:
-            return False
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
     def _read(self) -> RunFile:
         path = self.path / RUN_FILE
@@ -415,31 +304,6 @@ def is_alive(pid: int, started_ticks: int) -> bool:
         return started(pid) == started_ticks
     except ProcessLookupError:
         return False
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what dead runs left. A directory without a lock is that of a run about to start, or none of ours."""
-    for place in folder.glob(f"{PREFIX}*"):
-        directory = RunDirectory(place)
-        if not directory._is_ours():
-            continue
-        with contextlib.suppress(OSError):  # gone meanwhile, or without a lock
-            lock = directory._lock_of_the_dead()
-            if lock is not None:
-                try:
-                    if directory._has(lock):
-                        directory.remove()
-                finally:
-                    os.close(lock)
-
-
-def _locked(descriptor: int, kind: int) -> bool:
-    """Take the lock, if nobody has one that forbids it."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _bound_places() -> set[Path]:

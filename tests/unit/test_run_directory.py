@@ -293,7 +293,7 @@ def test_a_directory_that_is_swept_while_it_is_being_locked_is_made_again(
         descriptor = real(path, flags, *rest, **options)
         if not swept and Path(path).name == LOCK_FILE:
             swept.append(path)
-            run_directory._sweep(base)
+            RunDirectory._sweep(base)
         return descriptor
 
     monkeypatch.setattr(os, "open", opened)
@@ -317,7 +317,7 @@ def test_a_sweep_does_not_follow_a_link_to_what_a_dead_run_might_have_left(base:
 def test_a_directory_of_another_user_is_neither_swept_nor_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     dead, real = dead_run(), os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
-    run_directory._sweep(dead.path.parent)
+    RunDirectory._sweep(dead.path.parent)
     dead.remove()
     assert (dead.path / RUN_FILE).exists()
 
