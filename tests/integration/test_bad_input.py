@@ -84,12 +84,12 @@ def test_a_damaged_neuron_fails_the_texts_that_need_it(shell: Shell, package: Pa
 def test_an_unknown_activation_is_refused(shell: Shell, package: Path) -> None:
     path = package / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["activation"] = "gelu"
+    manifest["model"]["activation"] = "gelu"
     path.write_text(json.dumps(manifest))
     said = shell.refused("run", package, *ASK)
     assert str(path) in said
     assert "activation" in said
-    manifest["activation"] = "relu"  # known, but not what was converted
+    manifest["model"]["activation"] = "relu"  # known, but not what was converted
     path.write_text(json.dumps(manifest))
     assert "id: the content was changed" in shell.refused("run", package, *ASK)
     manifest["id"] = identity({name: value for name, value in manifest.items() if name != "id"})
