@@ -27,7 +27,7 @@ from neuronpipe.protocol.segments import Closing
 
 LINGER_MS = 500
 RECONNECT_MS = 20
-RECONNECT_MOST_MS = 500
+MAX_RECONNECT_MS = 500
 BAD_FRAMES_PER_CALL = 64
 MAX_TOLD = 16
 MORE_FRAMES = int(zmq.SNDMORE)  # a plain number: adding up flags of an enumeration takes a third of the time of sending
@@ -231,7 +231,7 @@ class Connection(Channel):
         super().__init__(socket, link, link.outward, link.inward)
         socket.routing_id = name.encode("latin-1")
         socket.reconnect_ivl = RECONNECT_MS
-        socket.reconnect_ivl_max = RECONNECT_MOST_MS
+        socket.reconnect_ivl_max = MAX_RECONNECT_MS
         socket.connect(endpoint)
 
     def send(self, content: Message) -> None:
@@ -283,7 +283,7 @@ class Subscriber(Channel):
         super().__init__(socket, link, link.outward, link.inward)
         socket.subscribe(MAGIC)
         socket.reconnect_ivl = RECONNECT_MS
-        socket.reconnect_ivl_max = RECONNECT_MOST_MS
+        socket.reconnect_ivl_max = MAX_RECONNECT_MS
         prepare(socket)
         socket.connect(endpoint)
 

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 KEY_BYTES = 32
 RECONNECT_MS = 200  # a server with another key is no failure to connect: this often it would be asked again
-RECONNECT_MOST_MS = 2000
+MAX_RECONNECT_MS = 2000
 Standing = Literal["alone", "stranger", "refused", "let in"]
 """How a guest stands: nobody answers, who answers is not the server of the invitation, the server turns the guest's key
 away (nothing can change that), it lets the guest in."""
@@ -122,7 +122,7 @@ class GuardedSubscriber(Subscriber):
             socket.curve_secretkey = secret
             socket.curve_publickey = zmq.curve_public(secret)
             socket.reconnect_ivl = RECONNECT_MS
-            socket.reconnect_ivl_max = RECONNECT_MOST_MS
+            socket.reconnect_ivl_max = MAX_RECONNECT_MS
 
             socket.monitor(events, sum(STANDINGS))
             self._heard.connect(events)

@@ -30,10 +30,10 @@ from neuronpipe.protocol.locked_directory import LOCK_FILE, LockedDirectory
 from neuronpipe.protocol.schema import json_object
 from neuronpipe.protocol.segments import Segment
 
-SOCKET_PATH_MOST_BYTES = 107  # sun_path holds 108, with its end
+MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108, with its end
 RUN_FILE = "run.json"
 PLAN_FILE = "plan.json"
-RUN_FILE_MOST_BYTES = 1 << 20
+MAX_RUN_FILE_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
 DOOR = "door"
@@ -250,7 +250,7 @@ class RunDirectory(LockedDirectory):
             if path.stat().st_uid != os.getuid():
                 raise UserError(f"{path}: belongs to another user; attach as that user")
             with path.open("rb") as stream:
-                data = stream.read(RUN_FILE_MOST_BYTES)
+                data = stream.read(MAX_RUN_FILE_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             raise NotRunning(f"{self.path}: no run here; start one with `neuronpipe up`") from None
         except OSError as error:
@@ -321,8 +321,8 @@ def _bound_places() -> set[Path]:
 def _check_length(place: Path) -> None:
     longest = max((os.fsencode(link.name) for link in LINKS), key=len)
     length = len(os.fsencode(place)) + 1 + len(longest)
-    if length > SOCKET_PATH_MOST_BYTES:
+    if length > MAX_SOCKET_PATH_BYTES:
         raise UserError(
             f"{place}: too long for a socket: {length} bytes with /{longest.decode()}, the system allows "
-            f"{SOCKET_PATH_MOST_BYTES}; name a shorter place or set TMPDIR to one"
+            f"{MAX_SOCKET_PATH_BYTES}; name a shorter place or set TMPDIR to one"
         )

@@ -157,8 +157,10 @@ def _finite(value: Any) -> float:
 
 
 def _int_of_64_bits(value: Any) -> int:
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+    if type(value) is not int:
         raise Mismatch("expected int", value)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise Mismatch("expected an int of 64 bits", value)
     return value
 
 

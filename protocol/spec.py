@@ -74,7 +74,7 @@ def _version() -> str:
             ("most items of an array", codec.MAX_ARRAY_ITEMS),
             ("most entries of a map", codec.MAX_MAP_ITEMS),
             ("longest wait for room in a queue, in ms", links.WAIT_MS),
-            ("longest path of a socket, in bytes", run_directory.SOCKET_PATH_MOST_BYTES),
+            ("longest path of a socket, in bytes", run_directory.MAX_SOCKET_PATH_BYTES),
         ),
     )
 

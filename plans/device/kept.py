@@ -49,7 +49,7 @@ def doubt(measured: FlashCurve | MemorySpeed) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record(Generic[Measured]):
+class Kept(Generic[Measured]):
     """A measurement and what became of it. Times are seconds since 1970."""
 
     measured: Measured
@@ -74,16 +74,16 @@ class Record(Generic[Measured]):
             return "nothing had confirmed it"
         return None
 
-    def followed_by(self, new: Measured, now: float) -> Record[Measured]:
+    def followed_by(self, new: Measured, now: float) -> Kept[Measured]:
         """What to keep after another measurement."""
         ratio, doubtful = _ratio(new, self.measured), doubt(new) is not None
         if 1 - SAME < ratio < 1 + SAME:
             if doubt(self.measured) is None:
                 return dataclasses.replace(self, taken_at=now, agreed=self.agreed + 1, tries=0)
             if not doubtful:
-                return Record(measured=new, taken_at=now, agreed=self.agreed + 1)
+                return Kept(measured=new, taken_at=now, agreed=self.agreed + 1)
         elif ratio > 1 or not doubtful:
-            return Record(measured=new, taken_at=now, tries=self.tries + 1 if doubtful else 0)
+            return Kept(measured=new, taken_at=now, tries=self.tries + 1 if doubtful else 0)
         return dataclasses.replace(self, tries=self.tries + 1, tried_at=now)
 
 
@@ -113,7 +113,7 @@ def kept_or_measured(
     if record is None:
         measured = measure()
         if measured is not None:
-            _write(path, Record(measured=measured, taken_at=now))
+            _write(path, Kept(measured=measured, taken_at=now))
         return measured
     if (why := record.due(now)) is None or (measured := measure()) is None:
         return record.measured
@@ -127,7 +127,7 @@ def keep(path: Path, measured: Measured) -> None:
     """Keep a thorough measurement, unless it is doubtful and what is kept is not."""
     record, now = _read(path, type(measured)), time.time()
     if record is None or doubt(measured) is None or doubt(record.measured) is not None:
-        _write(path, Record(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
+        _write(path, Kept(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
     else:
         _write(path, record.followed_by(measured, now))
 
@@ -144,17 +144,17 @@ def shown(measured: FlashCurve | MemorySpeed) -> str:
     return f"{best / 1e9:.1f} GB/s" if best >= 1e9 else f"{best / 1e6:.0f} MB/s"
 
 
-def _read(path: Path, kind: type[Measured]) -> Record[Measured] | None:
+def _read(path: Path, kind: type[Measured]) -> Kept[Measured] | None:
     """What an earlier probe kept; None when there is none, or none that can be understood."""
-    record: Any = Record
+    generic: Any = Kept
     try:
-        kept: Record[Measured] = from_json(record[kind], json_object(path.read_bytes(), str(path)), str(path))
+        kept: Kept[Measured] = from_json(generic[kind], json_object(path.read_bytes(), str(path)), str(path))
     except (OSError, UserError):
         return None
     return kept
 
 
-def _write(path: Path, record: Record[Measured]) -> None:
+def _write(path: Path, record: Kept[Measured]) -> None:
     """Keep it for the next start. A home that cannot be written only costs that start a measurement."""
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PSS = re.compile(rb"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
 OVER_S = 1.0
 MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at a time
@@ -55,12 +53,13 @@ class Processes:
 
 def processor_s(pid: int) -> float | None:
     """Processor time that a process has used, all threads together; None when it is gone."""
+    import psutil  # only who watches pays for it: the supervisor needs `proportional_bytes` alone
+
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return None
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return float(times.user + times.system)
 
 
 def proportional_bytes(pid: int) -> tuple[int, int | None]:

@@ -18,7 +18,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device import flash, kept, memory, probe
 from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
-from neuronpipe.plans.device.kept import DAY_S, MAX_AGE_DAYS, MAX_TRIES, RETRY_S, Record, keep, kept_or_measured
+from neuronpipe.plans.device.kept import DAY_S, MAX_AGE_DAYS, MAX_TRIES, RETRY_S, Kept, keep, kept_or_measured
 
 START = 1.8e9
 
@@ -201,7 +201,7 @@ def test_memory_speeds_are_kept_and_read_back(tmp_path: Path) -> None:
 
 
 def test_memory_and_flash_are_compared_by_the_figures_that_both_have() -> None:
-    record = Record(measured=memory_speed(4.7e9, busy=0.6), taken_at=START)
+    record = Kept(measured=memory_speed(4.7e9, busy=0.6), taken_at=START)
     assert record.followed_by(memory_speed(14.4e9), START).measured == memory_speed(14.4e9)
     assert kept.shown(memory_speed(14.4e9)) == "14.4 GB/s"
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.schema import from_json, json_object
 
@@ -67,9 +69,12 @@ def test_a_generic_dataclass_is_read_with_its_parameter() -> None:
         ({"points": [3]}, "f.json: field 'points[0]': expected map, found 3"),
         ({"points": [{"size": 1}]}, "f.json: field 'points[0].speed': missing"),
         ({"points": [{"size": 1, "speed": -1}]}, "f.json: field 'points[0]': expected a speed above 0"),
-        ({"points": [{"size": True, "speed": 1}]}, "f.json: field 'points[0].size': expected int, found True"),
+        (
+            {"points": [{"size": True, "speed": 1}]},
+            "f.json: field 'points[0].size': expected int, found True",
+        ),
         ({"points": [{"size": 1, "speed": 1, "x": 1}]}, "f.json: field 'points[0].x': unknown field"),
-        ({"limit": 1 << 63}, f"f.json: field 'limit': expected int, found {1 << 63}"),
+        ({"limit": 1 << 63}, f"f.json: field 'limit': expected an int of 64 bits, found {1 << 63}"),
         ({"other": 1}, "f.json: field 'other': unknown field"),
         ({"a\nb": 1}, r"f.json: field 'a\nb': unknown field"),
     ],
@@ -101,3 +106,20 @@ def test_a_number_is_finite(speed: float) -> None:
 def test_what_is_no_json_object_is_refused(data: bytes, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         json_object(data, "f.json")
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+ANYTHING = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+
+
+@given(change=st.dictionaries(st.sampled_from([*RIGHT, "limit"]) | st.text(), ANYTHING))
+def test_whatever_stands_in_a_file_it_is_read_whole_or_refused_in_one_line(change: dict[str, Any]) -> None:
+    refused = None
+    try:
+        assert isinstance(from_json(Curve, RIGHT | change, "f.json"), Curve)
+    except UserError as error:
+        refused = str(error)
+    if refused is not None:
+        assert refused.startswith("f.json: field '")
+        assert refused.isprintable()
+        assert len(refused) < 300
