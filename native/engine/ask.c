@@ -8,16 +8,10 @@ np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t 
     return (np_range){range.from < all ? range.from : all, range.to < all ? range.to : all};
 }
 
-uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster)
-{
-    return (layer * engine->shape.experts + expert) * engine->shape.clusters + cluster;
-}
-
 int np_look_up(np_engine *engine, int part, uint32_t cluster)
 {
     const uint32_t index = np_cluster_index(engine, engine->layer, 0, cluster);
     const uint32_t value = np_entry_look(&engine->shared.entries[part][index]);
-    engine->slot[part][cluster] = NP_NO_PIECE;
     switch (value & NP_ENTRY_STATE_MASK) {
     case NP_ENTRY_PRESENT:
         engine->slot[part][cluster] = value & NP_ENTRY_SLOT_MASK;
@@ -27,6 +21,7 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
         engine->counters.damaged_part = part;
         return NP_E_DAMAGED;
     default:
+        engine->slot[part][cluster] = NP_NO_PIECE;
         return 0;
     }
 }

@@ -118,7 +118,10 @@ enum { NP_DENSE_TOKENS = 16 };
 
 /* Residency (ask.c) */
 /* The index of a cluster's entries, in either part. */
-uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster);
+static inline uint32_t np_cluster_index(const np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster)
+{
+    return (layer * engine->shape.experts + expert) * engine->shape.clusters + cluster;
+}
 np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t end_block);
 /* 1 when the part is present: its slot is in engine->slot, good while the window is open. 0 when it is not there, and the slot
  * NP_NO_PIECE. NP_E_DAMAGED when it failed. */

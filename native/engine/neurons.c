@@ -74,11 +74,11 @@ static const uint8_t *scales_of(const np_engine *engine, const np_matrix_place *
 }
 
 /* Where the value part seems to be, good for fetching only; the trigger part when it is not there. */
-static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster)
+static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *trigger_part)
 {
     const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, 0, cluster)]);
     if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
-        return slot_of(engine, NP_TRIGGER, cluster);
+        return trigger_part;
     return engine->shared.slots[NP_VALUE] + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.slot_bytes[NP_VALUE];
 }
 
@@ -93,8 +93,8 @@ static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int 
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         if (engine->cluster_state[cluster] & NP_CLUSTER_TRIGGERED || engine->slot[NP_TRIGGER][cluster] == NP_NO_PIECE)
             continue;
-        const uint8_t *quants = quants_of(engine, trigger, cluster), *scales = scales_of(engine, trigger, cluster);
-        engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster) : NULL;
+        const uint8_t *part = slot_of(engine, NP_TRIGGER, cluster), *quants = part + trigger->quants, *scales = part + trigger->scales;
+        engine->list.beside[engine->list.count] = whole ? value_part_at_a_glance(engine, cluster, part) : NULL;
         for (uint32_t i = 0; i < n; i++) {
             if (np_is_predicted(engine, cluster * n + i, t))
                 list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +18,10 @@ RING_ENTRIES = 1024
 
 
 class Participants:
-    """So many participants of steps of up to max_tokens tokens of one text."""
+    """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
+    be otherwise than here."""
 
-    def __init__(self, package: Package, *, count: int, max_tokens: int, predicts: bool = False) -> None:
+    def __init__(self, package: Package, *, count: int, max_tokens: int, predicts: bool = False, **config: Any) -> None:
         manifest, self._package = package.manifest, package
         self._model = model = manifest.model
         layout, tokens = manifest.layout, max_tokens
@@ -52,7 +54,7 @@ class Participants:
             Participant(
                 manifest,
                 View(**shared, window=np.zeros(1, np.uint64), requests=_ring(ring), trace=ffi.new("np_trace *")),
-                self._config(number, count, max_tokens, predicts),
+                dataclasses.replace(self._config(number, count, max_tokens, predicts), **config),
             )
             for number, ring in enumerate(self._rings)
         ]

@@ -71,7 +71,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
     )  # fmt: skip
     with PackageWriter(target, manifest, overwrite=False) as writer:
         for name, length in fixed_vectors(model):
-            writer.vector(name, _vector(name, length, model, random))
+            writer.vector(name, _vector(name, length, random))
         for name, rows, columns in fixed_matrices(model):
             writer.matrix(name, encode(quantization, _normal(random, (rows, columns), _deviation(name, columns))))
         for _ in range(model.layers):
@@ -92,15 +92,11 @@ def _deviation(name: str, columns: int) -> float:
     return float(factor * columns**-0.5)
 
 
-def _vector(name: str, length: int, model: ModelSpec, random: np.random.Generator) -> Array:
+def _vector(name: str, length: int, random: np.random.Generator) -> Array:
     if name == "rope.inverse_frequency":
         return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
-    if name == "position_embedding":
-        return _normal(random, (length,), 0.3)
-    values = _normal(random, (length,), 0.3)
-    if name.endswith("norm"):
-        return 1 + values / 3
-    return values - np.float32(1.8) if name.endswith("up.bias") else values
+    centre = 1.0 if name.endswith("norm") else -1.8 if name.endswith("up.bias") else 0.0
+    return _normal(random, (length,), 0.3) + np.float32(centre)
 
 
 def give_predictor(package: Package, text: Sequence[int]) -> tuple[Package, Array]:

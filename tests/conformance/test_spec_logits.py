@@ -57,8 +57,13 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     error = error_of(logits, wanted)
     print(f"{name} {quantization}: relative rms {error:.5f}, deviation of logits {wanted.std():.2f}")
     assert error < BOUNDS[quantization]
-    for count, tokens in ((2, 1), (3, 5), (1, CHUNK), (2, CHUNK)):
-        assert np.array_equal(logits, Participants(package, count=count, max_tokens=tokens).run(TEXT, tokens))
+    plain: dict[str, Any] = {}
+    by_turns: dict[str, Any] = {"partial_tokens": 5, "window_blocks": package.manifest.layout.blocks}
+    in_parts: dict[str, Any] = {"pipeline": False}
+    cases = [(2, 1, plain), (3, 5, plain), (1, CHUNK, plain), (2, CHUNK, plain), (2, CHUNK, by_turns)]
+    for count, tokens, config in [*cases, (2, 1, in_parts), (2, CHUNK, in_parts)]:
+        participants = Participants(package, count=count, max_tokens=tokens, **config)
+        assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
 
 
 @pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16")])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.parse import MAX_CLUSTERS
 from neuronpipe.plans.plan.account import MIB
 from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
@@ -185,6 +186,18 @@ def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int
         create(right | wrong)
 
 
+def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_be() -> None:
+    assert MAX_CLUSTERS == lib.NP_REQUEST_CLUSTER_MASK + 1
+    shape = native_shape(manifest(), 8, predicts=False)
+    shape.layers = MAX_CLUSTERS // shape.clusters + 1
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "participants": 1, "window_blocks": 1}
+    native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
+    with pytest.raises(ValueError, match="refuses `clusters`"):
+        create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
+    shape.layers -= 1
+    lib.np_engine_destroy(create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native))
+
+
 def of_gate(**fields: int) -> dict[str, dict[str, int]]:
     """The trigger's place with some of it changed."""
     place = native_shape(manifest(), 8, predicts=False).gate
@@ -206,7 +219,6 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"activation": lib.NP_RELU, "gated": 0}, "up"),
         ({"cluster_neurons": 0}, "cluster_neurons"),
         ({"clusters": 1}, "clusters"),
-        ({"layers": (1 << 24) + 1}, "clusters"),
         ({"blocks": 0}, "blocks"),
         ({"slot_bytes": [64, 1 << 20]}, "gate"),
         ({"slot_bytes": [1 << 20, 64]}, "up"),
