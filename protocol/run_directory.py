@@ -281,7 +281,8 @@ def base() -> Path:
 
 
 def started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot. Raises ProcessLookupError when it does not run."""
+    """Start time of a process in clock ticks since boot. Raises ProcessLookupError when it does not run. By hand:
+    psutil turns the ticks into a time of day, which changes when the clock is set."""
     try:
         # Its main thread has the same figures; in /proc/PID/stat user-mode QEMU shows a process made-up ones of itself.
         stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -7,16 +7,15 @@ for a reader.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import signal
-import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
-import uvicorn
 from neuronpipe.services.gateway.problems import Problem, unavailable
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -29,28 +28,42 @@ _SANE_ID = re.compile(rb"[!-~]{1,128}")
 CROWDED = unavailable("too_many_connections", f"{MAX_CONNECTIONS} connections are open already; try again")
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which calls `ending` when it is told to end, by `signals` that waited until it started."""
+def announcing(signals: Iterable[signal.Signals], ending: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """For uvicorn's option `callback_notify`, whose first call comes when the server has started: from then on `ending`
+    is called when the server is told to end, by `signals` that waited until now. uvicorn acts on them as well."""
+    waiting = list(signals)
 
-    def __init__(self, config: uvicorn.Config, signals: Iterable[signal.Signals], ending: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._signals = signals
-        self._loop = asyncio.get_running_loop()
-        self._ending = ending
+    async def started() -> None:
+        loop = asyncio.get_running_loop()
+        for number in waiting:
+            theirs = signal.getsignal(number)
+            assert callable(theirs)
+            signal.signal(number, functools.partial(_told, theirs, loop, ending))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
+        waiting.clear()  # uvicorn calls again now and then
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The handlers are set by now."""
-        await super().startup(sockets)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+    return started
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
-        self._loop.call_soon_threadsafe(self._ending)
-        super().handle_exit(sig, frame)
+
+def _told(
+    theirs: Callable[[int, FrameType | None], object],
+    loop: asyncio.AbstractEventLoop,
+    ending: Callable[[], None],
+    number: int,
+    frame: FrameType | None,
+) -> None:
+    loop.call_soon_threadsafe(ending)
+    theirs(number, frame)
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection."""
+    """One connection.
+
+    uvicorn's option `http` takes any protocol; this is its own with limits that it has no options for. Of that one it
+    uses what asyncio calls, and `connections`, `cycle`, `conn`, `handle_events`, `send_400_response` and
+    `timeout_keep_alive_handler`, which uvicorn does not promise to keep: tests/integration/test_gateway_manners.py
+    notices when one of them has changed.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -22,8 +22,8 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
 if TYPE_CHECKING:
+    import uvicorn
     from neuronpipe.services.gateway.coordinator import Coordinator
-    from neuronpipe.services.gateway.http_server import Server
 
 KEEP_ALIVE_S = 15
 MAX_GROWTH_BYTES = 512 << 20
@@ -59,7 +59,7 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.coordinator import Coordinator
-    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, Server
+    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, announcing
 
     _limit_memory()
     coordinator = Coordinator(run.endpoint(CONTROL), run_ended)
@@ -77,10 +77,11 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        callback_notify=announcing(SIGNALS, gateway.end),
     )
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
-            server = Server(config, SIGNALS, gateway.end)
+            server = uvicorn.Server(config)
             ending = asyncio.create_task(_end_with_run(coordinator, server))
             await server.serve(sockets=[listening])
             ending.cancel()
@@ -88,7 +89,7 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
             await coordinator.close()
 
 
-async def _end_with_run(coordinator: Coordinator, server: Server) -> None:
+async def _end_with_run(coordinator: Coordinator, server: uvicorn.Server) -> None:
     await coordinator.over.wait()
     server.should_exit = True
 
@@ -96,6 +97,7 @@ async def _end_with_run(coordinator: Coordinator, server: Server) -> None:
 def _limit_memory() -> None:
     """No request may make this process take the machine's memory: beyond this an allocation fails, and with it that
     request alone."""
+    # Not with psutil: importing it would cost every gateway a megabyte.
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = size_bytes + MAX_GROWTH_BYTES

@@ -64,7 +64,7 @@ def processor_s(pid: int) -> float | None:
 
 def proportional_bytes(pid: int) -> tuple[int, int | None]:
     """Proportional set size of one process, and how much of it is shared memory (None: before Linux 5.4); zeros when it
-    is gone or cannot be read."""
+    is gone or cannot be read. By hand: psutil does not tell what of it is shared memory."""
     try:
         sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
     except OSError:
