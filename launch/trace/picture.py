@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
 from neuronpipe.services.monitor.groups import GROUP_OF, GROUPS, NUMBER

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import read_plan
 

@@ -14,7 +14,7 @@ from neuronpipe.launch.client import attach
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
-from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.monitor.rings import Row, RunTrace

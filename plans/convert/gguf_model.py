@@ -12,8 +12,7 @@ from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, 
 from neuronpipe.plans.convert.gguf_header import GgufHeader, read_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
-from neuronpipe.plans.models.activations import SAY_WHICH, named_activation, sounds_like_relu
-from neuronpipe.plans.models.family import GgufArchitecture, TensorNames
+from neuronpipe.plans.models.family import SAY_WHICH, GgufArchitecture, TensorNames, named_activation, sounds_like_relu
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import (
     MAX_CONTEXT_TOKENS,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
-from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.schema import from_json, json_object
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from neuronpipe.plans.models.activations import SAY_WHICH, named_activation
-from neuronpipe.plans.models.family import Choices, TensorNames
+from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
 from neuronpipe.plans.models.spec import (
     MAX_CONTEXT_TOKENS,
     MAX_HEAD_WIDTH,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.package.directory import PartialDirectory
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import (
     BUNDLES,
@@ -27,6 +26,7 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
 from neuronpipe.plans.package.tensors import fixed_tensors
+from neuronpipe.plans.package.whole import PartialDirectory
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

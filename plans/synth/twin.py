@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.whole_file import whole_file
+from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import FIXED, PREDICTOR
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.account import queue_clusters
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
@@ -20,8 +22,8 @@ from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.protocol.residency import TRIGGER, VALUE
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
-from neuronpipe.services.loader.fixed import load_fixed
 from neuronpipe.services.memory import Rings, RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
@@ -29,6 +31,23 @@ from neuronpipe.services.trace import Trace
 UNKNOWN_GENERATION_MS = 50
 SPIN_US = 0  # cores are for the workers; an interrupt tells of a read
 log = logging.getLogger(__name__)
+
+
+def load_fixed(package: Package, segment: Segment) -> None:
+    """Copy fixed.safetensors, and in predicted mode predictor.safetensors, into the segment and seal it; nothing to do
+    when an earlier loader has. Verifies the tokenizer, the checksum table and the tensors (UserError naming
+    the file)."""
+    if segment.sealed:
+        return
+    with segment.map(writable=True) as mapping:
+        targets = {FIXED: mapping.view("file"), PREDICTOR: mapping.view("predictor")}
+        loaded = {name: target for name, target in targets.items() if len(target)}
+        package.verify_fixed(loaded=loaded.keys())
+        for name, target in loaded.items():
+            package.load(name, target)
+        for target in targets.values():
+            target.release()
+    segment.seal()
 
 
 class Core:

@@ -11,7 +11,7 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.services.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024

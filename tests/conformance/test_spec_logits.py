@@ -85,7 +85,7 @@ def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[st
     with (
         shell.up(package.path, "--plan", file) as run,
         attach(run.path) as client,
-        kept_logits(out, RunDirectory(run.path), package, made, len(TEXT)) as keep,
+        kept_logits(out, RunDirectory(run.path), package, len(TEXT)) as keep,
     ):
         score(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     return np.asarray(np.load(out))

@@ -19,7 +19,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.loader.fixed import load_fixed
+from neuronpipe.services.loader.service import load_fixed
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

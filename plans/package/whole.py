@@ -1,16 +1,17 @@
-"""A package directory that appears at once and whole, or not at all.
+"""What appears at once and whole, or not at all: a package directory, or a file that a command writes.
 
-Everything is written into `.NAME.partial-PID` beside the target and renamed at the end. What a killed process left
+A directory is written into `.NAME.partial-PID` beside the target and renamed at the end. What a killed process left
 there is removed by the next one; a package being replaced waits as `.NAME.old-PID` and comes back if nothing
 replaced it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -91,7 +92,7 @@ def _clear_leftovers(target: Path) -> None:
         if _alive(int(match[2])):
             continue
         if match[1] == "old" and not os.path.lexists(target):
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 leftover.rename(target)
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -104,3 +105,25 @@ def _alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write what is to become `path`: beside it, and what was there before stays until all is written. A
+    device or a pipe has nothing beside it and is written to. Raises UserError for what the disk refuses."""
+    try:
+        beside = path.is_file() or not path.exists()
+        target = path.resolve()  # a link stays a link
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    place = target.with_name(f".{target.name}.partial-{os.getpid()}") if beside else path
+    try:
+        yield place
+        if beside:
+            place.replace(target)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        if beside:
+            with contextlib.suppress(OSError):
+                place.unlink()
