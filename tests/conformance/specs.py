@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
-from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.layout import Quantization, compute_layout
 from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorQuality, Source
 from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter
 from neuronpipe.plans.predictor.fit import scores
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine

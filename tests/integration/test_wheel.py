@@ -57,7 +57,7 @@ def test_the_kernels_the_demo_model_the_page_and_the_types_are_there(names: set[
 def test_what_only_the_checkout_needs_stays_there(names: set[str]) -> None:
     for name in names:
         assert not name.endswith(
-            (".c", ".h", ".cmake", ".sh", "CMakeLists.txt", "README.md", "phone.md", "bind.py", ".pth")
+            (".c", ".h", ".cmake", ".sh", "CMakeLists.txt", "README.md", "FORMAT.md", "phone.md", "bind.py", ".pth")
         ), name
         assert name not in {"neuronpipe/launch/neuronpipe", "neuronpipe/launch/test"}
 
