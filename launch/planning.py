@@ -13,7 +13,7 @@ from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.account import MIB
+from neuronpipe.plans.plan.budget import MIB
 from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
@@ -124,9 +124,9 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
     given = read_plan(file)
     given.check(package_id=package.manifest.id, device_id=device.id, where=str(file))
     validate(given, package.manifest, str(file))
-    if gateway != any(spec.role == GATEWAY for spec in given.compute.seats):
+    if gateway != any(spec.role == GATEWAY for spec in given.compute.processes):
         raise UserError(
-            f"{file}: field 'compute.seats': "
+            f"{file}: field 'compute.processes': "
             + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
             + " such a plan"
         )
@@ -206,5 +206,5 @@ def checked_uses(texts: Iterable[str], plan: Plan) -> list[Use]:
     from neuronpipe.services.implementations import Implementations, Use
 
     uses = [Use.parse(text, Path.cwd()) for text in texts]
-    Implementations(uses).check((spec.role, spec.index) for spec in plan.compute.seats)
+    Implementations(uses).check((spec.role, spec.index) for spec in plan.compute.processes)
     return uses

@@ -61,7 +61,7 @@ class RunFacts(Message):
     model: name of the package
     mode: "exact" or "predicted"
     quantization: of the neurons
-    seats: all processes of the plan, "role.index", separated by blanks, in the order of the board's lines and the
+    processes: all processes of the plan, "role.index", separated by blanks, in the order of the board's lines and the
         trace's rings
     layers: of the model
     neurons: of one layer, of all its experts
@@ -82,7 +82,7 @@ class RunFacts(Message):
     model: str
     mode: str
     quantization: str
-    seats: str
+    processes: str
     layers: int
     neurons: int
     clusters: int

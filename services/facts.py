@@ -19,7 +19,7 @@ def run_facts(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> 
         model=manifest.name,
         mode=compute.mode,
         quantization=manifest.quantization,
-        seats=" ".join(f"{seat.role}.{seat.index}" for seat in compute.seats),
+        processes=" ".join(f"{process.role}.{process.index}" for process in compute.processes),
         layers=model.layers,
         neurons=model.experts * model.neurons,
         clusters=manifest.clusters // model.layers,

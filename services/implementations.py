@@ -35,7 +35,7 @@ OURS = {
 """The class that does each role's work unless another one is asked for, in the order in which they start."""
 
 SWAPPABLE = ("decode", "prefill", "loader", "cache")
-"""Roles whose seats may change hands while a run is live. Clients' requests live in the others."""
+"""Roles whose processes may be replaced while a run is live. Clients' requests live in the others."""
 
 PROGRAM = "argv:"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -115,14 +115,14 @@ class Use:
     @classmethod
     def parse(cls, text: str, folder: Path) -> Use:
         """`ROLE=IMPLEMENTATION` or `ROLE.INDEX=IMPLEMENTATION`. Raises UserError."""
-        seat, equals, rest = text.partition("=")
+        process, equals, rest = text.partition("=")
         if not equals:
             raise UserError(f"--use {text!r}: write ROLE=package.module:Class or ROLE=argv:COMMAND")
-        role, index = parse_seat(seat)
+        role, index = parse_process(process)
         return cls(role, index, Implementation.parse(rest, folder))
 
 
-def parse_seat(text: str) -> tuple[str, int | None]:
+def parse_process(text: str) -> tuple[str, int | None]:
     """`decode` or `decode.1`. Raises UserError naming the roles there are."""
     found = _SEAT.fullmatch(text)
     if not found or found[1] not in OURS:
@@ -130,13 +130,13 @@ def parse_seat(text: str) -> tuple[str, int | None]:
     return found[1], None if found[2] is None else int(found[2])
 
 
-def implementation_facts(seats: Mapping[tuple[str, int], Implementation]) -> dict[str, Sequence[str]]:
-    """Which implementation each seat has, in JSON: how it is written, and the folder where it was named."""
-    return {f"{role}.{index}": (one.text, one.folder) for (role, index), one in seats.items()}
+def implementation_facts(processes: Mapping[tuple[str, int], Implementation]) -> dict[str, Sequence[str]]:
+    """Which implementation each process has, in JSON: how it is written, and the folder where it was named."""
+    return {f"{role}.{index}": (one.text, one.folder) for (role, index), one in processes.items()}
 
 
 class Implementations:
-    """Which implementation each seat has: what was asked for, the last one first, else ours."""
+    """Which implementation each process has: what was asked for, the last one first, else ours."""
 
     def __init__(self, uses: Iterable[Use] = ()) -> None:
         self._uses = tuple(uses)
@@ -144,19 +144,19 @@ class Implementations:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Sequence[str]]) -> Implementations:
         """From the answer of a supervisor: see `implementation_facts`."""
-        seats = {name: parse_seat(name) for name in facts}
-        return cls(Use(*seats[name], Implementation(*facts[name])) for name in facts)
+        processes = {name: parse_process(name) for name in facts}
+        return cls(Use(*processes[name], Implementation(*facts[name])) for name in facts)
 
     def of(self, role: str, index: int) -> Implementation:
-        """That of one seat."""
+        """That of one process."""
         for use in reversed(self._uses):
             if use.role == role and use.index in (None, index):
                 return use.implementation
         return Implementation(OURS[role], "/")
 
-    def check(self, seats: Iterable[tuple[str, int]]) -> None:
-        """Raises UserError when one is meant for a seat that the plan does not have."""
-        known = set(seats)
+    def check(self, processes: Iterable[tuple[str, int]]) -> None:
+        """Raises UserError when one is meant for a process that the plan does not have."""
+        known = set(processes)
         for use in self._uses:
             if use.index is not None and (use.role, use.index) not in known:
                 here = ", ".join(f"{role}.{index}" for role, index in sorted(known) if role == use.role)

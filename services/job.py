@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan, Seat
+from neuronpipe.plans.plan.plan import Plan, ProcessSpec
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
@@ -15,10 +15,10 @@ from neuronpipe.services.gateway.listener import Listener
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One seat of a run. `incarnation` counts the processes that had it before."""
+    """One process of a run. `incarnation` counts those that had its place before."""
 
     run: str
-    seat: Seat
+    process: ProcessSpec
     incarnation: int
     package: Package
     plan: Plan
@@ -40,10 +40,10 @@ class Job:
         """The same in words, for a program in another language, which finds the rest in the run directory."""
         return {
             "run": str(self.directory.path),
-            "role": self.seat.role,
-            "index": str(self.seat.index),
+            "role": self.process.role,
+            "index": str(self.process.index),
             "incarnation": str(self.incarnation),
-            "core": "" if self.seat.core is None else str(self.seat.core),
+            "core": "" if self.process.core is None else str(self.process.core),
             "package": str(self.package.path.resolve()),
             "plan": str(self.directory.path / PLAN_FILE),
             "listen": "" if self.listener is None else str(self.listener.descriptor),

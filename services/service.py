@@ -34,18 +34,18 @@ class Service:
     """The shell of one service. slots: requests it takes at once; not available: `Ready` waits for become_available."""
 
     def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True) -> None:
-        seat = job.seat
-        self.role, self.index = seat.role, seat.index
+        process = job.process
+        self.role, self.index = process.role, process.index
         self._hello = Hello(
-            role=seat.role,
-            index=seat.index,
+            role=process.role,
+            index=process.index,
             pid=os.getpid(),
             incarnation=job.incarnation,
             protocol=VERSION,
             slots=slots,
-            core=seat.core,
+            core=process.core,
         )
-        self.control = Connection(context, CONTROL, job.endpoints["control"], f"{seat.role}-{seat.index}")
+        self.control = Connection(context, CONTROL, job.endpoints["control"], f"{process.role}-{process.index}")
         self._poller = Poller()
         self._poller.add(self.control)
         self._sources: list[tuple[Channel | int, Callable[[], None]]] = []

@@ -30,7 +30,7 @@ class Trace:
     @classmethod
     def of(cls, job: Job, memory: RunMemory) -> Trace:
         """The ring of this process."""
-        return cls(memory, job.plan.compute.seats.index(job.seat))
+        return cls(memory, job.plan.compute.processes.index(job.process))
 
     def put(self, kind: int, start_ns: int, *, value: int = 0, step: int = 0) -> int:
         """A span that ends now; start_ns: by `now`. Returns the present time, for the span that follows."""

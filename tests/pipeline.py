@@ -192,11 +192,11 @@ class Run:
             return client.status()
 
     def pid(self, role: str, index: int = 0) -> int:
-        """The process that has a seat now. Raises StopIteration while there is none."""
+        """The pid of a process now. Raises StopIteration while there is none."""
         return next(p.pid for p in self.status().processes if (p.role, p.index) == (role, index) and p.pid)
 
-    def seated(self, role: str, index: int = 0) -> bool:
-        """Whether a process has a seat now."""
+    def has(self, role: str, index: int = 0) -> bool:
+        """Whether there is such a process now."""
         return any((p.role, p.index) == (role, index) and p.pid for p in self.status().processes)
 
     def down(self) -> None:

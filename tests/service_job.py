@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Seat
+from neuronpipe.plans.plan.plan import ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.protocol.segments import Segment
@@ -18,13 +18,13 @@ ROLES = ("coordinator", "loader", "cache", "prefill", "decode")
 
 def make_job(role: str, package: Package, folder: Path) -> tuple[Job, RunMemory]:
     """The job of `role` in a run with one process each, half of the neurons resident; and the test's own mappings."""
-    seats = tuple(Seat(role=name, index=0, core=None) for name in ROLES)
-    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", seats=seats)
+    processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
+    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
     made = plan(package.manifest, device, Wanted(ffn_resident_share=0.5))
     segments = create_segments(package.manifest, made)
     job = Job(
         run="r",
-        seat=seats[ROLES.index(role)],
+        process=processes[ROLES.index(role)],
         incarnation=0,
         package=package,
         plan=made,

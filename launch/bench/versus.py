@@ -49,7 +49,7 @@ class Versus:
         self, bench: Bench, directory: RunDirectory, sides: tuple[Contender, Contender], settle: Callable[[], None]
     ) -> None:
         self._bench, self._directory, self._sides, self._settle = bench, directory, sides, settle
-        self._keys = [(spec.role, spec.index) for spec in bench.plan.compute.seats if spec.role in SWAPPABLE]
+        self._keys = [(spec.role, spec.index) for spec in bench.plan.compute.processes if spec.role in SWAPPABLE]
         self._present = sides[0]
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> list[Row]:

@@ -74,7 +74,7 @@ class GarblingCoordinator(CoordinatorService):
         self._garbled = _Garbled(self._control)
 
     def _send(self, peer: str, message: Message) -> None:
-        if peer not in self._seats:
+        if peer not in self._processes:
             super()._send(peer, message)
             return
         try:
@@ -145,19 +145,19 @@ class Witness(CoordinatorService):
         super().__init__(job)
         self._record = Path(os.environ[RECORD]).open("a", encoding="utf-8")  # noqa: SIM115 - as long as the process
 
-    def _take_from_seat(self, peer: str, message: Message) -> None:
+    def _take_over(self, peer: str, message: Message) -> None:
         content: dict[str, Any] = {"peer": peer, "said": type(message).__name__, "at": time.monotonic()}
         if isinstance(message, Hello):
             content |= {"pid": message.pid, "incarnation": message.incarnation, "slots": message.slots}
             content |= {"role": message.role, "index": message.index, "protocol": message.protocol}
-            content["expected_pid"] = self._seats.on_board(*self._seats[peer].name).pid
+            content["expected_pid"] = self._processes.on_board(*self._processes[peer].name).pid
         elif isinstance(message, Ready | Beat | Drained):
             content |= {"role": message.role, "index": message.index}
         self._write(content)
-        super()._take_from_seat(peer, message)
+        super()._take_over(peer, message)
 
     def _send(self, peer: str, message: Message) -> None:
-        if peer in self._seats:
+        if peer in self._processes:
             self._write({"peer": peer, "told": type(message).__name__, "at": time.monotonic()})
         super()._send(peer, message)
 

@@ -17,7 +17,7 @@ from neuronpipe.launch.conformance.probe import ANSWERED_TOKENS, Probe
 from neuronpipe.launch.supervisor import control
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.account import least_slots_bytes
+from neuronpipe.plans.plan.budget import least_slots_bytes
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
@@ -58,9 +58,9 @@ class Candidate:
 def small_plan(package: Package, plan: Plan) -> Plan:
     """A plan with the same processes for one short text, in as little memory as will do and without pinning."""
     manifest, workers = package.manifest, len(plan.compute.decode_workers())
-    specs = tuple(replace(spec, core=None) for spec in plan.compute.seats if spec.role != GATEWAY)
+    specs = tuple(replace(spec, core=None) for spec in plan.compute.processes if spec.role != GATEWAY)
     facts = DeviceFacts(
-        id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, seats=specs
+        id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, processes=specs
     )
     slots_bytes = max(2 * least_slots_bytes(manifest, workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
     wanted = Wanted(

@@ -80,7 +80,7 @@ class Suite:
     @property
     def checks(self) -> int:
         """How many there are when none fails: of an ordinary run, of two among bad peers, of damaged flash."""
-        own = sum(spec.role == self._role for spec in self._plan.compute.seats)
+        own = sum(spec.role == self._role for spec in self._plan.compute.processes)
         ordinary = 6 + (self._role == "prefill") + 2 * len(self._others) + own
         return ordinary + 2 + 2 * (self._role == "loader")
 
@@ -286,7 +286,7 @@ class Suite:
     def _beats(self, record: Path) -> None:
         began = time.monotonic()
         time.sleep(IDLE_S)
-        for index in range(len([spec for spec in self._plan.compute.seats if spec.role == self._role])):
+        for index in range(len([spec for spec in self._plan.compute.processes if spec.role == self._role])):
             peer = f"{self._role}-{index}"
             heard = [line for line in self._heard(record) if line["peer"] == peer and line["at"] > began]
             count = sum(line.get("said") == "Beat" for line in heard)

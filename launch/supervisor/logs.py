@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from neuronpipe.plans.plan.plan import Seat
+from neuronpipe.plans.plan.plan import ProcessSpec
 
 FAILURE = "failure"
 FAILURE_BYTES = 1 << 12
@@ -21,16 +21,16 @@ class ProcessLogs:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         (directory / FAILURE).write_bytes(b" " * FAILURE_BYTES)
-        self._starts: dict[Seat, int] = {}  # where the present process's part of its log begins
+        self._starts: dict[ProcessSpec, int] = {}  # where the present process's part of its log begins
 
-    def begin(self, spec: Seat) -> None:
+    def begin(self, spec: ProcessSpec) -> None:
         """A process is about to be started."""
         try:
             self._starts[spec] = self._log(spec).stat().st_size
         except OSError:
             self._starts[spec] = 0
 
-    def take_streams(self, spec: Seat, kept: set[int]) -> None:
+    def take_streams(self, spec: ProcessSpec, kept: set[int]) -> None:
         """In the child: nothing to read, and a log to write, if there is room for one. Closes what came from the
         parent, but for memory and `kept`: the client's pipes and terminals stay with the client."""
         null = os.open(os.devnull, os.O_RDWR)
@@ -63,7 +63,7 @@ class ProcessLogs:
             path.write_bytes(b" " * FAILURE_BYTES)
         return said or None
 
-    def last_words(self, spec: Seat) -> str:
+    def last_words(self, spec: ProcessSpec) -> str:
         """The last line that the present process wrote."""
         try:
             with self._log(spec).open("rb") as stream:
@@ -73,5 +73,5 @@ class ProcessLogs:
             lines = []
         return lines[-1] if lines else SILENT
 
-    def _log(self, spec: Seat) -> Path:
+    def _log(self, spec: ProcessSpec) -> Path:
         return self._directory / f"{spec.role}.{spec.index}.log"

@@ -68,7 +68,7 @@ def started_run(
 
     Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
     """
-    _require_open_files(len(plan.compute.seats))
+    _require_open_files(len(plan.compute.processes))
     preload()
     sys.stdout.flush()
     sys.stderr.flush()

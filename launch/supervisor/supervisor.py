@@ -36,7 +36,7 @@ from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import GATEWAY, Plan, Seat
+from neuronpipe.plans.plan.plan import GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
@@ -82,9 +82,9 @@ class Supervisor:
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
         self._watched, self._listener = watched, listener
-        self._specs = sorted(plan.compute.seats, key=lambda spec: (START_ORDER.index(spec.role), spec.index))
-        self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.seats)}
-        self._processes: dict[int, Seat] = {}
+        self._specs = sorted(plan.compute.processes, key=lambda spec: (START_ORDER.index(spec.role), spec.index))
+        self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.processes)}
+        self._processes: dict[int, ProcessSpec] = {}
         self._implementations = {key: uses.of(*key) for key in self._lines}
         self._earlier: dict[ProcessKey, Implementation] = {}  # of processes that were replaced
         self._replacement: Replacement | None = None
@@ -98,7 +98,7 @@ class Supervisor:
         self._board = self._memory.view("board", "processes")
         self._board_memory = self._memory.view("board", "memory")
         self._leaving = self._memory.view("board", "leaving")
-        self._seated = self._memory.view("board", "seated")
+        self._ready = self._memory.view("board", "ready")
         self._board_memory[2] = plan.memory.limit_bytes
         self._memory_usage = MemoryUsage(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
@@ -196,8 +196,8 @@ class Supervisor:
         if replacement is None:
             return
         draining = {key for key, phase in replacement.phases.items() if phase == "draining"}
-        seated = all(self._seated[self._lines[key]] == self._incarnations[key] + 1 for key in replacement.phases)
-        if not draining and seated:
+        all_ready = all(self._ready[self._lines[key]] == self._incarnations[key] + 1 for key in replacement.phases)
+        if not draining and all_ready:
             self._earlier |= replacement.before
             self._replacement = None
             pids = {f"{spec.role}.{spec.index}": pid for pid, spec in self._processes.items()}
@@ -225,7 +225,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
 
     # ---- processes -------------------------------------------------------------------------------------------
-    def _start(self, spec: Seat) -> None:
+    def _start(self, spec: ProcessSpec) -> None:
         key = (spec.role, spec.index)
         self._logs.begin(spec)
         parent = os.getpid()
@@ -237,7 +237,7 @@ class Supervisor:
         self._processes[pid] = spec
         self._board[line] = pid
 
-    def _become(self, spec: Seat, parent: int) -> None:
+    def _become(self, spec: ProcessSpec, parent: int) -> None:
         """In the child: be the service, and never return."""
         code = 1
         try:
@@ -252,7 +252,7 @@ class Supervisor:
             pin(spec.core)
             job = Job(
                 run=self._run,
-                seat=spec,
+                process=spec,
                 incarnation=self._incarnations[(spec.role, spec.index)],
                 package=self._package,
                 plan=self._plan,
@@ -280,7 +280,7 @@ class Supervisor:
             if pid in self._processes:
                 self._lost(self._processes.pop(pid), pid, os.waitstatus_to_exitcode(status))
 
-    def _lost(self, spec: Seat, pid: int, code: int) -> None:
+    def _lost(self, spec: ProcessSpec, pid: int, code: int) -> None:
         """A process has ended: everybody leaves the step, and it is started again unless that is hopeless."""
         key = (spec.role, spec.index)
         line = self._lines[key] * LINE_WORDS
@@ -316,7 +316,7 @@ class Supervisor:
             return
         self._start(spec)
 
-    def _hopeless(self, spec: Seat, why: str) -> None:
+    def _hopeless(self, spec: ProcessSpec, why: str) -> None:
         """The implementation cannot do this work: the one before it comes back, or the run ends."""
         key = (spec.role, spec.index)
         if key not in self._earlier:

@@ -64,9 +64,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _plan(package: Package) -> Plan:
     """Two decode workers, three texts at once, half of the neurons resident; no process has a core to itself."""
     device = device_facts(probe(package.path), WORKERS)
-    specs = tuple(replace(spec, core=None) for spec in device.seats)
+    specs = tuple(replace(spec, core=None) for spec in device.processes)
     wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
-    return plan(package.manifest, replace(device, seats=specs), wanted)
+    return plan(package.manifest, replace(device, processes=specs), wanted)
 
 
 def _line(result: Result) -> str:

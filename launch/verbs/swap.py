@@ -14,7 +14,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
-from neuronpipe.services.implementations import SWAPPABLE, Implementation, parse_seat
+from neuronpipe.services.implementations import SWAPPABLE, Implementation, parse_process
 
 PATIENCE_S = 20.0
 
@@ -67,8 +67,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _processes(text: str, plan: Plan) -> tuple[str, ...]:
-    role, index = parse_seat(text)
-    here = [spec for spec in plan.compute.seats if spec.role == role]
+    role, index = parse_process(text)
+    here = [spec for spec in plan.compute.processes if spec.role == role]
     processes = tuple(f"{role}.{spec.index}" for spec in here if index in (None, spec.index))
     if role not in SWAPPABLE:
         raise UserError(f"{role}: its requests would be lost; end the run, and start it with --use")

@@ -75,8 +75,8 @@ def assign_cores(cores: Sequence[Core], decode_workers: int) -> dict[str, int | 
         raise ValueError(f"{len(fast)} allowed cores for {decode_workers} decode workers: one of each is the least")
     biggest = [core for core in fast if core.kind == fast[0].kind]
     loader = biggest[-1]
-    seats = [core for core in fast if core is not loader] + [loader] + slow
-    roles: dict[str, int | None] = {f"decode.{i}": seats[i % len(seats)].id for i in range(decode_workers)}
+    places = [core for core in fast if core is not loader] + [loader] + slow
+    roles: dict[str, int | None] = {f"decode.{i}": places[i % len(places)].id for i in range(decode_workers)}
     roles["loader"] = loader.id
     roles["prefill"] = biggest[0].id
     # The coordinator is in every token's way and has the best of the slow cores; what runs now and then has the last.

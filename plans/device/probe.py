@@ -79,8 +79,8 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
 def _decode_cores(device: Device) -> list[int | None]:
     count = default_decode_workers(device.cores, device.cpu_quota)
-    seats = assign_cores(device.cores, count)
-    return [seats[f"decode.{number}"] for number in range(count)]
+    processes = assign_cores(device.cores, count)
+    return [processes[f"decode.{number}"] for number in range(count)]
 
 
 def _instruction_set() -> str:

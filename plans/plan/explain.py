@@ -17,7 +17,7 @@ def _size(size_bytes: int) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """Several lines: memory as a picture, seats, expectations, reasons."""
+    """Several lines: memory as a picture, processes, expectations, reasons."""
     m, c = plan.memory, plan.compute
     parts = [
         ("interpreters", m.interpreters_bytes),
@@ -49,9 +49,9 @@ def explain(plan: Plan) -> str:
         f"compute  mode {c.mode}, "
         f"{c.sequences} sequence(s) of {c.context_tokens} tokens, prefill {c.prefill_chunk_tokens} tokens at a time",
     ]
-    for seat in c.seats:
-        core = "any core" if seat.core is None else f"core {seat.core}"
-        lines.append(f"  {f'{seat.role}.{seat.index}':<16}{core}")
+    for process in c.processes:
+        core = "any core" if process.core is None else f"core {process.core}"
+        lines.append(f"  {f'{process.role}.{process.index}':<16}{core}")
     f = plan.flash
     lines += [
         "",

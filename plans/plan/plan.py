@@ -25,7 +25,7 @@ GATEWAY = "gateway"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
+class ProcessSpec:
     """One process of the run: its role and its core (None: not pinned)."""
 
     role: str
@@ -38,7 +38,7 @@ class Compute:
     """Who computes what, where."""
 
     mode: Mode
-    seats: tuple[Seat, ...]
+    processes: tuple[ProcessSpec, ...]
     sequences: int  # KV slots: most sequences of one step
     context_tokens: int
     prefill_chunk_tokens: int
@@ -50,16 +50,16 @@ class Compute:
     pipeline: bool  # False: one matrix after the other, each when all it needs is there
     prefetch: bool  # False: nothing is asked for before its layer needs it
 
-    def decode_workers(self) -> tuple[Seat, ...]:
-        """The decode seats in index order."""
-        return tuple(seat for seat in self.seats if seat.role == "decode")
+    def decode_workers(self) -> tuple[ProcessSpec, ...]:
+        """The decode processes in index order."""
+        return tuple(process for process in self.processes if process.role == "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
     """What is resident. All sizes in bytes; slots hold one cluster part each.
 
-    The first ones, down to staging_bytes, are the account of plans/plan/account.py, by the same names; slots_bytes is
+    The first ones, down to staging_bytes, are the budget of plans/plan/budget.py, by the same names; slots_bytes is
     of the segment.
     """
 
@@ -81,10 +81,10 @@ class Memory:
     ffn_bytes: int  # of slots, were everything resident
     pinned_triggers_per_layer: int  # the first clusters of each layer stay for good
     pinned_values_per_layer: int
-    least_bytes: int  # the smallest limit this package accepts with these seats
+    least_bytes: int  # the smallest limit this package accepts with these processes
 
     def total_bytes(self) -> int:
-        """What the run takes at most, by the planner's account."""
+        """What the run takes at most, by the planner's budget."""
         return (
             self.fixed_bytes
             + self.residency_bytes

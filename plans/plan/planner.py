@@ -9,21 +9,21 @@ from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import (
+from neuronpipe.plans.plan.activity import rates
+from neuronpipe.plans.plan.budget import (
     MIB,
     MIN_CHUNK_TOKENS,
-    Account,
-    account,
-    least_account,
+    MemoryBudget,
+    least_budget,
     least_limit_bytes,
     least_slots_bytes,
+    memory_budget,
     usable_bytes,
 )
-from neuronpipe.plans.plan.activity import rates
-from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, Mode, Plan, Seat
+from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, slots_layout
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
 
@@ -65,23 +65,25 @@ class DeviceFacts:
     id: str
     memory_bytes: int  # what the run may take when the user names no limit
     flash_engine: str
-    seats: tuple[Seat, ...]
+    processes: tuple[ProcessSpec, ...]
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None
 
 
 def device_facts(device: Device, workers: int | None = None, *, gateway: bool = False) -> DeviceFacts:
-    """Seat `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for."""
+    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for."""
     count = workers or default_decode_workers(device.cores, device.cpu_quota)
     cores = assign_cores(device.cores, count)
-    seats = [Seat(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")]
-    seats += [Seat(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
-    seats += [Seat(role=GATEWAY, index=0, core=cores[GATEWAY])] if gateway else []
+    processes = [
+        ProcessSpec(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")
+    ]
+    processes += [ProcessSpec(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
+    processes += [ProcessSpec(role=GATEWAY, index=0, core=cores[GATEWAY])] if gateway else []
     return DeviceFacts(
         id=device.id,
         memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),
         flash_engine=device.flash_engine,
-        seats=tuple(seats),
+        processes=tuple(processes),
         flash=device.flash,
         memory_speed=device.memory_speed,
     )
@@ -109,18 +111,18 @@ class _Planning:
             raise UserError(
                 f"--context {context_tokens}: this package's context is {manifest.model.context_tokens} tokens"
             )
-        workers = sum(seat.role == "decode" for seat in device.seats)
-        self._seating = Seating(
+        workers = sum(process.role == "decode" for process in device.processes)
+        self._shape = RunShape(
             mode=self._mode(),
-            processes=len(device.seats),
+            processes=len(device.processes),
             workers=workers,
             prefill_threads=workers,
             sequences=wanted.sequences,
             context_tokens=context_tokens,
             logit_rows=max(8, wanted.sequences),
-            gateways=sum(seat.role == GATEWAY for seat in device.seats),
+            gateways=sum(process.role == GATEWAY for process in device.processes),
         )
-        self._rates = rates(manifest, self._seating.mode)
+        self._rates = rates(manifest, self._shape.mode)
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
         self._usable_bytes = usable_bytes(self._limit_bytes)
 
@@ -136,29 +138,29 @@ class _Planning:
         return mode
 
     def plan(self) -> Plan:
-        manifest, seating, wanted = self._manifest, self._seating, self._wanted
-        least = least_account(manifest, seating)
-        least_slots = least_slots_bytes(manifest, seating.workers)
+        manifest, shape, wanted = self._manifest, self._shape, self._wanted
+        least = least_budget(manifest, shape)
+        least_slots = least_slots_bytes(manifest, shape.workers)
         if self._usable_bytes < least.total_bytes() + least_slots:
             self._refuse_limit(least, least_slots)
         read = self._reading(least)
         chunk = self._chunk(read.staging_bytes, least_slots)
-        others = account(manifest, seating, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
+        others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
         regions = self._regions(others, least_slots)
         if regions.window < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
             # Sums by turns need a whole layer's neurons in place.
             chunk = PARTIAL_TOKENS
-            others = account(manifest, seating, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
+            others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
             regions = self._regions(others, least_slots)
         memory = self._memory(others, regions)
         compute = Compute(
-            mode=seating.mode,
-            seats=self._device.seats,
-            sequences=seating.sequences,
-            context_tokens=seating.context_tokens,
+            mode=shape.mode,
+            processes=self._device.processes,
+            sequences=shape.sequences,
+            context_tokens=shape.context_tokens,
             prefill_chunk_tokens=chunk,
-            prefill_threads=seating.prefill_threads,
-            logit_rows=seating.logit_rows,
+            prefill_threads=shape.prefill_threads,
+            logit_rows=shape.logit_rows,
             decode_window_blocks=regions.window,
             prefill_window_blocks=regions.window,
             spin_us=50,
@@ -190,30 +192,30 @@ class _Planning:
             reasons=(*self._mode_reasons(), *regions.reasons, *read.reasons, self._chunk_reason(chunk, others)),
         )
 
-    def _reading(self, least: Account) -> Reading:
-        """The reads, with staging for them: a share of the limit, and no less than the least account has."""
+    def _reading(self, least: MemoryBudget) -> Reading:
+        """The reads, with staging for them: a share of the limit, and no less than the least budget has."""
         wanted = self._wanted
-        room = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._seating.workers)
+        room = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._shape.workers)
         return reading(
             self._manifest.layout,
             self._device.flash,
             values_per_trigger=self._rates.ups / self._rates.gates if self._rates.gates else 1.0,
-            bundle=self._seating.mode == "predicted" and "bundle" not in wanted.without,
+            bundle=self._shape.mode == "predicted" and "bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(room, int(STAGING_SHARE * self._usable_bytes)),
         )
 
     def _chunk(self, staging_bytes: int, least_slots: int) -> int:
         """The largest chunk whose buffers take a small share of the limit and leave room for the fewest slots."""
-        context = self._seating.context_tokens
+        context = self._shape.context_tokens
         for tokens in (min(size, context) for size in CHUNK_TOKENS):
-            one = account(self._manifest, self._seating, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
+            one = memory_budget(self._manifest, self._shape, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
             fits = one.total_bytes() + least_slots <= self._usable_bytes
             if fits and one.private_bytes + one.prefill_stage_bytes <= PREFILL_SHARE * self._usable_bytes:
                 return tokens
         return min(MIN_CHUNK_TOKENS, context)
 
-    def _regions(self, others: Account, least_slots: int) -> Regions:
+    def _regions(self, others: MemoryBudget, least_slots: int) -> Regions:
         manifest, wanted = self._manifest, self._wanted
         usable = self._usable_bytes - others.total_bytes()
         budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
@@ -223,8 +225,8 @@ class _Planning:
         regions = fill(
             manifest,
             self._rates,
-            mode=self._seating.mode,
-            workers=self._seating.workers,
+            mode=self._shape.mode,
+            workers=self._shape.workers,
             budget=budget,
             cache="cache" not in wanted.without,
             window_tokens=0 if wanted.baseline is None else WINDOW_TOKENS,
@@ -239,7 +241,7 @@ class _Planning:
             "and as much arriving"
         )
 
-    def _memory(self, others: Account, regions: Regions) -> Memory:
+    def _memory(self, others: MemoryBudget, regions: Regions) -> Memory:
         return Memory(
             limit_bytes=self._limit_bytes,
             **dataclasses.asdict(others),
@@ -249,11 +251,11 @@ class _Planning:
             ffn_bytes=slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes,
             pinned_triggers_per_layer=regions.pinned_triggers,
             pinned_values_per_layer=regions.pinned_values,
-            least_bytes=least_limit_bytes(self._manifest, self._seating),
+            least_bytes=least_limit_bytes(self._manifest, self._shape),
         )
 
-    def _refuse_limit(self, least: Account, least_slots: int) -> None:
-        limit = least_limit_bytes(self._manifest, self._seating)
+    def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
+        limit = least_limit_bytes(self._manifest, self._shape)
         chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
@@ -264,7 +266,7 @@ class _Planning:
 
     def _mode_reasons(self) -> list[str]:
         wanted, reasons = self._wanted, []
-        if self._seating.mode == "predicted":
+        if self._shape.mode == "predicted":
             reasons.append(
                 f"the predictor names {self._rates.gates:.1%} of the neurons; the gates of these decide, "
                 f"and {self._rates.ups / max(self._rates.gates, 1e-9):.0%} of them are expected to fire"
@@ -279,9 +281,9 @@ class _Planning:
             reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
         return reasons
 
-    def _chunk_reason(self, chunk: int, others: Account) -> str:
+    def _chunk_reason(self, chunk: int, others: MemoryBudget) -> str:
         buffers_bytes = others.private_bytes + others.prefill_stage_bytes
         return (
-            f"prefill takes {chunk} tokens at a time with {self._seating.prefill_threads} thread(s): "
+            f"prefill takes {chunk} tokens at a time with {self._shape.prefill_threads} thread(s): "
             f"its buffers are within {PREFILL_SHARE:.1%} of the limit ({buffers_bytes / MIB:.0f} MiB)"
         )

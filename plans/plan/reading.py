@@ -6,7 +6,7 @@ import dataclasses
 
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
-from neuronpipe.plans.plan.account import MIN_DEPTH, largest_read_bytes
+from neuronpipe.plans.plan.budget import MIN_DEPTH, largest_read_bytes
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MAX_READ_BYTES = 1 << 20

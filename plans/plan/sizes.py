@@ -18,7 +18,7 @@ PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are su
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seating:
+class RunShape:
     """What of a plan decides how much memory is taken besides neurons, a prompt's chunk and staging."""
 
     mode: Mode
@@ -31,17 +31,17 @@ class Seating:
     gateways: int = 0  # of the processes
 
     @classmethod
-    def of(cls, compute: Compute) -> Seating:
+    def of(cls, compute: Compute) -> RunShape:
         """That of a plan."""
         return cls(
             mode=compute.mode,
-            processes=len(compute.seats),
+            processes=len(compute.processes),
             workers=len(compute.decode_workers()),
             prefill_threads=compute.prefill_threads,
             sequences=compute.sequences,
             context_tokens=compute.context_tokens,
             logit_rows=compute.logit_rows,
-            gateways=sum(seat.role == GATEWAY for seat in compute.seats),
+            gateways=sum(process.role == GATEWAY for process in compute.processes),
         )
 
     def prefill_tokens(self, chunk_tokens: int) -> int:
@@ -51,13 +51,13 @@ class Seating:
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """The layout of every segment of a run, by name."""
-    others = fixed_layouts(manifest, Seating.of(plan.compute))
+    others = fixed_layouts(manifest, RunShape.of(plan.compute))
     return others | {"slots": slots_layout(manifest, plan.memory.trigger_slots, plan.memory.value_slots)}
 
 
 def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """The layout of what a process of this run maps for itself, by name."""
-    return own_layouts(manifest, Seating.of(plan.compute), plan.compute.prefill_chunk_tokens)
+    return own_layouts(manifest, RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens)
 
 
 def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int) -> Layout:
@@ -70,55 +70,55 @@ def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int) -> La
     )
 
 
-def fixed_layouts(manifest: Manifest, seating: Seating) -> dict[str, Layout]:
+def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
     """The segments whose size depends on neither slots nor chunks: all but that of the neurons."""
     model = manifest.model
     made = (
         layouts.fixed(
             file_bytes=manifest.files[FIXED].bytes,
-            predictor_bytes=manifest.files[PREDICTOR].bytes if _rank(manifest, seating) else 0,
+            predictor_bytes=manifest.files[PREDICTOR].bytes if _rank(manifest, shape) else 0,
         ),
-        layouts.residency(clusters=manifest.clusters, participants=seating.workers + seating.prefill_threads),
+        layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
         layouts.kv(
             layers=model.layers,
-            sequences=seating.sequences,
+            sequences=shape.sequences,
             key_heads=model.key_heads,
-            context_tokens=seating.context_tokens,
+            context_tokens=shape.context_tokens,
             head_width=model.head_width,
         ),
         layouts.exchange(
-            tokens=seating.sequences,
-            logit_rows=seating.logit_rows,
+            tokens=shape.sequences,
+            logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
-            **_stage_lengths(manifest, seating),
+            **_stage_lengths(manifest, shape),
         ),
-        layouts.board(processes=seating.processes),
-        layouts.trace(rings=seating.processes),
+        layouts.board(processes=shape.processes),
+        layouts.trace(rings=shape.processes),
     )
     return {one.name: one for one in made}
 
 
-def own_layouts(manifest: Manifest, seating: Seating, prefill_chunk_tokens: int) -> dict[str, Layout]:
+def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
     """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
-    tokens = seating.prefill_tokens(prefill_chunk_tokens)
+    tokens = shape.prefill_tokens(prefill_chunk_tokens)
     stage = layouts.prefill_stage(
-        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, seating)
+        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, shape)
     )
     return {stage.name: stage}
 
 
-def _stage_lengths(manifest: Manifest, seating: Seating) -> dict[str, int]:
+def _stage_lengths(manifest: Manifest, shape: RunShape) -> dict[str, int]:
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,
         "query_width": model.query_width,
         "neurons": layout.blocks * layout.block_neurons,
         "blocks": layout.blocks,
-        "rank": _rank(manifest, seating),
+        "rank": _rank(manifest, shape),
         "claims": lib.np_engine_claims(model.layers),
     }
 
 
-def _rank(manifest: Manifest, seating: Seating) -> int:
+def _rank(manifest: Manifest, shape: RunShape) -> int:
     """Of the predictor that this run uses; 0 for none."""
-    return manifest.predictor.rank if seating.mode == "predicted" and manifest.predictor is not None else 0
+    return manifest.predictor.rank if shape.mode == "predicted" and manifest.predictor is not None else 0

@@ -12,13 +12,13 @@ from typing import NoReturn
 
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.account import (
-    account,
+from neuronpipe.plans.plan.budget import (
     largest_read_bytes,
     least_limit_bytes,
+    memory_budget,
 )
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, slots_layout
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")
@@ -42,8 +42,8 @@ class _Check:
         self._plan, self._manifest, self._where = plan, manifest, where
 
     def run(self) -> None:
-        """Seats first: the other figures are reckoned from how many there are."""
-        self._seats()
+        """Processes first: the other figures are reckoned from how many there are."""
+        self._processes()
         self._counts()
         self._flash()
         self._slots()
@@ -56,23 +56,25 @@ class _Check:
         if not least <= value <= most:
             self._fail(field, f"{value} is outside {least}..{most}")
 
-    def _seats(self) -> None:
-        seats = self._plan.compute.seats
+    def _processes(self) -> None:
+        processes = self._plan.compute.processes
         workers = len(self._plan.compute.decode_workers())
-        self._within("compute.seats", workers, 1, MAX_WORKERS)
+        self._within("compute.processes", workers, 1, MAX_WORKERS)
         expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
-        expected += [(GATEWAY, 0)] if any(seat.role == GATEWAY for seat in seats) else []
-        decode = [seat.index for seat in seats if seat.role == "decode"]
-        if sorted((seat.role, seat.index) for seat in seats) != sorted(expected) or decode != sorted(decode):
+        expected += [(GATEWAY, 0)] if any(process.role == GATEWAY for process in processes) else []
+        decode = [process.index for process in processes if process.role == "decode"]
+        if sorted((process.role, process.index) for process in processes) != sorted(expected) or decode != sorted(
+            decode
+        ):
             self._fail(
-                "compute.seats",
+                "compute.processes",
                 f"expected one each of {', '.join(SINGLE_ROLES)}, decode 0 to {workers - 1} in order, "
                 "and at most one gateway",
             )
         cores = os.sched_getaffinity(0)
-        for number, seat in enumerate(seats):
-            if seat.core is not None and seat.core not in cores:
-                self._fail(f"compute.seats.{number}.core", f"core {seat.core} is not this process's to use")
+        for number, process in enumerate(processes):
+            if process.core is not None and process.core not in cores:
+                self._fail(f"compute.processes.{number}.core", f"core {process.core} is not this process's to use")
 
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks
@@ -146,10 +148,10 @@ class _Check:
 
     def _bytes(self) -> None:
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
-        seating = Seating.of(compute)
-        others = account(
+        shape = RunShape.of(compute)
+        others = memory_budget(
             self._manifest,
-            seating,
+            shape,
             prefill_chunk_tokens=compute.prefill_chunk_tokens,
             staging_bytes=flash.staging_bytes,
         )
@@ -157,10 +159,12 @@ class _Check:
         expected = dataclasses.asdict(others) | {
             "slots_bytes": slots_layout(self._manifest, *slots).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
-            "least_bytes": least_limit_bytes(self._manifest, seating),
+            "least_bytes": least_limit_bytes(self._manifest, shape),
         }
         for name, value in expected.items():
             if getattr(memory, name) != value:
-                self._fail(f"memory.{name}", f"{getattr(memory, name)}, but this package and these seats make {value}")
+                self._fail(
+                    f"memory.{name}", f"{getattr(memory, name)}, but this package and these processes make {value}"
+                )
         if memory.total_bytes() > memory.limit_bytes:
             self._fail("memory.limit_bytes", f"{memory.limit_bytes}, but the plan takes {memory.total_bytes()}")

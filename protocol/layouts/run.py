@@ -6,7 +6,7 @@ from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
 BOARD_WORDS = ("pid", "incarnation", "restarts")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
-many processes had this seat before; restarts: how many of them were lost, and did not make way for another."""
+many incarnations came before; restarts: how many of them were lost, and did not make way for another."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""
@@ -68,7 +68,7 @@ def board(*, processes: int) -> Layout:
         ordering="1: this process is to end, for a successor or with the run; single words, no order among them",
     )
     fields.add(
-        "seated",
+        "ready",
         "u32",
         "processes",
         by="coordinator",

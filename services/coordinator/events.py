@@ -9,7 +9,7 @@ from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
-Seat = tuple[str, int]
+ProcessKey = tuple[str, int]
 """(role, index)"""
 
 
@@ -23,25 +23,25 @@ class RequestReceived:
 
 
 @dataclasses.dataclass(frozen=True)
-class SeatReady:
+class ProcessReady:
     """A service finished its start, or its restart."""
 
-    seat: Seat
+    process: ProcessKey
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochChanged:
-    """Everybody leaves the step; `lost` are the seats whose process is gone."""
+    """Everybody leaves the step; `lost` are the processes that ended."""
 
     epoch: int
-    lost: tuple[Seat, ...]
+    lost: tuple[ProcessKey, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLeft:
     """A participant is through with a step: done, or abandoned because of the epoch."""
 
-    seat: Seat
+    process: ProcessKey
     step: int
     epoch: int
     done: bool
@@ -52,7 +52,7 @@ class StepLeft:
 class StepFailed:
     """A participant cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
 
-    seat: Seat
+    process: ProcessKey
     step: int
     epoch: int
     message: str
@@ -100,9 +100,9 @@ class ThrottleChanged:
 
 @dataclasses.dataclass(frozen=True)
 class Leaving:
-    """These seats' processes have successors that wait for them to go; it replaces what was said before."""
+    """These processes have successors that wait for them to go; it replaces what was said before."""
 
-    seats: frozenset[Seat]
+    processes: frozenset[ProcessKey]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Tick:
 
 Event = (
     RequestReceived
-    | SeatReady
+    | ProcessReady
     | EpochChanged
     | Leaving
     | StepLeft
@@ -133,9 +133,9 @@ Event = (
 # ---- actions -------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class SendStep:
-    """Send the message to these seats, under the present epoch."""
+    """Send the message to these processes, under the present epoch."""
 
-    seats: tuple[Seat, ...]
+    processes: tuple[ProcessKey, ...]
     message: Step | Prefill
 
 
@@ -186,9 +186,9 @@ class Abandon:
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """Drain the seat's process: no step is under way, and none is sent before the seat is ready again."""
+    """Drain the process: no step is under way, and none is sent before its successor is ready."""
 
-    seat: Seat
+    process: ProcessKey
 
 
 Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss

@@ -5,9 +5,9 @@ One step is outstanding at a time, a prefill chunk or a decode step over every g
     state   event                           next
     idle    a sequence can go on            step sent, every participant of the step busy
     busy    StepLeft of every participant   SampleTokens or ScoreTokens; its answer makes the scheduler idle
-    busy    EpochChanged                    void: wait until every participant left the step and every seat is ready
+    busy    EpochChanged                    void: wait until every participant left the step and every process is ready
     void    all settled                     the same step again, under the new epoch
-    idle    Leaving                         Dismiss: no step before the seats have other processes that are ready
+    idle    Leaving                         Dismiss: no step before their successors are ready
 
 `StepBuilder` says what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a
 pause. `requests.py` knows who wants what, `results.py` what comes of a step.
@@ -30,9 +30,9 @@ from neuronpipe.services.coordinator.events import (
     EpochChanged,
     Event,
     Leaving,
+    ProcessKey,
+    ProcessReady,
     RequestReceived,
-    Seat,
-    SeatReady,
     SendStep,
     StepFailed,
     StepLeft,
@@ -48,28 +48,30 @@ from neuronpipe.services.coordinator.requests import Cost, Generation, Requests,
 from neuronpipe.services.coordinator.results import Outcome, Results
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
-PREFILL: tuple[Seat, ...] = (("prefill", 0),)
+PREFILL: tuple[ProcessKey, ...] = (("prefill", 0),)
 
 
 class Scheduler:
-    """The seats, the epoch and the one outstanding step."""
+    """The processes, the epoch and the one outstanding step."""
 
-    def __init__(self, limits: Limits, seats: Iterable[Seat], tokenizer: Tokenizer, grammars: Grammars) -> None:
-        self._seats = frozenset(seats)
-        decoders = tuple(sorted(seat for seat in self._seats if seat[0] == "decode"))
+    def __init__(
+        self, limits: Limits, processes: Iterable[ProcessKey], tokenizer: Tokenizer, grammars: Grammars
+    ) -> None:
+        self._processes = frozenset(processes)
+        decoders = tuple(sorted(process for process in self._processes if process[0] == "decode"))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, decoders, self.requests.prefix_source)
         self.throttle = Throttle()
         self.epoch = 0
-        self._ready: set[Seat] = set()
-        self._leaving: frozenset[Seat] = frozenset()
+        self._ready: set[ProcessKey] = set()
+        self._leaving: frozenset[ProcessKey] = frozenset()
         self._step: OutstandingStep | None = None
 
     @property
     def all_ready(self) -> bool:
-        """Whether every seat of the plan is taken by a process that is ready."""
-        return self._ready >= self._seats
+        """Whether every process of the plan is ready."""
+        return self._ready >= self._processes
 
     @property
     def busy(self) -> bool:
@@ -90,12 +92,12 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case SeatReady(seat):
-                self._ready.add(seat)
+            case ProcessReady(process):
+                self._ready.add(process)
             case EpochChanged():
                 self._epoch_changed(event)
-            case Leaving(seats):
-                self._leaving = seats
+            case Leaving(processes):
+                self._leaving = processes
             case StepLeft():
                 return self._step_left(event)
             case StepFailed():
@@ -146,7 +148,7 @@ class Scheduler:
         if step is None or not step.is_meant(event):
             return []
         told = self._tell([(one, one.refused("failed", event.message)) for one in step.sequences])
-        step.failed(event.seat)
+        step.failed(event.process)
         return [Abandon(), *told]
 
     def _end_step(self, now: float) -> OutstandingStep:
@@ -179,7 +181,7 @@ class Scheduler:
         gone = self._leaving & self._ready
         self._ready -= gone
         self._leaving -= gone
-        return [Dismiss(seat) for seat in sorted(gone)]
+        return [Dismiss(process) for process in sorted(gone)]
 
     def _send_again(self, step: OutstandingStep, now: float) -> list[Action]:
         if step.sequences:
@@ -203,7 +205,7 @@ class OutstandingStep:
         self.sequences = sequences
         self._reading = False  # every participant is done, and the service looks at the logits
         self._void = False
-        self._busy: set[Seat] = set(action.seats)
+        self._busy: set[ProcessKey] = set(action.processes)
         self._cost: Cost = {}  # this time it was sent
 
     @property
@@ -219,27 +221,27 @@ class OutstandingStep:
     def again(self, epoch: int) -> OutstandingStep:
         """The same step under the present epoch."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
-        return OutstandingStep(SendStep(self.action.seats, message), self.sequences)
+        return OutstandingStep(SendStep(self.action.processes, message), self.sequences)
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
         """Whether a participant speaks of this step, as it was last sent."""
         return (event.step, event.epoch) == (self.action.message.step, self.action.message.epoch)
 
-    def epoch_changed(self, lost: Iterable[Seat]) -> None:
+    def epoch_changed(self, lost: Iterable[ProcessKey]) -> None:
         """Everybody leaves. Where all were done before that, it counts nevertheless."""
         self._busy -= set(lost)
         self._void = not self._reading
 
     def left(self, event: StepLeft) -> None:
         """A participant is through with it."""
-        self._busy.discard(event.seat)
+        self._busy.discard(event.process)
         self._void |= not event.done
         add_cost(self._cost, {**event.counters, "answers": 1.0})
 
-    def failed(self, seat: Seat) -> None:
+    def failed(self, process: ProcessKey) -> None:
         """A participant cannot compute it; its clients have been told."""
         self.sequences = []
-        self._busy.discard(seat)
+        self._busy.discard(process)
 
     def read(self) -> None:
         """Every participant is done: the sequences have more keys and values now, and the logits are to be read."""
@@ -269,7 +271,7 @@ class StepBuilder:
     """
 
     def __init__(
-        self, limits: Limits, decoders: tuple[Seat, ...], prefix_source: Callable[[Generation], Match | None]
+        self, limits: Limits, decoders: tuple[ProcessKey, ...], prefix_source: Callable[[Generation], Match | None]
     ) -> None:
         self._limits = limits
         self._decoders = decoders

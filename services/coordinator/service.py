@@ -31,11 +31,11 @@ from neuronpipe.services.coordinator.events import (
     EpochChanged,
     Event,
     Leaving,
+    ProcessKey,
+    ProcessReady,
     RequestReceived,
     SampleTokens,
     ScoreTokens,
-    Seat,
-    SeatReady,
     SendStep,
     StepFailed,
     StepLeft,
@@ -46,9 +46,9 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory
@@ -68,11 +68,11 @@ class CoordinatorService:
         self._job = job
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
-        self._seats = Seats(job.plan.compute, self._memory)
+        self._processes = WorkerProcesses(job.plan.compute, self._memory)
         model, limits = job.package.manifest.model, _limits(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
-        self._scheduler = Scheduler(limits, [seat.name for seat in self._seats], tokenizer, grammars)
+        self._scheduler = Scheduler(limits, [process.name for process in self._processes], tokenizer, grammars)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._tokens = 0
@@ -86,7 +86,7 @@ class CoordinatorService:
         self._step_events = StepEvents(self._events)
         neurons = model.layers * model.experts * model.neurons
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
-        self._report = Report(job, self._scheduler, self._seats, self._meter)
+        self._report = Report(job, self._scheduler, self._processes, self._meter)
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -103,7 +103,7 @@ class CoordinatorService:
             if self._scheduler.requests.active and not self._scheduler.busy:
                 self._handle(Tick())
             self._step_events.publish(trace.now())
-        if self._seats.is_leaving("coordinator", 0):  # without it the signal is not the run's end
+        if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
         self._context.close()
@@ -113,12 +113,12 @@ class CoordinatorService:
         self._ending = True
         self._handle(Ending())
         self._epoch.advance()  # the step under way is nobody's any more
-        for seat in self._seats:
-            self._send(seat.peer, Drain())
+        for process in self._processes:
+            self._send(process.peer, Drain())
         left = True
         while left:
             left = any(
-                self._seats.on_board(*seat.name).pid for seat in self._seats
+                self._processes.on_board(*process.name).pid for process in self._processes
             )  # first: then all their words are there
             poller.wait(ENDING_MS)
             while (received := self._control.receive()) is not None:
@@ -143,71 +143,71 @@ class CoordinatorService:
                 self._handle(ThrottleChanged(share, time.monotonic() + for_s))
             case AskStatus():
                 self._send(peer, self._report.status(self._tokens, ending=self._ending))
-            case _ if peer in self._seats:
-                self._take_from_seat(peer, message)
+            case _ if peer in self._processes:
+                self._take_over(peer, message)
             case Hello():
-                self._send(peer, Reject(reason=f"this run's plan has no seat {peer}"))
+                self._send(peer, Reject(reason=f"this run's plan has no process {peer}"))
             case _:
-                log.warning("%s sent %s and has no seat here", peer, type(message).__name__)
+                log.warning("%s sent %s and has no process here", peer, type(message).__name__)
 
-    def _take_from_seat(self, peer: str, message: Message) -> None:
-        seat = self._seats.heard(peer, time.monotonic())
+    def _take_over(self, peer: str, message: Message) -> None:
+        process = self._processes.heard(peer, time.monotonic())
         match message:
             case Hello() if self._ending:  # it was starting when the others were told
                 self._send(peer, Drain())
             case Hello():
-                self._greet(seat, message)
+                self._greet(process, message)
             case Ready():
-                self._ready(seat)
+                self._ready(process)
             case Beat():
-                self._beat(seat, message)
+                self._beat(process, message)
             case outcome.StepDone() | outcome.Prefilled():
-                self._seats.credits.give_back(peer)
-                seat.step = message.step
+                self._processes.credits.give_back(peer)
+                process.step = message.step
                 self._meter.answered(message.counters)
-                self._handle(StepLeft(seat.name, message.step, message.epoch, True, message.counters))
+                self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters))
             case outcome.StepAbandoned():
-                self._seats.credits.give_back(peer)
-                self._handle(StepLeft(seat.name, message.step, message.epoch, False))
+                self._processes.credits.give_back(peer)
+                self._handle(StepLeft(process.name, message.step, message.epoch, False))
             case outcome.StepFailed():
-                self._seats.credits.give_back(peer)
-                self._handle(StepFailed(seat.name, message.step, message.epoch, message.message))
+                self._processes.credits.give_back(peer)
+                self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
             case Drained():
-                seat.state = "stopped"
+                process.state = "stopped"
             case Failed():
-                seat.state = "failed"
+                process.state = "failed"
                 log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
 
-    def _greet(self, seat: SeatState, hello: Hello) -> None:
-        """A process takes its seat. One that is not the seat's present process is a dead one's late word."""
-        if hello.incarnation != self._seats.on_board(*seat.name).incarnation:
+    def _greet(self, process: WorkerProcess, hello: Hello) -> None:
+        """An incarnation says Hello. One that is not the present incarnation is a dead one's late word."""
+        if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
-        if seat.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
-            self._handle(EpochChanged(self._epoch.load(), (self._leave(seat),)))
-        self._seats.take(seat, hello)
-        self._welcome(seat.peer)
+        if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
+            self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
+        self._processes.take(process, hello)
+        self._welcome(process.peer)
 
-    def _ready(self, seat: SeatState) -> None:
-        if seat.state == "starting" and seat.incarnation >= 0:
-            self._seats.ready(seat)
-            self._events.send(Life(role=seat.role, index=seat.index, state="ready"))
-            self._handle(SeatReady(seat.name))
+    def _ready(self, process: WorkerProcess) -> None:
+        if process.state == "starting" and process.incarnation >= 0:
+            self._processes.ready(process)
+            self._events.send(Life(role=process.role, index=process.index, state="ready"))
+            self._handle(ProcessReady(process.name))
 
-    def _beat(self, seat: SeatState, beat: Beat) -> None:
-        if seat.incarnation < 0 and time.monotonic() - seat.greeted_at > GREET_AGAIN_S:
-            seat.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
-            self._welcome(seat.peer)
-        seat.step = max(seat.step, beat.step)
+    def _beat(self, process: WorkerProcess, beat: Beat) -> None:
+        if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
+            process.greeted_at = time.monotonic()  # it knows an earlier coordinator: a Welcome makes it say Hello
+            self._welcome(process.peer)
+        process.step = max(process.step, beat.step)
         self._events.send(beat)
 
     def _welcome(self, peer: str) -> None:
         self._send(peer, Welcome(run=self._job.run, coordinator_pid=os.getpid(), protocol=VERSION))
 
-    def _leave(self, seat: SeatState) -> Seat:
-        """The seat's process is gone."""
-        self._seats.leave(seat)
-        self._events.send(Life(role=seat.role, index=seat.index, state="starting", detail="restarted"))
-        return seat.name
+    def _leave(self, process: WorkerProcess) -> ProcessKey:
+        """It is gone."""
+        self._processes.leave(process)
+        self._events.send(Life(role=process.role, index=process.index, state="starting", detail="restarted"))
+        return process.name
 
     def _notice_epoch(self) -> None:
         """When the epoch has changed somebody was lost; the board says who. The epoch is read first: a loss between the
@@ -217,11 +217,11 @@ class CoordinatorService:
             self._handle(self._epoch_event(epoch))
 
     def _epoch_event(self, epoch: int) -> EpochChanged:
-        return EpochChanged(epoch, tuple(self._leave(seat) for seat in self._seats.lost()))
+        return EpochChanged(epoch, tuple(self._leave(process) for process in self._processes.lost()))
 
     def _notice_leaving(self) -> None:
         """The supervisor says on the board which processes have successors."""
-        if (leaving := self._seats.new_leaving()) is not None:
+        if (leaving := self._processes.new_leaving()) is not None:
             self._handle(Leaving(leaving))
 
     # ---- actions ---------------------------------------------------------------------------------------------
@@ -257,8 +257,8 @@ class CoordinatorService:
         began_ns = trace.now()
         self._meter.sending(action.message)
         self._epoch.reset_barrier()
-        assigned = [self._assign(f"{role}-{index}", action.message) for role, index in action.seats]
-        self._meter.sent(began_ns, len(action.seats))
+        assigned = [self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
+        self._meter.sent(began_ns, len(action.processes))
         return None if all(assigned) else self._epoch_event(self._epoch.advance())  # the others must not wait for it
 
     def _sample(self, action: SampleTokens) -> TokensSampled:
@@ -271,7 +271,7 @@ class CoordinatorService:
 
     def _assign(self, peer: str, message: Message) -> bool:
         """Send work to a service that has a credit for it; one that has none is gone, or owes an answer."""
-        if not self._seats.credits.take(peer):
+        if not self._processes.credits.take(peer):
             log.warning("%s has no credit for step %s", peer, getattr(message, "step", "?"))
             return False
         self._send(peer, message)

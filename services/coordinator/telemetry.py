@@ -22,9 +22,9 @@ from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services import trace
+from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.requests import Cost, add_cost
 from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.coordinator.seats import Seats, SeatState
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.trace import Trace
@@ -69,8 +69,8 @@ class Meter:
         """A step is about to be sent, or to be sent again."""
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
-    def sent(self, began_ns: int, seats: int) -> None:
-        self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=seats, step=self._step)
+    def sent(self, began_ns: int, processes: int) -> None:
+        self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step)
         if self._sampled_ns:
             self._sampled_ns = self._sent_ns  # clients are told of the step before from now on
 
@@ -229,8 +229,8 @@ def _positions(sent: Step | Prefill) -> int:
 class Report:
     """Answers AskStatus from what others keep."""
 
-    def __init__(self, job: Job, scheduler: Scheduler, seats: Seats, meter: Meter) -> None:
-        self._job, self._scheduler, self._seats, self._meter = job, scheduler, seats, meter
+    def __init__(self, job: Job, scheduler: Scheduler, processes: WorkerProcesses, meter: Meter) -> None:
+        self._job, self._scheduler, self._processes, self._meter = job, scheduler, processes, meter
         self._started_at = time.monotonic()
 
     def status(self, tokens: int, *, ending: bool) -> Status:
@@ -244,7 +244,7 @@ class Report:
             ready=scheduler.all_ready and not ending,
             plan=self._job.plan.id,
             mode=compute.mode,
-            processes=self._processes(now, ending),
+            processes=self._statuses(now, ending),
             memory_bytes=memory["current_bytes"],
             memory_peak_bytes=memory["peak_bytes"],
             memory_limit_bytes=memory["limit_bytes"],
@@ -260,12 +260,15 @@ class Report:
             warm_up=self._meter.warm_up_now(),
         )
 
-    def _processes(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
+    def _statuses(self, now: float, ending: bool) -> tuple[ProcessStatus, ...]:
         """In the order of the plan."""
-        seats = self._job.plan.compute.seats
-        gateways = [self._gateway(seat.index, seat.core) for seat in seats if seat.role == GATEWAY]
-        processes = [self._coordinator(ending), *(self._service(seat, now) for seat in self._seats), *gateways]
-        return tuple(sorted(processes, key=lambda process: self._seats.line(process.role, process.index)))
+        gateways = [spec for spec in self._job.plan.compute.processes if spec.role == GATEWAY]
+        statuses = [
+            self._coordinator(ending),
+            *(self._service(process, now) for process in self._processes),
+            *(self._gateway(spec.index, spec.core) for spec in gateways),
+        ]
+        return tuple(sorted(statuses, key=lambda status: self._processes.line(status.role, status.index)))
 
     def _coordinator(self, ending: bool) -> ProcessStatus:
         return ProcessStatus(
@@ -273,26 +276,26 @@ class Report:
             index=0,
             pid=os.getpid(),
             state="draining" if ending else "ready",
-            core=self._job.seat.core,
+            core=self._job.process.core,
             step=self._scheduler.steps,
-            restarts=self._seats.on_board(self._job.seat.role, self._job.seat.index).restarts,
+            restarts=self._processes.on_board(self._job.process.role, self._job.process.index).restarts,
         )
 
-    def _service(self, seat: SeatState, now: float) -> ProcessStatus:
-        outstanding = self._seats.credits.outstanding(seat.peer)
+    def _service(self, process: WorkerProcess, now: float) -> ProcessStatus:
+        outstanding = self._processes.credits.outstanding(process.peer)
         return ProcessStatus(
-            role=seat.role,
-            index=seat.index,
-            pid=seat.pid,
-            state=seat.verdict(now, outstanding),
-            core=seat.core,
-            step=seat.step,
+            role=process.role,
+            index=process.index,
+            pid=process.pid,
+            state=process.verdict(now, outstanding),
+            core=process.core,
+            step=process.step,
             outstanding=outstanding,
-            restarts=self._seats.on_board(*seat.name).restarts,
+            restarts=self._processes.on_board(*process.name).restarts,
         )
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:
-        """A gateway is a client: it takes no seat here, and what is known of it is what the supervisor writes down."""
-        pid, _, restarts = self._seats.on_board(GATEWAY, index)
+        """A gateway is a client: it is no worker here; what is known of it is what the supervisor writes down."""
+        pid, _, restarts = self._processes.on_board(GATEWAY, index)
         state: State = "ready" if pid else "starting"
         return ProcessStatus(role=GATEWAY, index=index, pid=pid, state=state, core=core, restarts=restarts)

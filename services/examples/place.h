@@ -1,4 +1,4 @@
-/* A process's place in a run, from SPEC.md sections 2 and 10: its seat, the package's figures, shared memory. */
+/* A process's place in a run, from SPEC.md sections 2 and 10: its role and index, the package's figures, shared memory. */
 #ifndef PLACE_H
 #define PLACE_H
 #include <stddef.h>

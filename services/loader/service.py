@@ -14,7 +14,7 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.account import queue_clusters
+from neuronpipe.plans.plan.budget import queue_clusters
 from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError

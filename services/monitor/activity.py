@@ -18,12 +18,12 @@ SHOWN = [group for group in GROUPS if group.letter]
 
 
 class Activity:
-    """The latest spans of every process; seats: "role.index" of each."""
+    """The latest spans of every process; processes: "role.index" of each."""
 
-    def __init__(self, seats: Sequence[str], most_spans: int) -> None:
-        self._seats = [(role, int(index)) for role, _, index in (seat.partition(".") for seat in seats)]
+    def __init__(self, processes: Sequence[str], most_spans: int) -> None:
+        self._processes = [(role, int(index)) for role, _, index in (process.partition(".") for process in processes)]
         self._most = most_spans
-        self._spans: list[Any] = [np.empty(0, SPANS) for _ in seats]
+        self._spans: list[Any] = [np.empty(0, SPANS) for _ in processes]
 
     def add(self, taken: Sequence[tuple[Any, int]]) -> None:
         """Spans that are new, as `RunTrace.take_arrays` gives them. Behind a gap the older ones are forgotten."""
@@ -49,7 +49,7 @@ class Activity:
         window = last_steps(self._rows())
         edges = window.from_ns + np.arange(CELLS + 1) * (window.ns / CELLS)
         rows = []
-        for (role, index), spans in zip(self._seats, self._spans, strict=True):
+        for (role, index), spans in zip(self._processes, self._spans, strict=True):
             within = spans[(spans["end_ns"] > window.from_ns) & (spans["start_ns"] < window.to_ns)]
             if len(within):
                 covered = _coverage(within, edges)
@@ -65,7 +65,7 @@ class Activity:
     def fired(self, layers: int, neurons: int) -> tuple[float, ...]:
         """Of each layer, the share of its neurons that fired for a token, over the decode steps that are known whole;
         none when there is no such step. neurons: of a layer."""
-        decodes = [spans for (role, _), spans in zip(self._seats, self._spans, strict=True) if role == "decode"]
+        decodes = [spans for (role, _), spans in zip(self._processes, self._spans, strict=True) if role == "decode"]
         kept_ns = max((int(spans["start_ns"][0]) for spans in decodes if len(spans)), default=0)
         tokens = 0
         whole = set()
@@ -85,12 +85,12 @@ class Activity:
         return tuple(round(float(share), 5) for share in total / (tokens * neurons))
 
     def _of(self, role: str) -> list[Any]:
-        return [spans for (name, _), spans in zip(self._seats, self._spans, strict=True) if name == role]
+        return [spans for (name, _), spans in zip(self._processes, self._spans, strict=True) if name == role]
 
     def _rows(self) -> list[Row]:
         """What tells which steps are whole: the coordinator's last spans, and the first of each decode worker."""
         rows = []
-        for (role, index), spans in zip(self._seats, self._spans, strict=True):
+        for (role, index), spans in zip(self._processes, self._spans, strict=True):
             keep = spans[-COORDINATOR_SPANS:] if role == "coordinator" else spans[:1] if role == "decode" else spans[:0]
             rows.append(Row(role, index, 0, [Span(*one) for one in keep.tolist()], 0))
         return rows

@@ -62,10 +62,10 @@ class Observer(Closing):
             raise
 
     def _map(self, run_file: RunFile, facts: RunFacts) -> None:
-        self._seats = tuple(_seat(name) for name in facts.seats.split())
-        self._trace = RunTrace.open(run_file, self._seats)
+        self._planned = tuple(_planned(name) for name in facts.processes.split())
+        self._trace = RunTrace.open(run_file, self._planned)
         self._open.callback(self._trace.close)
-        self._activity = Activity(facts.seats.split(), TRACE_SPANS)
+        self._activity = Activity(facts.processes.split(), TRACE_SPANS)
         self._regions = Regions(run_file, facts)
         self._open.callback(self._regions.close)
         with run_file.open_segment("board") as segment:
@@ -114,9 +114,9 @@ class Observer(Closing):
 
     def _see(self, now_s: float) -> tuple[ProcessView, ...]:
         """The processes: pids from the board, which is right at any moment; the rest as the coordinator last said."""
-        pids = [self._pids[line * LINE_WORDS] for line in range(len(self._seats))]
+        pids = [self._pids[line * LINE_WORDS] for line in range(len(self._planned))]
         self._processes.sample(pids, now_s)
-        said = self._monitor.processes or self._seats
+        said = self._monitor.processes or self._planned
         views: list[ProcessView] = []
         for one, pid, doing in zip(said, pids, self._activity.doing(lib.np_trace_now()), strict=True):
             views.append(
@@ -140,7 +140,7 @@ class Observer(Closing):
         self._open.close()
 
 
-def _seat(name: str) -> ProcessStatus:
+def _planned(name: str) -> ProcessStatus:
     role, _, index = name.partition(".")
     return ProcessStatus(role=role, index=int(index), pid=0, state="starting")
 

@@ -21,15 +21,15 @@ class DecodeService:
     """
 
     def __init__(self, job: Job, activity: array[int] | None = None) -> None:
-        compute, seat = job.plan.compute, job.seat
+        compute, process = job.plan.compute, job.process
         config = engine_config(
             job.plan,
             job.segments["exchange"].layout,
             participants=len(compute.decode_workers()),
-            participant=seat.index,
+            participant=process.index,
             window_blocks=compute.decode_window_blocks,
         )
-        self._worker = Worker(job, RunMemory.open("decode", job.segments), [config], seat.index, activity)
+        self._worker = Worker(job, RunMemory.open("decode", job.segments), [config], process.index, activity)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1)
 

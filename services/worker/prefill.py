@@ -34,7 +34,7 @@ class PrefillService:
             )
             for number in range(threads)
         ]
-        first_window = len(compute.decode_workers()) + threads * job.seat.index
+        first_window = len(compute.decode_workers()) + threads * job.process.index
         memory, model = RunMemory.open("prefill", job.segments), job.package.manifest.model
         self._keys_values = KeysValues(
             memory.view("kv", "kv"),

@@ -130,7 +130,7 @@ class Worker:
         self._loaded = ffi.from_buffer("uint32_t[]", memory.view("residency", "loaded"))
         self._epoch_word = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
         self._job, self._memory, self._configs, self._first_window = job, memory, configs, first_window
-        self._own_steps = job.seat.role == "prefill"
+        self._own_steps = job.process.role == "prefill"
         self._stage: Stage = exchange_stage(memory)
         if self._own_steps:
             self._stage = private_stage(private_layouts(job.package.manifest, job.plan)["prefill_stage"])
@@ -170,7 +170,7 @@ class Worker:
         logits: tuple[int, int] | None,
     ) -> Outcome:
         """Compute the step and say how it went. logits: see Participant.compute."""
-        step, epoch, index = ask.step, ask.epoch, self._job.seat.index
+        step, epoch, index = ask.step, ask.epoch, self._job.process.index
         work = (step, epoch, sequences, positions, ask.tokens, logits)
         try:
             if self._own_steps:
@@ -206,8 +206,8 @@ class Worker:
     def _core(self, number: int) -> int | None:
         """The core of a thread, where the process may use several: that of the decode worker of the same number, which
         is idle meanwhile."""
-        seats = self._job.plan.compute.decode_workers()
-        return seats[number].core if len(self._participants) > 1 and number < len(seats) else None
+        processes = self._job.plan.compute.decode_workers()
+        return processes[number].core if len(self._participants) > 1 and number < len(processes) else None
 
     def _counters(self) -> dict[str, float]:
         """Sums over the participants; times are means, so that waiting for flash, for others and working add up."""

@@ -26,7 +26,7 @@ from tests.faults.kills import Generations, asking
 from tests.pipeline import Run, eventually, scratch_shell
 
 PROMPT, TOKENS = [1, 200, 300], 400
-APART_S = 7.0  # a run ends when a seat dies more than 5 times within 30 s
+APART_S = 7.0  # a run ends when a process dies more than 5 times within 30 s
 
 
 def measure(run: Run, role: str, kills: int, expected: list[int]) -> list[float]:

@@ -15,9 +15,16 @@ from typing import Any
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
-Seat = tuple[str, int]
-SEATS: list[Seat] = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
-MAX_KILLS, WITHIN_S = 4, 31.0  # of one seat: a run ends for more than 5 within 30 s
+ProcessSpec = tuple[str, int]
+PROCESSES: list[ProcessSpec] = [
+    ("coordinator", 0),
+    ("loader", 0),
+    ("cache", 0),
+    ("decode", 0),
+    ("decode", 1),
+    ("prefill", 0),
+]
+MAX_KILLS, WITHIN_S = 4, 31.0  # of one process: a run ends for more than 5 within 30 s
 MAX_DELAY_S = 0.4
 
 
@@ -74,8 +81,8 @@ def asking(run: Run, prompt: list[int], tokens: int) -> Callable[[Callable[[], N
 
 
 def kill(run: Run, role: str, index: int) -> float:
-    """Kill the process in a seat, once there is one; when."""
-    assert eventually(lambda: run.status().ready and run.seated(role, index), 30)
+    """Kill a process, once there is one; when."""
+    assert eventually(lambda: run.status().ready and run.has(role, index), 30)
     pid = run.pid(role, index)
     moment = time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -83,22 +90,22 @@ def kill(run: Run, role: str, index: int) -> float:
 
 
 def kill_at_random(
-    run: Run, clients: Sequence[Generations], kills: int, seed: int, seats: Sequence[Seat] = SEATS
+    run: Run, clients: Sequence[Generations], kills: int, seed: int, processes: Sequence[ProcessSpec] = PROCESSES
 ) -> dict[str, list[float]]:
-    """Kill seats in random turns at random moments; seconds until every client had its next token, by role."""
+    """Kill processes in random turns at random moments; seconds until every client had its next token, by role."""
     draw = random.Random(seed)
     took: dict[str, list[float]] = {}
-    times: dict[Seat, list[float]] = {seat: [] for seat in seats}
-    turns: list[Seat] = []
+    times: dict[ProcessSpec, list[float]] = {process: [] for process in processes}
+    turns: list[ProcessSpec] = []
     for _ in range(kills):
-        turns = turns or draw.sample(seats, len(seats))
-        seat = turns.pop()
-        if len(times[seat]) >= MAX_KILLS:
-            time.sleep(max(0.0, times[seat][-MAX_KILLS] + WITHIN_S - time.monotonic()))
+        turns = turns or draw.sample(processes, len(processes))
+        process = turns.pop()
+        if len(times[process]) >= MAX_KILLS:
+            time.sleep(max(0.0, times[process][-MAX_KILLS] + WITHIN_S - time.monotonic()))
         time.sleep(draw.uniform(0.0, MAX_DELAY_S))
-        moment = kill(run, *seat)
-        times[seat].append(moment)
-        took.setdefault(seat[0], []).append(max(one.next_token_after(moment) for one in clients))
+        moment = kill(run, *process)
+        times[process].append(moment)
+        took.setdefault(process[0], []).append(max(one.next_token_after(moment) for one in clients))
     return took
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from neuronpipe.launch.planning import DEMO
 
-from tests.faults.kills import SEATS, Generations, asking, grown, kill_at_random, open_things
+from tests.faults.kills import PROCESSES, Generations, asking, grown, kill_at_random, open_things
 from tests.faults.streams import Stream
 from tests.http_client import served
 from tests.pipeline import Shell, eventually
@@ -37,7 +37,7 @@ def survive(shell: Shell, kills: int, seed: int) -> Survived:
         alone, streamed = run.ask(PROMPT, TOKENS)["token_ids"], stream()
         before = open_things(shell, run)
         with Generations(asking(run, PROMPT, TOKENS), alone) as texts, Generations(stream, streamed) as streams:
-            took = kill_at_random(run, (texts, streams), kills, seed, [*SEATS, ("gateway", 0)])
+            took = kill_at_random(run, (texts, streams), kills, seed, [*PROCESSES, ("gateway", 0)])
         assert texts.failure is None, texts.failure
         assert streams.failure is None, streams.failure
         assert stream.broken <= len(took.get("gateway", [])), f"{stream.broken} streams broke"

@@ -21,7 +21,7 @@ Converted = Callable[..., Package]
 PROMPT = 2 * tokens(RECIPES["awkward"], 40)
 MOST = 32
 OPTIONS = ("--ffn-resident", "30%", "--workers", "2")  # so slow that a kill hits anything, step or message
-SEATS = [("decode", 0), ("decode", 1), ("loader", 0), ("cache", 0), ("prefill", 0)]
+PROCESSES = [("decode", 0), ("decode", 1), ("loader", 0), ("cache", 0), ("prefill", 0)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def undisturbed(long_shell: Shell, package: Package) -> list[int]:
 
 @pytest.fixture(scope="module")
 def run(long_shell: Shell, package: Package) -> Iterator[Run]:
-    """One run for all: it takes 4 kills of each seat, one less than it would end for when they come within seconds."""
+    """One run for all: it takes 4 kills of each process, one less than would end it within seconds."""
     with long_shell.up(package.path, *OPTIONS) as live:
         yield live
 
@@ -46,8 +46,8 @@ def restarts(run: Run, role: str, index: int = 0) -> int:
     return next(p.restarts for p in run.status().processes if (p.role, p.index) == (role, index))
 
 
-def ask_through_kills(run: Run, seats: list[tuple[str, int]], seed: int) -> tuple[list[int], list[float]]:
-    """Ask, and kill these seats one after the other at random moments; (tokens, seconds until the next token)."""
+def ask_through_kills(run: Run, processes: list[tuple[str, int]], seed: int) -> tuple[list[int], list[float]]:
+    """Ask, and kill these processes one after the other at random moments; (tokens, seconds until the next token)."""
     times: list[float] = []
     kills: list[float] = []
     answer: list[int] = []
@@ -58,26 +58,26 @@ def ask_through_kills(run: Run, seats: list[tuple[str, int]], seed: int) -> tupl
 
     asking = threading.Thread(target=ask)
     asking.start()
-    for role, index in seats:
+    for role, index in processes:
         time.sleep(draw.uniform(0.0, 0.4))
         assert eventually(lambda: run.status().ready)
         kills.append(time.monotonic())
         os.kill(run.pid(role, index), signal.SIGKILL)
     asking.join(PATIENCE_S)
-    assert not asking.is_alive(), f"no answer after killing {seats}"
+    assert not asking.is_alive(), f"no answer after killing {processes}"
     took = [min((at for at in times if at > kill), default=kill) - kill for kill in kills]
     return answer, took
 
 
-@pytest.mark.parametrize("seat", SEATS)
-def test_the_text_goes_on_with_the_same_tokens(run: Run, undisturbed: list[int], seat: tuple[str, int]) -> None:
-    pid, before = run.pid(*seat), restarts(run, *seat)
-    answer, took = ask_through_kills(run, 2 * [seat], seed=SEATS.index(seat))
+@pytest.mark.parametrize("process", PROCESSES)
+def test_the_text_goes_on_with_the_same_tokens(run: Run, undisturbed: list[int], process: tuple[str, int]) -> None:
+    pid, before = run.pid(*process), restarts(run, *process)
+    answer, took = ask_through_kills(run, 2 * [process], seed=PROCESSES.index(process))
     assert answer == undisturbed
     assert eventually(lambda: run.status().ready)
-    assert restarts(run, *seat) == before + 2
-    assert run.pid(*seat) != pid
-    print(f"{seat[0]}.{seat[1]}: next token after {', '.join(f'{1000 * s:.0f}' for s in took)} ms")
+    assert restarts(run, *process) == before + 2
+    assert run.pid(*process) != pid
+    print(f"{process[0]}.{process[1]}: next token after {', '.join(f'{1000 * s:.0f}' for s in took)} ms")
 
 
 def test_twenty_kills_at_random_moments_change_and_leak_nothing(shell: Shell) -> None:

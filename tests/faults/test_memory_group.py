@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.planning import DEMO
 
-from tests.faults.kills import SEATS
+from tests.faults.kills import PROCESSES
 from tests.integration.large_package import write_large_package
 from tests.pipeline import Run, Shell, eventually
 from tests.unit.test_page_cache import cached_bytes, written
@@ -139,11 +139,11 @@ def up(shell: Shell, group: Group, package: Path) -> tuple[Run, int]:
 
 
 def killed_in_turns(run: Run) -> None:
-    """Each seat's process once, while the same text is generated again and again: the same tokens every time."""
+    """Each process once, while the same text is generated again and again: the same tokens every time."""
     expected = run.ask(PROMPT, TOKENS)["token_ids"]
-    for seat in SEATS:
-        assert eventually(lambda seat=seat: run.status().ready and run.seated(*seat), 30)  # type: ignore[misc]
-        os.kill(run.pid(*seat), signal.SIGKILL)
+    for process in PROCESSES:
+        assert eventually(lambda process=process: run.status().ready and run.has(*process), 30)  # type: ignore[misc]
+        os.kill(run.pid(*process), signal.SIGKILL)
         assert run.ask(PROMPT, TOKENS)["token_ids"] == expected
 
 
@@ -197,4 +197,4 @@ def test_a_group_of_exactly_the_least_limit_kills_nothing(shell: Shell, group: G
     killed_in_turns(run)
     restarts = sum(process.restarts for process in run.status().processes)
     run.down()
-    assert (group.killed(), restarts) == (0, len(SEATS))
+    assert (group.killed(), restarts) == (0, len(PROCESSES))

@@ -25,7 +25,7 @@ from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 Converted = Callable[..., Package]
 PROMPT = tokens(RECIPES["awkward"], 40)
 OPTIONS = ("--ffn-resident", "30%", "--workers", "2")
-SEATS = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
+PROCESSES = [("coordinator", 0), ("loader", 0), ("cache", 0), ("decode", 0), ("decode", 1), ("prefill", 0)]
 STOPPED_S = float(os.environ.get("NEURONPIPE_TEST_STOPPED_S", "1"))  # ten by night
 
 
@@ -99,13 +99,13 @@ def test_a_client_that_never_reads_costs_nobody_else_anything(run: Run, undistur
     assert eventually(lambda: run.status().sequences_active + run.status().sequences_waiting == 0, 60)
 
 
-def state_of(run: Run, seat: tuple[str, int]) -> str:
-    return next(process.state for process in run.status().processes if (process.role, process.index) == seat)
+def state_of(run: Run, process: tuple[str, int]) -> str:
+    return next(status.state for status in run.status().processes if (status.role, status.index) == process)
 
 
-@pytest.mark.parametrize("seat", SEATS, ids=lambda seat: f"{seat[0]}.{seat[1]}")
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda process: f"{process[0]}.{process[1]}")
 def test_a_process_that_stands_still_for_a_while_changes_nothing(
-    run: Run, undisturbed: list[int], seat: tuple[str, int]
+    run: Run, undisturbed: list[int], process: tuple[str, int]
 ) -> None:
     """Stopped in the middle of a text and shown as silent; continued, the text goes on."""
     seen = threading.Event()
@@ -114,14 +114,14 @@ def test_a_process_that_stands_still_for_a_while_changes_nothing(
     def ask() -> None:
         answer.extend(run.ask(PROMPT, 24, seen=lambda token: seen.set())["token_ids"])
 
-    pid, restarts = run.pid(*seat), [process.restarts for process in run.status().processes]
+    pid, restarts = run.pid(*process), [process.restarts for process in run.status().processes]
     asking = threading.Thread(target=ask)
     asking.start()
     assert seen.wait(PATIENCE_S)
     os.kill(pid, signal.SIGSTOP)
     try:
-        if seat[0] != "coordinator":  # who answers that question
-            assert eventually(lambda: state_of(run, seat) == "silent", 5), state_of(run, seat)
+        if process[0] != "coordinator":  # who answers that question
+            assert eventually(lambda: state_of(run, process) == "silent", 5), state_of(run, process)
         time.sleep(STOPPED_S)
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Seat, parse_plan
+from neuronpipe.plans.plan.plan import ProcessSpec, parse_plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.sizes import run_layouts
 from neuronpipe.plans.plan.validate import validate
@@ -25,8 +25,8 @@ PACKAGE = Package.open(DEMO)
 @pytest.fixture(scope="module")
 def values() -> Any:
     """A plan that is right."""
-    seats = tuple(Seat(role=name, index=0, core=None) for name in ROLES)
-    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", seats=seats)
+    processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
+    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
     return json.loads(plan(PACKAGE.manifest, device, Wanted(ffn_resident_share=0.5)).to_json())
 
 

@@ -19,9 +19,9 @@ from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 from neuronpipe.services.coordinator.events import (
     Action,
+    ProcessReady,
     RequestReceived,
     SampleTokens,
-    SeatReady,
     SendStep,
     StepLeft,
     Tell,
@@ -34,7 +34,7 @@ from neuronpipe.services.coordinator.scheduler import Scheduler
 from tests.fuzz.test_wire import documents
 
 VOCABULARY, END = 4096, 0
-SEATS = [("decode", 0), ("prefill", 0)]
+PROCESSES = [("decode", 0), ("prefill", 0)]
 TEXT = (Path(DEMO) / "tokenizer.json").read_text(encoding="utf-8")
 LOGITS = np.random.default_rng(7).normal(0, 4, VOCABULARY).astype(np.float32)
 LOGITS[5:9] = math.inf, -math.inf, 0.0, -0.0
@@ -112,9 +112,9 @@ def answers(ask: Generate) -> list[Message]:
         end_tokens=frozenset({END}),
         plan_id="p",
     )
-    scheduler = Scheduler(limits, SEATS, TOKENIZER, GRAMMARS)
-    for seat in SEATS:
-        scheduler.handle(SeatReady(seat), 0.0)
+    scheduler = Scheduler(limits, PROCESSES, TOKENIZER, GRAMMARS)
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process), 0.0)
     pending: list[Action] = scheduler.handle(RequestReceived(b"c", ask), 0.0)
     heard: list[Message] = []
     while pending:
@@ -122,8 +122,8 @@ def answers(ask: Generate) -> list[Message]:
         if isinstance(action, Tell):
             heard.append(action.message)
         elif isinstance(action, SendStep):
-            for seat in action.seats:
-                pending += scheduler.handle(StepLeft(seat, action.message.step, action.message.epoch, True), 1.0)
+            for process in action.processes:
+                pending += scheduler.handle(StepLeft(process, action.message.step, action.message.epoch, True), 1.0)
         elif isinstance(action, SampleTokens):
             tokens, logprobs = SAMPLER.sample_all(action.rows)
             pending += scheduler.handle(TokensSampled(tokens, {}, logprobs), 2.0)

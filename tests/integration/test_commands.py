@@ -68,9 +68,9 @@ def test_a_run_that_stays_answers_like_run_and_goes_without_a_trace(shell: Shell
     assert (asked["text"], asked["token_ids"]) == (first["text"], first["token_ids"])
 
     status = shell.json("status", "--run", place)
-    seats = {(process["role"], process["index"]) for process in status["processes"]}
+    processes = {(process["role"], process["index"]) for process in status["processes"]}
     roles = ("coordinator", "loader", "cache", "prefill")
-    assert seats == {*((role, 0) for role in roles), ("decode", 0), ("decode", 1)}
+    assert processes == {*((role, 0) for role in roles), ("decode", 0), ("decode", 1)}
     live = set(shell.processes())
     for process in status["processes"]:
         assert process["state"] == "ready"

@@ -1,4 +1,4 @@
-"""What `serve` says of the run it serves, and a gateway of somebody else's in its seat."""
+"""What `serve` says of the run it serves, and a gateway of somebody else's in place of ours."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_a_live_run_cannot_give_any_more_is_refused(shell: Shell, run: Run,
         assert f"{option}: the run at {run.path} is live and keeps its plan" in line
 
 
-def test_a_program_in_the_gateways_seat_gets_the_socket_and_the_key(shell: Shell) -> None:
+def test_a_program_in_the_gateways_process_gets_the_socket_and_the_key(shell: Shell) -> None:
     program = shell.folder / "gateway.py"
     program.write_text(GATEWAY)
     command = shlex.join([sys.executable, str(program)])  # a script's first line holds no interpreter below a blank

@@ -35,7 +35,7 @@ class SaysHelloForAnother(DecodeService):
     def __init__(self, job):
         super().__init__(job)
         self._service._hello = type(self._service._hello)(
-            role="decode", index=job.seat.index, pid=1, incarnation=job.incarnation + 5, protocol="1.0", slots=1)
+            role="decode", index=job.process.index, pid=1, incarnation=job.incarnation + 5, protocol="1.0", slots=1)
 
 class OneBitOff(DecodeService):
     def compute(self, step):

@@ -43,7 +43,7 @@ def test_a_worker_that_logs_which_neurons_fire_names_those_of_the_reference_engi
     assert len(logged) > 100
 
 
-def test_a_program_is_started_in_its_seat_and_told_where_it_is(shell: Shell, converted: Converted) -> None:
+def test_a_program_is_started_in_its_process_and_told_where_it_is(shell: Shell, converted: Converted) -> None:
     (shell.folder / "told.py").write_text(
         "import os, sys\n"
         "names = ('RUN', 'ROLE', 'INDEX', 'PACKAGE')\n"

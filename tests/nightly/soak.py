@@ -28,7 +28,7 @@ from neuronpipe.protocol.links import EVENTS
 from neuronpipe.protocol.messages.client import ScoreFinished
 from neuronpipe.protocol.messages.request import Generate, Score
 
-from tests.faults.kills import SEATS, grown, kill, open_things
+from tests.faults.kills import PROCESSES, grown, kill, open_things
 from tests.faults.streams import Stream
 from tests.http_client import Server, request, served
 from tests.pipeline import Run, eventually, scratch_shell
@@ -124,7 +124,7 @@ class Load:
 
 
 def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
-    """Bytes of the run, about once a second; now and then a process is killed, or another takes its seat."""
+    """Bytes of the run, about once a second; now and then a process is killed or replaced."""
     draw, end, disturb_at = random.Random(seed), time.monotonic() + seconds, time.monotonic() + DISTURBED_EVERY_S
     memory: list[int] = []
     swap_next = False
@@ -138,7 +138,7 @@ def watch(run: Run, load: Load, seconds: float, seed: int) -> list[int]:
                 done = run.shell.call("swap", draw.choice(SWAPPED), "--run", run.path)
                 assert done.code == 0, done.errors
             else:
-                kill(run, *draw.choice(SEATS))
+                kill(run, *draw.choice(PROCESSES))
             swap_next = not swap_next
             disturb_at += DISTURBED_EVERY_S
         time.sleep(1.0)

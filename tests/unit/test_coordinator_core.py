@@ -19,10 +19,10 @@ from neuronpipe.services.coordinator.events import (
     Ending,
     EpochChanged,
     Leaving,
+    ProcessReady,
     RequestReceived,
     SampleTokens,
     ScoreTokens,
-    SeatReady,
     SendStep,
     StepFailed,
     StepLeft,
@@ -37,7 +37,7 @@ from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Sche
 
 from tests.unit.test_layers import ROOT, imports
 
-SEATS = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
+PROCESSES = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 END = 0
 
 
@@ -66,10 +66,10 @@ def make_scheduler(tokenizer: Letters = LETTERS, **changes: int) -> Scheduler:
         "vocabulary": 200,
     } | changes
     scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), SEATS, tokenizer, NO_GRAMMARS
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), PROCESSES, tokenizer, NO_GRAMMARS
     )
-    for seat in SEATS:
-        scheduler.handle(SeatReady(seat), 0.0)
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process), 0.0)
     return scheduler
 
 
@@ -89,8 +89,8 @@ def told(actions: list[Action]) -> list[Message]:
 def finish(scheduler: Scheduler, message: Step | Prefill, now: float = 1.0) -> list[Action]:
     """All participants of a step report that they are done."""
     actions: list[Action] = []
-    for seat in [("prefill", 0)] if isinstance(message, Prefill) else SEATS[:2]:
-        actions += scheduler.handle(StepLeft(seat, message.step, message.epoch, True), now)
+    for process in [("prefill", 0)] if isinstance(message, Prefill) else PROCESSES[:2]:
+        actions += scheduler.handle(StepLeft(process, message.step, message.epoch, True), now)
     return actions
 
 
@@ -157,7 +157,7 @@ def test_a_lost_participant_voids_the_step_and_the_same_step_is_sent_once_everyb
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 1.0))
     assert not sent(scheduler.handle(EpochChanged(1, (("decode", 1),)), 1.1))
     assert not sent(scheduler.handle(StepLeft(("decode", 0), step.step, 0, False), 1.2)), "decode.1 is not back yet"
-    (again,) = sent(scheduler.handle(SeatReady(("decode", 1)), 1.3))
+    (again,) = sent(scheduler.handle(ProcessReady(("decode", 1)), 1.3))
     assert isinstance(again, Step)
     assert (again.step, again.tokens, again.positions) == (step.step, step.tokens, step.positions)  # type: ignore[union-attr]
     assert again.epoch == 1
@@ -168,7 +168,7 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
     scheduler.handle(EpochChanged(1, (("loader", 0),)), 0.1)
     scheduler.handle(StepLeft(("prefill", 0), prefill.step, 0, False), 0.2)
-    (again,) = sent(scheduler.handle(SeatReady(("loader", 0)), 0.3))
+    (again,) = sent(scheduler.handle(ProcessReady(("loader", 0)), 0.3))
     assert not scheduler.handle(StepLeft(("prefill", 0), prefill.step, 0, True), 0.4)
     assert any(
         isinstance(action, SampleTokens)
@@ -176,7 +176,7 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     )
 
 
-def test_no_step_is_sent_before_every_seat_is_ready() -> None:
+def test_no_step_is_sent_before_every_process_is_ready() -> None:
     scheduler = Scheduler(
         Limits(
             mode="exact",
@@ -188,14 +188,14 @@ def test_no_step_is_sent_before_every_seat_is_ready() -> None:
             end_tokens=frozenset(),
             plan_id="p",
         ),
-        SEATS,
+        PROCESSES,
         LETTERS,
         NO_GRAMMARS,
     )
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
-    for seat in SEATS[:-1]:
-        assert not sent(scheduler.handle(SeatReady(seat), 0.0))
-    assert sent(scheduler.handle(SeatReady(SEATS[-1]), 0.0))
+    for process in PROCESSES[:-1]:
+        assert not sent(scheduler.handle(ProcessReady(process), 0.0))
+    assert sent(scheduler.handle(ProcessReady(PROCESSES[-1]), 0.0))
 
 
 def test_workers_get_the_next_step_before_clients_are_told_of_the_last_one() -> None:
@@ -357,7 +357,7 @@ def test_a_second_ready_does_not_take_a_computing_participant_out_of_the_step() 
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=3), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((120,)), 0.1))
-    scheduler.handle(SeatReady(("decode", 1)), 0.2)
+    scheduler.handle(ProcessReady(("decode", 1)), 0.2)
     assert not scheduler.handle(StepLeft(("decode", 0), step.step, 0, True), 0.3), "decode.1 is still computing"
 
 
@@ -460,7 +460,7 @@ def test_a_copy_is_made_again_with_the_voided_step_and_counts_once() -> None:
     pending = driven.run(pending, until=lambda message: isinstance(message, Prefill) and message.copy_from is not None)
     (prefill,) = sent(pending)
     driven.scheduler.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
-    again = driven.scheduler.handle(SeatReady(("prefill", 0)), 0.3)
+    again = driven.scheduler.handle(ProcessReady(("prefill", 0)), 0.3)
     assert sent(again) == [dataclasses.replace(prefill, epoch=1)]
     driven.run(again)
     assert driven.finished()["2"].cached_tokens == 5
@@ -540,27 +540,27 @@ def test_when_the_run_ends_all_are_told_and_nothing_is_taken_on_any_more() -> No
     assert finish(driven.scheduler, prefill) == []  # what comes of the step is nobody's any more
 
 
-def test_a_seat_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
+def test_a_process_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
     scheduler = make_scheduler()
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.0))
     assert scheduler.handle(Leaving(frozenset({("decode", 0), ("decode", 1)})), 0.5) == []
     actions = finish(scheduler, prefill)
     assert [action for action in actions if isinstance(action, SampleTokens)]
     actions = scheduler.handle(TokensSampled((65,)), 1.0)
-    assert [action.seat for action in actions if isinstance(action, Dismiss)] == [("decode", 0), ("decode", 1)]
+    assert [action.process for action in actions if isinstance(action, Dismiss)] == [("decode", 0), ("decode", 1)]
     assert sent(actions) == []
-    assert sent(scheduler.handle(SeatReady(("decode", 0)), 2.0)) == []
+    assert sent(scheduler.handle(ProcessReady(("decode", 0)), 2.0)) == []
     assert scheduler.handle(EpochChanged(1, (("decode", 1),)), 2.0) == []
-    (step,) = sent(scheduler.handle(SeatReady(("decode", 1)), 3.0))
+    (step,) = sent(scheduler.handle(ProcessReady(("decode", 1)), 3.0))
     assert step.epoch == 1
 
 
-def test_an_idle_seat_is_dismissed_at_once_and_only_once() -> None:
+def test_an_idle_process_is_dismissed_at_once_and_only_once() -> None:
     scheduler = make_scheduler()
     assert scheduler.handle(Leaving(frozenset({("cache", 0)})), 0.0) == [Dismiss(("cache", 0))]
     assert scheduler.handle(Tick(), 0.1) == []
     assert scheduler.handle(Leaving(frozenset()), 0.2) == []
-    (prefill,) = sent(scheduler.handle(SeatReady(("cache", 0)), 0.3)) or [None]
+    (prefill,) = sent(scheduler.handle(ProcessReady(("cache", 0)), 0.3)) or [None]
     assert prefill is None
     assert sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.4))
 

@@ -10,7 +10,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.plan import Seat
+from neuronpipe.plans.plan.plan import ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 
 from tests.service_job import ROLES
@@ -37,8 +37,8 @@ def test_small_figures_get_digits(value: float, decimals: int, shown: str) -> No
 
 
 def test_a_plan_expects_a_slow_model_to_be_slow_and_not_still() -> None:
-    seats = tuple(Seat(role=name, index=0, core=None) for name in ROLES)
-    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", seats=seats)
+    processes = tuple(ProcessSpec(role=name, index=0, core=None) for name in ROLES)
+    device = DeviceFacts(id="d", memory_bytes=1 << 31, flash_engine="threads", processes=processes)
     made = plan(Package.open(DEMO).manifest, device, Wanted(ffn_resident_share=0.5))
     slow = dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=0.031))
     assert "0.031 tokens/s" in explain(slow)

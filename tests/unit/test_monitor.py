@@ -27,7 +27,7 @@ FACTS = RunFacts(
     model="m",
     mode="exact",
     quantization="q8",
-    seats="coordinator.0 loader.0 decode.0",
+    processes="coordinator.0 loader.0 decode.0",
     layers=2,
     neurons=10,
     clusters=4,
@@ -195,7 +195,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
 
 def seen_activity() -> Activity:
     """Two decode steps of a worker that waits inside its neurons, and a third one under way; times in us."""
-    activity = Activity(FACTS.seats.split(), 100)
+    activity = Activity(FACTS.processes.split(), 100)
     coordinator = spans(
         (0, 5, "send", 0, 1, 1),
         (5, 100, "await", 0, 1, 1),

@@ -40,15 +40,15 @@ def planned(device: Device) -> Plan:
 
 
 def cores(made: Plan) -> dict[str, int | None]:
-    return {f"{seat.role}.{seat.index}": seat.core for seat in made.compute.seats}
+    return {f"{process.role}.{process.index}": process.core for process in made.compute.processes}
 
 
 def test_fast_cores_compute_and_slow_ones_pass_messages_on() -> None:
-    seats = cores(planned(PHONE))
-    assert [seats[f"decode.{n}"] for n in range(5)] == [2, 3, 4, 5, 6]
-    assert "decode.5" not in seats
-    assert seats["loader.0"] == 7
-    assert {seats["coordinator.0"], seats["cache.0"]} == {0, 1}
+    processes = cores(planned(PHONE))
+    assert [processes[f"decode.{n}"] for n in range(5)] == [2, 3, 4, 5, 6]
+    assert "decode.5" not in processes
+    assert processes["loader.0"] == 7
+    assert {processes["coordinator.0"], processes["cache.0"]} == {0, 1}
 
 
 def test_flash_is_read_by_threads_and_memory_is_a_share_of_what_is_available() -> None:
@@ -64,5 +64,5 @@ def test_an_app_out_of_sight_is_planned_on_the_slow_cores_it_is_left_with() -> N
 
 
 def test_a_quota_of_less_than_the_fast_cores_means_fewer_workers() -> None:
-    seats = cores(planned(dataclasses.replace(PHONE, cpu_quota=2.5)))
-    assert [name for name in seats if name.startswith("decode")] == ["decode.0", "decode.1"]
+    processes = cores(planned(dataclasses.replace(PHONE, cpu_quota=2.5)))
+    assert [name for name in processes if name.startswith("decode")] == ["decode.0", "decode.1"]

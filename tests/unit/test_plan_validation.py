@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.parse import MAX_CLUSTERS
-from neuronpipe.plans.plan.account import MIB
+from neuronpipe.plans.plan.budget import MIB
 from neuronpipe.plans.plan.plan import Plan, parse_plan
 from neuronpipe.plans.plan.planner import Wanted, plan
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS
@@ -24,8 +24,8 @@ from tests.unit.test_planner import device, least_bytes, manifest
 
 def made(workers: int = 2, **wanted: Any) -> Plan:
     facts = device(workers)
-    anywhere = tuple(dataclasses.replace(seat, core=None) for seat in facts.seats)
-    return plan(manifest(), dataclasses.replace(facts, seats=anywhere), Wanted(**wanted))
+    anywhere = tuple(dataclasses.replace(process, core=None) for process in facts.processes)
+    return plan(manifest(), dataclasses.replace(facts, processes=anywhere), Wanted(**wanted))
 
 
 def resealed(good: Plan, path: str, value: Any) -> str:
@@ -37,12 +37,15 @@ def resealed(good: Plan, path: str, value: Any) -> str:
         data = data[int(folder)] if folder.isdigit() else data[folder]
     data[name] = value
     fields = {key: json.loads(json.dumps(part)) for key, part in whole.items()}
-    seats = [dict(seat) for seat in fields["compute"]["seats"]]
+    processes = [dict(process) for process in fields["compute"]["processes"]]
     rebuilt = dataclasses.replace(
         good,
         compute=dataclasses.replace(
             good.compute,
-            **(fields["compute"] | {"seats": tuple(type(good.compute.seats[0])(**seat) for seat in seats)}),
+            **(
+                fields["compute"]
+                | {"processes": tuple(type(good.compute.processes[0])(**process) for process in processes)}
+            ),
         ),
         memory=dataclasses.replace(good.memory, **fields["memory"]),
         flash=dataclasses.replace(good.flash, **fields["flash"]),
@@ -51,12 +54,12 @@ def resealed(good: Plan, path: str, value: Any) -> str:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("compute.seats.0.role", "gateway", "compute.seats"),
-    ("compute.seats.0.role", "loader", "compute.seats"),
-    ("compute.seats.4.index", 1, "compute.seats"),
-    ("compute.seats.4.index", 7, "compute.seats"),
-    ("compute.seats.4.core", 100_000, "compute.seats.4.core"),
-    ("compute.seats.4.core", -1, "compute.seats.4.core"),
+    ("compute.processes.0.role", "gateway", "compute.processes"),
+    ("compute.processes.0.role", "loader", "compute.processes"),
+    ("compute.processes.4.index", 1, "compute.processes"),
+    ("compute.processes.4.index", 7, "compute.processes"),
+    ("compute.processes.4.core", 100_000, "compute.processes.4.core"),
+    ("compute.processes.4.core", -1, "compute.processes.4.core"),
     ("compute.context_tokens", -1, "compute.context_tokens"),
     ("compute.context_tokens", 1 << 40, "compute.context_tokens"),
     ("compute.context_tokens", 256, "compute.prefill_chunk_tokens"),
@@ -120,7 +123,9 @@ def test_a_plan_that_no_planner_makes_is_refused_by_its_field(path: str, value: 
 )
 def test_every_plan_of_the_planner_is_accepted(extra: int, workers: int, neurons: int, layers: int) -> None:
     package, facts = manifest(neurons=neurons, layers=layers, order="frequency"), device(workers)
-    facts = dataclasses.replace(facts, seats=tuple(dataclasses.replace(seat, core=None) for seat in facts.seats))
+    facts = dataclasses.replace(
+        facts, processes=tuple(dataclasses.replace(process, core=None) for process in facts.processes)
+    )
     limit = least_bytes(package, facts) + extra
     validate(plan(package, facts, Wanted(memory_bytes=limit)), package, "plan.json")
 

@@ -15,11 +15,11 @@ from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, 
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
 from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Source
-from neuronpipe.plans.plan.account import MIB, account, least_slots_bytes
+from neuronpipe.plans.plan.budget import MIB, least_slots_bytes, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
-from neuronpipe.plans.plan.plan import Plan, Seat, parse_plan, read_plan
+from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, Seating, private_layouts, run_layouts
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.protocol.errors import UserError
 
 GIB = 1 << 30
@@ -88,10 +88,15 @@ def predicted(plain: Manifest) -> Manifest:
 
 
 def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
-    seats = [Seat(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill")]
-    seats += [Seat(role="decode", index=n, core=n) for n in range(workers)]
+    processes = [ProcessSpec(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill")]
+    processes += [ProcessSpec(role="decode", index=n, core=n) for n in range(workers)]
     return DeviceFacts(
-        id="d", memory_bytes=memory_bytes, flash_engine="threads", seats=tuple(seats), flash=CURVE, memory_speed=SPEED
+        id="d",
+        memory_bytes=memory_bytes,
+        flash_engine="threads",
+        processes=tuple(processes),
+        flash=CURVE,
+        memory_speed=SPEED,
     )
 
 
@@ -368,27 +373,27 @@ def test_the_same_wishes_give_the_same_plan_and_other_wishes_another_id() -> Non
 
 def test_the_account_grows_with_scores_sampling_and_the_logits_prefill_is_asked_for() -> None:
     m = manifest()
-    seating = Seating(
+    shape = RunShape(
         mode="exact", processes=6, workers=2, prefill_threads=2, sequences=1, context_tokens=64, logit_rows=8
     )
 
-    def private_bytes(made_for: Manifest, seats: Seating, chunk: int = 1) -> int:
-        return account(made_for, seats, prefill_chunk_tokens=chunk, staging_bytes=0).private_bytes
+    def private_bytes(made_for: Manifest, processes: RunShape, chunk: int = 1) -> int:
+        return memory_budget(made_for, processes, prefill_chunk_tokens=chunk, staging_bytes=0).private_bytes
 
-    small = private_bytes(m, seating)
-    assert small == private_bytes(m, seating, chunk=8) < private_bytes(m, seating, chunk=9)
-    assert private_bytes(m, dataclasses.replace(seating, context_tokens=512)) - small == 16 * (512 - 64) * 4
+    small = private_bytes(m, shape)
+    assert small == private_bytes(m, shape, chunk=8) < private_bytes(m, shape, chunk=9)
+    assert private_bytes(m, dataclasses.replace(shape, context_tokens=512)) - small == 16 * (512 - 64) * 4
     words = dataclasses.replace(m, model=dataclasses.replace(m.model, vocabulary=m.model.vocabulary + 1000))
-    assert private_bytes(words, seating) - small == 8 * 1000
+    assert private_bytes(words, shape) - small == 8 * 1000
 
 
 def test_a_cluster_of_a_large_model_takes_at_most_32_bytes_of_bookkeeping() -> None:
     m = manifest(width=1024, neurons=14336, layers=512)  # as many clusters as a 47B model has
     assert 3_600_000 <= m.clusters <= 3_700_000
-    seating = Seating(
+    shape = RunShape(
         mode="exact", processes=6, workers=2, prefill_threads=2, sequences=1, context_tokens=64, logit_rows=8
     )
     entries_bytes = 2 * 4 * m.clusters
-    taken = account(m, seating, prefill_chunk_tokens=64, staging_bytes=0)
+    taken = memory_budget(m, shape, prefill_chunk_tokens=64, staging_bytes=0)
     assert taken.residency_bytes - entries_bytes < MIB  # rings and single words
     assert taken.bookkeeping_bytes + entries_bytes <= 32 * m.clusters

@@ -1,4 +1,4 @@
-"""What a run takes besides neurons: one account for the planner that makes a plan and the check that believes none.
+"""What a run takes besides neurons: one budget for the planner that makes a plan and the check that believes none.
 
 It is the sum of the layouts that sizes.py makes, and of what has none.
 """
@@ -9,7 +9,7 @@ import dataclasses
 
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.sizes import Seating, fixed_layouts, own_layouts, slots_layout
+from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, slots_layout
 
 MIB = 1 << 20
 # Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
@@ -34,7 +34,7 @@ MIN_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Account:
+class MemoryBudget:
     """Bytes, by the names of the plan's memory fields. Each layout has a field of its own, named after it."""
 
     # segments
@@ -67,17 +67,19 @@ def queue_clusters(manifest: Manifest) -> int:
     return min(manifest.clusters + 64, MAX_QUEUED_CLUSTERS)
 
 
-def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, staging_bytes: int) -> Account:
-    """What this seating takes for this package, with prompts cut into such chunks and such staging buffers."""
-    made = fixed_layouts(manifest, seating) | own_layouts(manifest, seating, prefill_chunk_tokens)
+def memory_budget(
+    manifest: Manifest, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int
+) -> MemoryBudget:
+    """What this shape takes for this package, with prompts cut into such chunks and such staging buffers."""
+    made = fixed_layouts(manifest, shape) | own_layouts(manifest, shape, prefill_chunk_tokens)
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
-    return Account(
+    return MemoryBudget(
         **{f"{name}_bytes": layout.total_bytes for name, layout in made.items()},
         interpreters_bytes=INTERPRETER_BASE_BYTES
-        + INTERPRETER_PER_PROCESS_BYTES * seating.processes
-        + GATEWAY_BYTES * seating.gateways
+        + INTERPRETER_PER_PROCESS_BYTES * shape.processes
+        + GATEWAY_BYTES * shape.gateways
         + tokenizer,
-        private_bytes=_engines_bytes(manifest, seating, seating.prefill_tokens(prefill_chunk_tokens))
+        private_bytes=_engines_bytes(manifest, shape, shape.prefill_tokens(prefill_chunk_tokens))
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
         bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
         + 4 * LOADER_QUEUES * queue_clusters(manifest)
@@ -86,22 +88,22 @@ def account(manifest: Manifest, seating: Seating, *, prefill_chunk_tokens: int, 
     )
 
 
-def _engines_bytes(manifest: Manifest, seating: Seating, prefill_tokens: int) -> int:
+def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:
     """What participants have to themselves: of each token prepared vectors (in two types, if predictors have another)
     and rows' results; attention scores."""
     model, layout = manifest.model, manifest.layout
     longest = max(model.width, model.query_width)
     of_token = 2 * 4 * longest + 4 * max(model.head_width, 2 * layout.block_neurons, 64)
-    tokens = seating.prefill_threads * prefill_tokens + seating.workers * seating.sequences
-    return tokens * of_token + 16 * seating.context_tokens * (seating.workers + seating.prefill_threads)
+    tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.sequences
+    return tokens * of_token + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 
 
-def least_account(manifest: Manifest, seating: Seating) -> Account:
+def least_budget(manifest: Manifest, shape: RunShape) -> MemoryBudget:
     """The same with the smallest chunk and the fewest staging buffers: what no limit may go below."""
-    return account(
+    return memory_budget(
         manifest,
-        seating,
-        prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, seating.context_tokens),
+        shape,
+        prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, shape.context_tokens),
         staging_bytes=MIN_DEPTH * largest_read_bytes(manifest.layout, bundle=True),
     )
 
@@ -112,9 +114,9 @@ def least_slots_bytes(manifest: Manifest, workers: int) -> int:
     return slots_layout(manifest, slots, slots).total_bytes
 
 
-def least_limit_bytes(manifest: Manifest, seating: Seating) -> int:
-    """The smallest limit whose `usable_bytes` hold the least account and the fewest slots."""
-    needed = least_account(manifest, seating).total_bytes() + least_slots_bytes(manifest, seating.workers)
+def least_limit_bytes(manifest: Manifest, shape: RunShape) -> int:
+    """The smallest limit whose `usable_bytes` hold the least budget and the fewest slots."""
+    needed = least_budget(manifest, shape).total_bytes() + least_slots_bytes(manifest, shape.workers)
     return -(-needed * (100 + HEADROOM_PERCENT) // 100)
 
 

@@ -1,4 +1,4 @@
-"""Which processes have the run's seats: what they said of themselves, and what the supervisor says on the board."""
+"""The processes of the run: what they said of themselves, and what the supervisor says of them on the board."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import Hello, State
-from neuronpipe.services.coordinator.events import Seat
+from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
-WITHOUT_SEAT = ("coordinator", GATEWAY)  # they take no work from the coordinator
+TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
 
 @dataclasses.dataclass(kw_only=True)
-class SeatState:
+class WorkerProcess:
     """One service: what it said of itself, and when it was last heard."""
 
     role: str
@@ -34,7 +34,7 @@ class SeatState:
     heard_at: float = 0.0
 
     @property
-    def name(self) -> Seat:
+    def name(self) -> ProcessKey:
         """(role, index)"""
         return self.role, self.index
 
@@ -72,51 +72,58 @@ class BoardLine(NamedTuple):
     restarts: int
 
 
-class Seats:
-    """The seats of those that take work, by their names on the control link, with their credits; and the board, which
-    has a line for every process of the run."""
+class WorkerProcesses:
+    """The processes that take work, by their names on the control link, with their credits; and the board, which has a
+    line for every process of the run."""
 
     def __init__(self, compute: Compute, memory: RunMemory) -> None:
-        self._lines: dict[Seat, int] = {(seat.role, seat.index): line for line, seat in enumerate(compute.seats)}
-        workers = [seat for seat in compute.seats if seat.role not in WITHOUT_SEAT]
-        states = [SeatState(role=seat.role, index=seat.index, core=seat.core) for seat in workers]
-        self._seats = {state.peer: state for state in states}
+        self._lines: dict[ProcessKey, int] = {
+            (process.role, process.index): line for line, process in enumerate(compute.processes)
+        }
+        workers = [process for process in compute.processes if process.role not in TAKE_NO_WORK]
+        states = [WorkerProcess(role=process.role, index=process.index, core=process.core) for process in workers]
+        self._processes = {state.peer: state for state in states}
         self._board = memory.view("board", "processes")
-        self._seated = memory.view("board", "seated")
+        self._ready = memory.view("board", "ready")
         self._leaving = memory.view("board", "leaving")
         self._leaving_seen = b""
         self.credits = Credits()
 
     def __contains__(self, peer: str) -> bool:
-        return peer in self._seats
+        return peer in self._processes
 
-    def __getitem__(self, peer: str) -> SeatState:
-        return self._seats[peer]
+    def __getitem__(self, peer: str) -> WorkerProcess:
+        return self._processes[peer]
 
-    def __iter__(self) -> Iterator[SeatState]:
-        return iter(self._seats.values())
+    def __iter__(self) -> Iterator[WorkerProcess]:
+        return iter(self._processes.values())
 
     # ---- what they say ---------------------------------------------------------------------------------------
-    def heard(self, peer: str, now: float) -> SeatState:
+    def heard(self, peer: str, now: float) -> WorkerProcess:
         """Note a sign of life."""
-        seat = self._seats[peer]
-        seat.heard_at = now
-        return seat
+        process = self._processes[peer]
+        process.heard_at = now
+        return process
 
-    def take(self, seat: SeatState, hello: Hello) -> None:
-        """A process takes its seat; it is ready when it says so."""
-        seat.pid, seat.core, seat.incarnation, seat.state = hello.pid, hello.core, hello.incarnation, "starting"
-        self.credits.announce(seat.peer, hello.slots)
+    def take(self, process: WorkerProcess, hello: Hello) -> None:
+        """An incarnation says Hello; it is ready when it says so."""
+        process.pid, process.core, process.incarnation, process.state = (
+            hello.pid,
+            hello.core,
+            hello.incarnation,
+            "starting",
+        )
+        self.credits.announce(process.peer, hello.slots)
 
-    def ready(self, seat: SeatState) -> None:
-        """The seat's process is ready: the supervisor reads that on the board."""
-        seat.state = "ready"
-        self._seated[self._lines[seat.name]] = seat.incarnation + 1
+    def ready(self, process: WorkerProcess) -> None:
+        """It is ready: the supervisor reads that on the board."""
+        process.state = "ready"
+        self._ready[self._lines[process.name]] = process.incarnation + 1
 
-    def leave(self, seat: SeatState) -> None:
-        """The seat's process is gone."""
-        seat.pid, seat.incarnation, seat.state = 0, -1, "starting"
-        self.credits.forget(seat.peer)
+    def leave(self, process: WorkerProcess) -> None:
+        """It is gone."""
+        process.pid, process.incarnation, process.state = 0, -1, "starting"
+        self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------
     def line(self, role: str, index: int) -> int:
@@ -128,15 +135,17 @@ class Seats:
         at = self._lines[role, index] * LINE_WORDS
         return BoardLine(*self._board[at : at + len(BOARD_WORDS)])
 
-    def lost(self) -> list[SeatState]:
-        """The seats whose process is not the board's any more."""
-        return [seat for seat in self if seat.incarnation not in (-1, self.on_board(*seat.name).incarnation)]
+    def lost(self) -> list[WorkerProcess]:
+        """The processes whose incarnation is not the board's any more."""
+        return [
+            process for process in self if process.incarnation not in (-1, self.on_board(*process.name).incarnation)
+        ]
 
     def is_leaving(self, role: str, index: int) -> bool:
         """Whether this process is to go, for a successor or with the run."""
         return bool(self._leaving[self._lines[role, index]])
 
-    def new_leaving(self) -> frozenset[Seat] | None:
+    def new_leaving(self) -> frozenset[ProcessKey] | None:
         """All processes that are to go; None while it is what it was when this was last asked."""
         leaving = self._leaving.tobytes()
         if leaving == self._leaving_seen:
