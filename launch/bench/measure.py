@@ -13,6 +13,7 @@ from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
@@ -119,7 +120,7 @@ class Bench:
         return {
             "test": case.name,
             "mode": plan.compute.mode,
-            "ffn_resident": plan.memory.slots_bytes / plan.memory.ffn_bytes,
+            "ffn_resident": _resident_share(self.package.manifest, plan),
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_least": min(rates),
             "tokens_per_s_most": max(rates),
@@ -177,6 +178,13 @@ def _quantile(ordered: list[float], share: int) -> float | None:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _resident_share(manifest: Manifest, plan: Plan) -> float:
+    """Of the bytes of all neurons, those that have slots."""
+    sizes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
+    resident = plan.memory.trigger_slots * sizes[0] + plan.memory.value_slots * sizes[1]
+    return resident / (manifest.clusters * sum(sizes))
 
 
 def _neurons(package: Package) -> int:
