@@ -66,7 +66,7 @@ def logits(checkout: Path, package: Path, text: Path, path: str, options: tuple[
 def tokens(checkout: Path, package: Path, text: str, options: tuple[str, ...]) -> str:
     """The tokens of a text that goes on from the beginning of another."""
     prompt = text[:40].rpartition(" ")[0]
-    said = json.loads(neuronpipe(checkout, "run", package, "-p", prompt, "-n", TEXT_TOKENS, "--json", *options))
+    said = json.loads(neuronpipe(checkout, "run", package, "-p", prompt, "-n", str(TEXT_TOKENS), "--json", *options))
     return json.dumps(said["token_ids"])
 
 
