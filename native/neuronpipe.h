@@ -228,7 +228,7 @@ enum {
 uint32_t np_entry_look(uint32_t *word);
 
 /* A worker's window: the clusters it may be reading, of either part, published by np_long_store before it looks at their words.
- * 64 bits: first word index (32 bits) << 32 | end word index. 0 = none. Indices are into the word arrays of both parts. */
+ * 64 bits: first cluster (32 bits) << 32 | end cluster. 0 = none. Both parts' entries are covered. */
 
 /* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
  * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */
@@ -236,7 +236,7 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
                      size_t want, uint32_t *slots);
 
 /* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
-/* A ring in shared memory from one worker to the loader. An entry is a word index (24 bits) and what is wanted of it.
+/* A ring in shared memory from one worker to the loader. An entry is a cluster index (24 bits) and what is wanted of it.
  *   word      written by   ordering
  *   tail      worker       release, after the entries below it; counts entries ever put, modulo 2^32
  *   head      loader       release, after it has read the entries below it
@@ -500,7 +500,7 @@ typedef struct {
     uint64_t clusters[2], missed[2];             /* by part: clusters needed, and not there when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
     uint64_t step_ns, flash_ns, barrier_ns;         /* the whole step; of it waiting for flash, for other participants */
-    int64_t damaged_word;                        /* word index of the failed part, or -1 */
+    int64_t damaged_word;                        /* cluster of the failed part, or -1 */
     int32_t damaged_part, unused;
 } np_engine_counters;
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and resets them */

@@ -1,4 +1,4 @@
-/* Attention of one layer: three stages with a meeting after each. A predictor that reads attention's input comes first, with a short
+/* Attention of one layer: three stages with a barrier after each. A predictor that reads attention's input comes first, with a short
  * stage of its own, so that flash has all of attention's time to bring what it asks for.
  *
  *   stage    piece of work                    writes

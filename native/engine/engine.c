@@ -157,7 +157,7 @@ uint32_t np_engine_claims(uint32_t layers)
 
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces)
 {
-    /* Relaxed: a meeting lies between this work and what it reads, and between it and who reads what it writes. */
+    /* Relaxed: a barrier lies between this work and what it reads, and between it and who reads what it writes. */
     const uint32_t piece = __atomic_fetch_add(&engine->shared.claims[layer * NP_WORKS + (uint32_t)work], 1, __ATOMIC_RELAXED);
     return piece < pieces ? piece : NP_NO_PIECE;
 }

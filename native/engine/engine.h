@@ -97,7 +97,7 @@ int np_engine_attention(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 
-/* Prediction (predict.c): rank vectors from the residual stream; and, after a meeting, scores: who is predicted, and what of it
+/* Prediction (predict.c): rank vectors from the residual stream; and, after a barrier, scores: who is predicted, and what of it
  * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Without a predictor everybody is predicted. */
 int np_predicts(const np_engine *engine, int reads);
 void np_predict_ranks(np_engine *engine, const np_norm *norm);

@@ -13,7 +13,7 @@ enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_WARM_UP = 2 };
 /* What waits in a queue: one part of its clusters, by the part's number, or both for one read. */
 enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };
 
-/* A queued cluster is 32 bits: its word index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many reads of it failed. */
+/* A queued cluster is 32 bits: its index, NP_REQUEST_TRIGGER and _VALUE, NP_ENTRY_PINNED, and from bit 28 on how many reads of it failed. */
 enum { NP_QUEUED_FAILURES = 28 };
 
 typedef struct {

@@ -123,7 +123,7 @@ class Manifest:
 
     @property
     def clusters(self) -> int:
-        """Clusters of the whole package: entries of checksums.bin and residency words of one part."""
+        """Clusters of the whole package: entries of checksums.bin, and residency entries of one part."""
         return self.model.layers * self.model.experts * self.layout.clusters
 
     @property

@@ -106,7 +106,7 @@ class Package:
         return UserError(f"{self.path / name}: does not match the manifest's sha256: damaged; convert the model again")
 
     def checksums(self) -> bytes:
-        """checksums.bin: little-endian uint32 [words, 2], crc32c of each cluster's trigger part and value part."""
+        """checksums.bin: little-endian uint32 [clusters, 2], crc32c of each cluster's trigger part and value part."""
         return self._verified(CHECKSUMS)
 
     def tokenizer(self) -> str:

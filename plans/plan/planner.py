@@ -245,9 +245,9 @@ class _Planning:
         return Memory(
             limit_bytes=self._limit_bytes,
             **dataclasses.asdict(others),
-            trigger_slots=regions.gates,
-            value_slots=regions.rests,
-            slots_bytes=slots_layout(self._manifest, regions.gates, regions.rests).total_bytes,
+            trigger_slots=regions.triggers,
+            value_slots=regions.values,
+            slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
             ffn_bytes=slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes,
             pinned_triggers_per_layer=regions.pinned_triggers,
             pinned_values_per_layer=regions.pinned_values,

@@ -51,11 +51,12 @@ def reading(
     depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
     if bundle and curve:
         whole = _read_us(curve, layout.cluster_stride_bytes, depth)
-        gate, rest = (_read_us(curve, size, depth) for size in (layout.trigger_part_bytes, layout.value_part_bytes))
-        bundle = whole <= gate + values_per_trigger * rest
+        trigger, value = (_read_us(curve, size, depth) for size in (layout.trigger_part_bytes, layout.value_part_bytes))
+        bundle = whole <= trigger + values_per_trigger * value
         reasons.append(
-            f"{'bundles are read whole' if bundle else 'the gate is read first, the rest if it fired'}: "
-            f"{whole:.1f} us for both parts, {gate:.1f} + {values_per_trigger:.2f} x {rest:.1f} us one after the other"
+            f"{'bundles are read whole' if bundle else 'the trigger part is read first, the value part if it fired'}: "
+            f"{whole:.1f} us for both parts, "
+            f"{trigger:.1f} + {values_per_trigger:.2f} x {value:.1f} us one after the other"
         )
     least = largest_read_bytes(layout, bundle=bundle)
     depth = max(1, min(depth, staging_most_bytes // least))

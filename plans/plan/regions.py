@@ -1,8 +1,8 @@
 """The neurons' memory: how many slots either part gets, which clusters stay for good, how many may be moving.
 
-Memory is filled by worth per byte. In exact mode every gate is read for every token, so that a resident gate saves its
-bytes with certainty, and an up/down part only as often as its neurons fire: gates first. In predicted mode a neuron is
-wanted whole or not at all: both parts get as many slots.
+Memory is filled by worth per byte. In exact mode every trigger part is read for every token, so that a resident one
+saves its bytes with certainty, and a value part only as often as its neurons fire: triggers first. In predicted mode a
+neuron is wanted whole or not at all: both parts get as many slots.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_STOCK = 1 / 32
 class Regions:
     """Slots of either part, and what becomes of them."""
 
-    gates: int
-    rests: int
+    triggers: int
+    values: int
     pinned_triggers: int  # of each layer
     pinned_values: int
     window: int  # blocks open at once, of a layer
@@ -68,37 +68,39 @@ class _Filling:
         blocks = self._layout.blocks
         reasons = [f"{window} of {blocks} blocks of a layer open at once: {moving} clusters may be moving"]
         if not cache:
-            gates = rests = moving
+            triggers = values = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
         elif window_tokens:
             used = touched(self._rates.used_by(window_tokens), self._layout.cluster_neurons)
-            gates = rests = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
+            triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
             reasons.append(f"slots for what {window_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         elif self._mode == "predicted":
-            gates = rests = min(budget // self._both_bytes, self._all)
+            triggers = values = min(budget // self._both_bytes, self._all)
         elif budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
-            gates = self._all
-            rests = min(self._all, (budget - gates * self._trigger_bytes) // self._value_bytes)
+            triggers = self._all
+            values = min(self._all, (budget - triggers * self._trigger_bytes) // self._value_bytes)
         else:
-            gates, rests = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
-        pinned_triggers, pinned_values = self._pinned(gates, rests, moving) if cache and not window_tokens else (0, 0)
+            triggers, values = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
+        pinned_triggers, pinned_values = (
+            self._pinned(triggers, values, moving) if cache and not window_tokens else (0, 0)
+        )
         if cache and not window_tokens:
-            reasons.append(self._said(gates, rests, pinned_triggers, pinned_values))
+            reasons.append(self._said(triggers, values, pinned_triggers, pinned_values))
         return Regions(
-            gates=gates,
-            rests=rests,
+            triggers=triggers,
+            values=values,
             pinned_triggers=pinned_triggers,
             pinned_values=pinned_values,
             window=window,
-            reserved_triggers=self._stock(gates, self._rates.gates, moving),
-            reserved_values=self._stock(rests, self._rates.ups, moving),
+            reserved_triggers=self._reserved(triggers, self._rates.gates, moving),
+            reserved_values=self._reserved(values, self._rates.ups, moving),
             reasons=tuple(reasons),
         )
 
     def _everything(self) -> Regions:
         return Regions(
-            gates=self._all,
-            rests=self._all,
+            triggers=self._all,
+            values=self._all,
             pinned_triggers=self._layout.clusters,
             pinned_values=self._layout.clusters,
             window=self._layout.blocks,
@@ -123,7 +125,7 @@ class _Filling:
             moving, window = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
         return window, moving
 
-    def _pinned(self, gates: int, rests: int, moving: int) -> tuple[int, int]:
+    def _pinned(self, triggers: int, values: int, moving: int) -> tuple[int, int]:
         """Clusters of each layer that stay for good, of either part."""
         hot = int(self._rates.neurons_firing_in(PINNED_FROM) * self._layout.clusters)
 
@@ -131,12 +133,12 @@ class _Filling:
             return min(hot, max(0, slots - moving) // 2 // self._layers)
 
         if self._mode == "predicted":
-            return hottest(gates), hottest(rests)
-        if gates == self._all:
-            return self._layout.clusters, hottest(rests)
-        return max(0, gates - moving) // self._layers, 0
+            return hottest(triggers), hottest(values)
+        if triggers == self._all:
+            return self._layout.clusters, hottest(values)
+        return max(0, triggers - moving) // self._layers, 0
 
-    def _stock(self, slots: int, share: float, moving: int) -> int:
+    def _reserved(self, slots: int, share: float, moving: int) -> int:
         """Twice what one token is expected to miss, within MAX_STOCK and half of what may move; none where nothing is
         evicted."""
         if slots == self._all:
@@ -145,19 +147,19 @@ class _Filling:
         missed = wanted * (1 - self._rates.activations_within(slots / self._all))
         return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))
 
-    def _said(self, gates: int, rests: int, pinned_triggers: int, pinned_values: int) -> str:
+    def _said(self, triggers: int, values: int, pinned_triggers: int, pinned_values: int) -> str:
         clusters = self._layout.clusters
         if self._mode == "predicted":
             return (
-                f"{gates} of {self._all} bundles fit; the {pinned_triggers} hottest of the {clusters} of each layer "
+                f"{triggers} of {self._all} bundles fit; the {pinned_triggers} hottest of the {clusters} of each layer "
                 f"stay (they fire in {PINNED_FROM:.0%} of all tokens), the others stay while they are used"
             )
-        if gates == self._all:
+        if triggers == self._all:
             return (
-                f"all gates are resident; {rests} of {self._all} up/down parts fit, "
+                f"all triggers are resident; {values} of {self._all} up/down parts fit, "
                 f"the {pinned_values} hottest of each layer stay"
             )
         return (
-            f"{pinned_triggers} of {clusters} gates per layer stay, the others are read for every token: "
-            "memory does not hold all gates"
+            f"{pinned_triggers} of {clusters} triggers per layer stay, the others are read for every token: "
+            "memory does not hold all triggers"
         )

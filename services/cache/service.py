@@ -1,6 +1,6 @@
 """The cache: decides which clusters stay. It evicts ahead of need, so that the loader always has free slots.
 
-It keeps nothing that dies with it: which slot holds what is in the residency words. A cache that starts (again)
+It keeps nothing that dies with it: which slot holds what is in the residency entries. A cache that starts (again)
 resets the loader, reads the words, and knows everything it needs.
 """
 

@@ -210,7 +210,7 @@ static int read_some(void)
 }
 
 /* ---- the cache ----------------------------------------------------------------------------------------------------- */
-static void tell_stock(int idle)
+static void tell_slot_counts(int idle)
 {
     static uint64_t told[7], told_at;
     static int told_fd = -1;
@@ -515,7 +515,7 @@ int main(void)
         hear(listening);
         take_requests();
         const int busy = generation && read_some();
-        tell_stock(!busy);
+        tell_slot_counts(!busy);
         if (!busy && !draining)
             sleep_until_needed(listening);
     }

@@ -186,7 +186,7 @@ class LoaderService:
         """Serve until drained."""
         self._service.counters = self._counters
         self._service.add(self._cache, self._from_cache)
-        self._service.serve(lambda message: None, self._tell_stock, self._core.serve)
+        self._service.serve(lambda message: None, self._tell_slot_counts, self._core.serve)
         self._context.close()
 
     def _counters(self) -> dict[str, float]:
@@ -200,7 +200,7 @@ class LoaderService:
             "value_free": state.free_slots[VALUE],
         }
 
-    def _tell_stock(self) -> int | None:
+    def _tell_slot_counts(self) -> int | None:
         """Before each wait: tell the cache what is left."""
         state = self._core.state()
         counts = SlotCounts(

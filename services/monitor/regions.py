@@ -1,4 +1,4 @@
-"""What of the model is in memory, counted in the residency words: read through a mapping that cannot write them."""
+"""What of the model is in memory, counted in the residency entries: read through a mapping that cannot write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = ("trigger", "value")
 
 @dataclass(frozen=True)
 class Residency:
-    """Cluster parts in memory. pinned, cold, loading: (gates, rests); by_layer: share of each layer's parts; asked:
+    """Cluster parts in memory. pinned, cold, loading: (triggers, values); by_layer: share of each layer's parts; asked:
     entries of the workers' rings that the loader has not taken."""
 
     pinned: tuple[int, int]

@@ -63,7 +63,7 @@ static void test_participants_meet(uint32_t participants, uint32_t rounds, uint3
         }
     }
     join(children, participants);
-    REQUIRE_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one participant is the last of each meeting */
+    REQUIRE_EQUAL(np_word_load(&shared->lasts), rounds); /* exactly one participant is the last at each barrier */
     REQUIRE_EQUAL(shared->barrier.arrived, 0);
     REQUIRE_EQUAL(shared->barrier.waiters, 0);
     printf("  barrier: %u participants, spin %u us: %.2f us each\n", participants, spin_us, (double)(np_clock_ns() - start) / 2e3 / rounds);

@@ -22,24 +22,24 @@ def nothing_to_evict(want: int) -> array[int]:
 
 
 def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free() -> None:
-    gate, rest = region(slots=9), region(slots=9, part=1)
-    first, second = warm_ups(gate, rest)
+    triggers, values = region(slots=9), region(slots=9, part=1)
+    first, second = warm_ups(triggers, values)
     assert (first.parts, first.pinned, list(first)) == (3, True, [0, 4, 8])
     assert (second.parts, second.pinned, list(second)) == (3, False, [1, 5, 9])
-    assert len(first) + len(second) + gate.reserve <= gate.slots
+    assert len(first) + len(second) + triggers.reserve <= triggers.slots
 
 
 @given(*[st.builds(region, slots=st.integers(2, 14), pinned=st.integers(0, 3), part=st.just(part)) for part in (0, 1)])
-def test_every_part_worth_having_is_asked_for_once_and_pairs_together(gate: Region, rest: Region) -> None:
+def test_every_part_worth_having_is_asked_for_once_and_pairs_together(triggers: Region, values: Region) -> None:
     asked: list[list[tuple[int, bool]]] = [[], []]
     together = set()
-    for warm in warm_ups(gate, rest):
+    for warm in warm_ups(triggers, values):
         for part in (0, 1):
             if warm.parts & 1 << part:
                 asked[part] += [(word, warm.pinned) for word in warm]
         if warm.parts == 3:
             together |= {(word, warm.pinned) for word in warm}
-    for part, one in enumerate((gate, rest)):
+    for part, one in enumerate((triggers, values)):
         wanted = [
             (layer * 4 + n, n < one.pinned_per_layer)
             for layer in range(3)

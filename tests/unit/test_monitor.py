@@ -170,9 +170,9 @@ def test_regions_and_the_queue() -> None:
 def test_words_are_counted_by_state_and_layer() -> None:
     layout = layouts.residency(clusters=8, participants=2)
     with Segment.create(layout) as segment, segment.map(writable=True) as mapping:
-        gates, rests = mapping.view("trigger_entries"), mapping.view("value_entries")
-        gates[0], gates[1], gates[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
-        rests[7] = PRESENT
+        triggers, values = mapping.view("trigger_entries"), mapping.view("value_entries")
+        triggers[0], triggers[1], triggers[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
+        values[7] = PRESENT
         mapping.view("request_tails")[LINE_WORDS] = 9
         mapping.view("request_heads")[LINE_WORDS] = 4
         handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout=layout.text)
@@ -188,8 +188,8 @@ def test_words_are_counted_by_state_and_layer() -> None:
         )
         with Regions(run_file, FACTS) as regions:
             counted = regions.count()
-        gates.release()
-        rests.release()
+        triggers.release()
+        values.release()
     assert counted == Residency((1, 0), (1, 1), (1, 0), (0.25, 0.125), 5)
 
 

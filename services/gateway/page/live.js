@@ -4,11 +4,11 @@ import { ask, events, failure } from "/page/server.js";
 
 const GROUPS = {
   a: ["attention", "--attention"], p: ["predictor", "--predictor"], n: ["neurons", "--neurons"],
-  s: ["sums and logits", "--sums"], f: ["waiting for flash", "--flash"], m: ["waiting for participants", "--participants"],
+  s: ["sums and logits", "--sums"], f: ["waiting for flash", "--flash"], m: ["waiting for participants", "--neutral"],
   r: ["reading flash", "--read"], e: ["evicting", "--evict"], c: ["messages, sampling, text", "--talk"],
 };
 const COLOUR_OF = Object.fromEntries(Object.values(GROUPS));
-const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--participants" };
+const REGIONS = { fixed: "--attention", kv: "--sums", hot: "--neurons", cold: "--read", processes: "--neutral" };
 const GB = 1e9;
 const MB = 1e6;
 const TREND = 120;
@@ -203,13 +203,13 @@ function layers(run) {
   put("layers-say", run.fired.length ? `${Math.round((100 * run.fired.reduce((a, b) => a + b, 0)) / count)} % of neurons fire, in one layer ${Math.round(100 * top)} %` : "");
   const step = width / Math.max(1, count);
   for (let n = 0; n < count; n++) {
-    context.fillStyle = colour("--participants");
+    context.fillStyle = colour("--neutral");
     context.fillRect(n * step, height * (1 - run.resident[n]), step - 1, height * run.resident[n]);
     const tall = ((run.fired[n] ?? 0) / top) * height * 0.9;
     context.fillStyle = colour("--neurons");
     context.fillRect(n * step + step * 0.2, height - tall, step * 0.6 - 1, tall);
   }
-  legend("layers-legend", [["in memory", "--participants"], ["fire, at another scale", "--neurons"]]);
+  legend("layers-legend", [["in memory", "--neutral"], ["fire, at another scale", "--neurons"]]);
 }
 
 function regions(run) {
