@@ -7,7 +7,7 @@
     control, cache, events
                 sockets, one per link
     doorbell    a FIFO: a byte in it wakes the loader
-    door        a socket of the supervisor's: a person asks for changes to the run, or for its end
+    supervisor  a socket of the supervisor's: a person asks for changes to the run, or for its end
 
 Only its user can enter it. Whoever wants to attach reads run.json, checks that the lock is held, and connects to the
 endpoints; segments are opened through the supervisor's descriptors.
@@ -36,7 +36,7 @@ PLAN_FILE = "plan.json"
 MAX_RUN_FILE_BYTES = 1 << 20
 PREFIX = "neuronpipe-"
 DOORBELL = "doorbell"
-DOOR = "door"
+SUPERVISOR_SOCKET = "supervisor"
 BOUND_SOCKETS = Path("/proc/net/unix")
 
 
@@ -308,19 +308,19 @@ def is_alive(pid: int, started_ticks: int) -> bool:
 
 
 def _bound_places() -> set[Path]:
-    """Folders in which a process, of whatever PID namespace, has bound a socket that is named like a supervisor's
-    door, but for those of runs that serve another run. None where the kernel does not tell."""
+    """Folders in which a process, of whatever PID namespace, has bound a socket that is named like a
+    supervisor's, but for those of runs that serve another run. None where the kernel does not tell."""
     try:
         lines = BOUND_SOCKETS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()[1:]
     except OSError:
         return set()
     paths = [Path(words[7]) for line in lines if len(words := line.split(None, 7)) == 8]
-    places = {path.parent for path in paths if path.name == DOOR and path.is_absolute()}
+    places = {path.parent for path in paths if path.name == SUPERVISOR_SOCKET and path.is_absolute()}
     return {place for place in places if place.parent not in places}
 
 
 def _check_length(place: Path) -> None:
-    longest = max((os.fsencode(link.name) for link in LINKS), key=len)
+    longest = max((os.fsencode(name) for name in (*(link.name for link in LINKS), SUPERVISOR_SOCKET)), key=len)
     length = len(os.fsencode(place)) + 1 + len(longest)
     if length > MAX_SOCKET_PATH_BYTES:
         raise UserError(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.protocol.errors import NotRunning, UserError
-from neuronpipe.protocol.run_directory import DOOR
+from neuronpipe.protocol.run_directory import SUPERVISOR_SOCKET
 
 PACKET_BYTES = 1 << 16
 MAX_WAITING = 8
@@ -31,7 +31,7 @@ class ControlSocket:
 
     def __init__(self, directory: Path) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listening.bind(str(directory / DOOR))
+        self._listening.bind(str(directory / SUPERVISOR_SOCKET))
         self._listening.listen(MAX_WAITING)
         self._clients: list[socket.socket] = []
 
@@ -74,7 +74,7 @@ def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str,
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.settimeout(timeout_s)
         try:
-            control.connect(str(directory / DOOR))
+            control.connect(str(directory / SUPERVISOR_SOCKET))
             control.send(json.dumps(request).encode())
             content = json.loads(control.recv(PACKET_BYTES) or b"null")
         except TimeoutError:

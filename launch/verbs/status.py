@@ -35,7 +35,7 @@ def render(facts: dict[str, Any], status: Status) -> str:
         f"model {facts['model']}, {facts['package']}, {status.mode} mode, plan {status.plan}",
         f"memory {show_bytes(status.memory_bytes)}, peak {show_bytes(status.memory_peak_bytes)}, "
         f"limit {show_bytes(status.memory_limit_bytes)}",
-        f"sequences {status.sequences_active} of {status.sequences_most}, {status.sequences_waiting} waiting; "
+        f"sequences {status.sequences_active} of {status.max_sequences}, {status.sequences_waiting} waiting; "
         f"{status.steps} steps, {status.tokens} tokens, {show_bytes(status.flash_bytes)} read from flash",
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),

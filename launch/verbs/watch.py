@@ -165,12 +165,12 @@ def _screen(sources: list[Source], every_s: float) -> None:
 
 
 def _invite(places: list[str], host: str, port: int) -> int:
-    """Open a door to one run, and keep it open until the run ends or somebody closes it."""
+    """Let others watch one run, until it ends or Ctrl-C."""
     from neuronpipe.services.monitor.observer import Observer
     from neuronpipe.services.monitor.watch_server import WatchServer
 
     if len(places) > 1:
-        raise UserError("--invite opens a door to one run; name one")
+        raise UserError("--invite lets others watch one run; name one")
     closing = False
 
     def close(*_: object) -> None:
@@ -180,12 +180,12 @@ def _invite(places: list[str], host: str, port: int) -> int:
     with Observer(Path(places[0]) if places else None) as observer:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, close)
-        door = WatchServer(observer, host, port)
+        server = WatchServer(observer, host, port)
         try:
-            print(f"neuronpipe watch '{door.address}'", flush=True)
+            print(f"neuronpipe watch '{server.address}'", flush=True)
             reach = "this machine alone; see --host" if host == LOOPBACK else f"whoever reaches {host}"
-            print(f"whoever has this line may watch, from {reach}; Ctrl-C closes the door", file=sys.stderr)
-            door.serve(lambda: closing)
+            print(f"whoever has this line may watch, from {reach}; Ctrl-C ends that", file=sys.stderr)
+            server.serve(lambda: closing)
         finally:
-            door.close()
+            server.close()
     return 0

@@ -43,7 +43,7 @@ def speed(speeds: Sequence[float], shot: Snapshot, columns: int) -> RenderableTy
     times = [f"{name} {value:,.1f}" for name, value in shot.tbt_ms.items()]
     rows.add_row("token time", listed([*times[:-1], f"{times[-1]} ms"] if times else ["-"], room))
     waiting = f", {shot.sequences_waiting} waiting" if shot.sequences_waiting else ""
-    rows.add_row("sequences", f"{shot.sequences_active} of {shot.sequences_most}{waiting}")
+    rows.add_row("sequences", f"{shot.sequences_active} of {shot.max_sequences}{waiting}")
     rows.add_row("prompts", f"{show_number(shot.prompt_tokens_per_s, 0)} tokens/s" if shot.prompt_tokens_per_s else "-")
     rows.add_row("so far", listed([f"{shot.tokens:,} tokens", f"in {shot.steps:,} steps"], room, " "))
     waits = (("flash", shot.flash_wait), ("each other", shot.participant_wait))

@@ -1,4 +1,4 @@
-"""Where snapshots come from: a run on this machine, or a door that was opened elsewhere; and what they wait for."""
+"""Where snapshots come from: a run on this machine or a watch server elsewhere; and what they wait for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.monitor.observer import Observer
 
-QUIET_S = 10.0  # a door publishes four times a second
+QUIET_S = 10.0  # a watch server publishes four times a second
 PATIENT_S = 1.0
 AWAITED: dict[Standing, str] = {
-    "alone": "no door answers there; is it open, and can it be reached from here?",
-    "stranger": "what answers there is not the door of this invitation; was it opened anew?",
-    "refused": "the door turns this key away; ask who opened it for the line that was printed",
-    "let in": "the door is open, but nothing comes out of it",
+    "alone": "no watch server answers there; is it running, and can it be reached from here?",
+    "stranger": "what answers there is not the server of this invitation; was it started anew?",
+    "refused": "the watch server refuses this key; ask who started it for the line that was printed",
+    "let in": "the watch server answers, but sends nothing",
 }
 
 
@@ -80,7 +80,7 @@ class Near(Source):
 
 
 class Far(Source):
-    """A run behind a door. address: the invitation."""
+    """A run behind a watch server. address: the invitation."""
 
     def __init__(self, address: str) -> None:
         self._context = open_context()

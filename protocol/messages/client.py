@@ -217,7 +217,7 @@ class Status(Message):
     memory_peak_bytes: the most it was
     memory_limit_bytes: what the plan allows
     sequences_active: sequences that hold a KV slot
-    sequences_most: KV slots there are
+    max_sequences: KV slots there are
     sequences_waiting: requests that wait for one
     steps: steps done
     tokens: tokens generated
@@ -237,7 +237,7 @@ class Status(Message):
     memory_peak_bytes: int
     memory_limit_bytes: int
     sequences_active: int
-    sequences_most: int
+    max_sequences: int
     sequences_waiting: int
     steps: int
     tokens: int

@@ -78,7 +78,7 @@ class Snapshot(Message):
     steps: steps done
     tokens: tokens generated
     sequences_active: sequences that hold a KV slot
-    sequences_most: KV slots there are
+    max_sequences: KV slots there are
     sequences_waiting: requests that wait for one
     tokens_per_s: generated, over the time between tokens of late; 0 when nothing is
     prompt_tokens_per_s: computed by prefill, over the time of its steps, likewise
@@ -120,7 +120,7 @@ class Snapshot(Message):
     steps: int = 0
     tokens: int = 0
     sequences_active: int = 0
-    sequences_most: int = 0
+    max_sequences: int = 0
     sequences_waiting: int = 0
     tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0

@@ -249,7 +249,7 @@ class Report:
             memory_peak_bytes=memory["peak_bytes"],
             memory_limit_bytes=memory["limit_bytes"],
             sequences_active=len(requests.active),
-            sequences_most=compute.sequences,
+            max_sequences=compute.sequences,
             sequences_waiting=len(requests.queued),
             steps=scheduler.steps,
             tokens=tokens,

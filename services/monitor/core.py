@@ -92,7 +92,7 @@ class Monitor:
                     "steps",
                     "tokens",
                     "sequences_active",
-                    "sequences_most",
+                    "max_sequences",
                     "sequences_waiting",
                     "memory_bytes",
                     "memory_peak_bytes",

@@ -176,4 +176,4 @@ def test_up_and_serve_have_no_room_for_texts_that_make_one_text_slow(shell: Shel
                 run = stack.enter_context(served(shell, "--memory", str(limit))).run
             else:
                 run = stack.enter_context(shell.up(DEMO, "--memory", str(limit)))
-            assert run.status().sequences_most == 1
+            assert run.status().max_sequences == 1

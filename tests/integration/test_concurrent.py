@@ -166,5 +166,5 @@ def test_a_run_that_stays_has_fewer_slots_where_memory_is_short(shell: Shell, pa
     said = shell.refused("plan", package.path, "--memory", "1MiB", "--sequences", "4", *options)
     least = int(said.split("the least for this package is ")[1].split(" bytes")[0].replace(",", ""))
     with shell.up(package.path, "--memory", str(least - 1), *options) as run:
-        assert run.status().sequences_most < 4
+        assert run.status().max_sequences < 4
     assert "--memory" in shell.refused("up", package.path, "--memory", str(least - 1), "--sequences", "4", *options)

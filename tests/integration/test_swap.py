@@ -197,7 +197,7 @@ def test_what_is_no_request_gets_no_answer_and_what_makes_no_sense_is_refused(sm
     for packet in (b"", b"\xff\x00", b"[]", b"{" * 1000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
             client.settimeout(5)
-            client.connect(str(small.path / control.DOOR))
+            client.connect(str(small.path / control.SUPERVISOR_SOCKET))
             client.send(packet)
             assert client.recv(100) == b""
     for request, why in (

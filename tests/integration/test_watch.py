@@ -1,4 +1,4 @@
-"""`watch`: live runs as JSON, on a screen, through a door over TCP; and that the watched run does not notice."""
+"""`watch`: live runs as JSON, on a screen, through a watch server over TCP; the watched run does not notice."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def run(long_shell: Shell) -> Iterator[Run]:
 
 
 @pytest.fixture
-def door(run: Run) -> Iterator[tuple[str, int]]:
-    """An open door: its invitation and the process that keeps it."""
+def server(run: Run) -> Iterator[tuple[str, int]]:
+    """A watch server: its invitation and the process that keeps it."""
     process = run.shell.start("watch", "--invite", "--run", run.path)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -162,9 +162,9 @@ def test_several_runs_are_watched_at_once_and_the_end_of_one_is_said(run: Run) -
             lines.leave()
 
 
-def test_a_door_shows_the_run_to_who_has_the_key(run: Run, door: tuple[str, int]) -> None:
+def test_a_watch_server_shows_the_run_to_who_has_the_key(run: Run, server: tuple[str, int]) -> None:
     events = []
-    with contextlib.closing(Far(door[0])) as far:
+    with contextlib.closing(Far(server[0])) as far:
         assert eventually(lambda: seen_through(far, run))
         assert far.latest is not None
         assert far.latest.processes[0].memory_bytes
@@ -179,8 +179,8 @@ def test_a_door_shows_the_run_to_who_has_the_key(run: Run, door: tuple[str, int]
             far._subscriber._send([], AskStatus())  # nothing can be sent towards the run
 
 
-def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, door: tuple[str, int]) -> None:
-    address, pid = door
+def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, server: tuple[str, int]) -> None:
+    address, pid = server
     host, port = "127.0.0.1", int(address.split(":")[2].partition("?")[0])
     wrong_address = forged(address, guest=True)
     with (
@@ -194,18 +194,18 @@ def test_a_wrong_key_no_key_and_garbage_get_nothing_and_hurt_nobody(run: Run, do
                 raw.sendall(os.urandom(2000))
         assert eventually(lambda: seen_through(right, run))
         assert eventually(lambda: wrong.poll(True) or wrong.ended)
-        assert "turns this key away" in (wrong.ended or "")
+        assert "refuses this key" in (wrong.ended or "")
         assert wrong.latest is None
         assert none.receive(100) is None
     os.kill(pid, 0)
 
 
-def test_who_waits_at_a_door_in_vain_is_told_why(run: Run, door: tuple[str, int]) -> None:
+def test_who_waits_at_a_server_in_vain_is_told_why(run: Run, server: tuple[str, int]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
-        closed = f"tcp://127.0.0.1:{nobody.getsockname()[1]}?{door[0].partition('?')[2]}"
+        closed = f"tcp://127.0.0.1:{nobody.getsockname()[1]}?{server[0].partition('?')[2]}"
     for address, why in (
-        (closed, "no door answers there"),
-        (forged(door[0], guest=False), "not the door of this invitation"),
+        (closed, "no watch server answers there"),
+        (forged(server[0], guest=False), "not the server of this invitation"),
     ):
         process = run.shell.start("watch", "--once", address)
         assert process.stderr is not None
@@ -216,7 +216,7 @@ def test_who_waits_at_a_door_in_vain_is_told_why(run: Run, door: tuple[str, int]
         _end(process)
 
 
-def test_a_guest_who_was_let_in_is_told_when_the_door_has_gone(run: Run) -> None:
+def test_a_guest_who_was_let_in_is_told_when_the_server_has_gone(run: Run) -> None:
     process = run.shell.start("watch", "--invite", "--run", run.path)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -225,18 +225,18 @@ def test_a_guest_who_was_let_in_is_told_when_the_door_has_gone(run: Run) -> None
         assert far.awaits == ""
         process.terminate()
         _end(process)
-        assert eventually(lambda: far.poll(True) is not None and "no door answers there" in far.awaits)
+        assert eventually(lambda: far.poll(True) is not None and "no watch server answers there" in far.awaits)
 
 
 def forged(address: str, *, guest: bool) -> str:
-    """An invitation whose door, or whose guest, is another."""
+    """An invitation whose server, or whose guest, is another."""
     place, _, key = address.partition("key=")
     right, other = (base64.urlsafe_b64decode(one + "==") for one in (key, WatchKeys.fresh().invitation))
     keys = right[:32] + other[32:] if guest else other[:32] + right[32:]
     return f"{place}key={base64.urlsafe_b64encode(keys).decode()}"
 
 
-def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
+def test_keys_stay_in_the_run_directory_and_end_with_the_server(run: Run) -> None:
     def opened(*words: str) -> tuple[subprocess.Popen[str], str]:
         process = run.shell.start("watch", "--invite", "--run", run.path, *words)
         assert process.stdout is not None
@@ -249,7 +249,7 @@ def test_keys_stay_in_the_run_directory_and_end_with_the_door(run: Run) -> None:
     first.kill()
     _end(first)
     second, same = opened("--port", port)
-    assert same == line  # a door that was killed and is opened again knows its guests
+    assert same == line  # a server that was killed and is started again knows its guests
     second.terminate()
     assert second.wait(PATIENCE_S) == 0
     _end(second)

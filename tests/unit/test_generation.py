@@ -22,7 +22,7 @@ ASK = Generate(request="1", prompt="the rain", max_tokens=4)
 ACCEPTED = Accepted(request="1", prompt_tokens=1234)
 STATUS = Status(
     run="r", ready=True, plan="p", mode="exact", processes=(), memory_bytes=0, memory_peak_bytes=0,
-    memory_limit_bytes=0, sequences_active=1, sequences_most=1, sequences_waiting=0, steps=0, tokens=0, uptime_s=1.0,
+    memory_limit_bytes=0, sequences_active=1, max_sequences=1, sequences_waiting=0, steps=0, tokens=0, uptime_s=1.0,
 )  # fmt: skip
 FINISHED = Finished(
     request="1", reason="length", text=" falls", tokens=1, prompt_tokens=1234, ttft_ms=20000.0, tokens_per_s=0.042,

@@ -139,7 +139,7 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
         memory_peak_bytes=2,
         memory_limit_bytes=3,
         sequences_active=0,
-        sequences_most=4,
+        max_sequences=4,
         sequences_waiting=0,
         steps=5,
         tokens=6,

@@ -1,7 +1,9 @@
 """The run directory: made where it can serve, found only while its run lives, and gone without a trace."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -217,11 +219,14 @@ def test_a_place_too_long_for_a_socket_is_refused_before_anything_is_made(base: 
 
 
 def test_the_longest_place_that_is_taken_can_be_bound(base: Path) -> None:
-    longest = 107 - len("/control")
+    longest = 107 - len("/supervisor")
     path = Path("/tmp") / ("np-" + "x" * (longest - len("/tmp/np-")))
     directory = RunDirectory.create(path)
     try:
-        assert len(f"{directory.path}/control") == 107
+        name = f"{directory.path}/supervisor"
+        assert len(name) == 107
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as bound:
+            bound.bind(name)
         with open_context() as context:
             Listener(context, CONTROL, directory.endpoint(CONTROL))
         with pytest.raises(UserError, match="too long"):
@@ -336,9 +341,16 @@ def sockets(*lines: str) -> None:
 
 def test_a_run_at_a_place_of_its_own_is_found_by_the_door_it_has_bound(base: Path, tmp_path: Path) -> None:
     below, other = live_run(base / "a run"), live_run(tmp_path / "other")
-    sockets("", "@abstract", f"{below.path}/control", f"{tmp_path}/no-run/door", "door", f"{other.path}/door")
+    sockets(
+        "",
+        "@abstract",
+        f"{below.path}/control",
+        f"{tmp_path}/no-run/supervisor",
+        "supervisor",
+        f"{other.path}/supervisor",
+    )
     assert RunDirectory.find()[0].path == other.path  # another folder, and there is none in ours
-    sockets(f"{other.path}/door", f"{below.path}/door", f"{below.path}/rehearsal/door")
+    sockets(f"{other.path}/supervisor", f"{below.path}/supervisor", f"{below.path}/rehearsal/supervisor")
     assert RunDirectory.find()[0].path == below.path
     usual = live_run()
     assert {found.path for found, _ in RunDirectory.live()} == {below.path, usual.path}

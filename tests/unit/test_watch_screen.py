@@ -25,7 +25,7 @@ SHOT = Snapshot(
     ready=True,
     steps=12345,
     tokens=12340,
-    sequences_most=4,
+    max_sequences=4,
     tokens_per_s=1062.5,
     tbt_ms={"p50": 72.4, "p90": 84.9, "p99": 134.2},
     memory_bytes=2 << 30,
@@ -87,8 +87,8 @@ def test_cores_and_memory_of_processes_make_way_for_what_they_do() -> None:
 
 def test_what_is_waited_for_stands_where_the_run_will_be() -> None:
     console = Console(width=40, file=io.StringIO(), record=True)
-    console.print(render([View("tcp://192.0.2.7:7000", awaits="no door answers there")], 40))
-    assert "tcp://192.0.2.7:7000  no door answers" in console.export_text()
+    console.print(render([View("tcp://192.0.2.7:7000", awaits="no watch server answers there")], 40))
+    assert "tcp://192.0.2.7:7000  no watch server" in console.export_text()
 
 
 def test_a_list_takes_as_many_lines_as_it_needs() -> None:
