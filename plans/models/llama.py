@@ -7,7 +7,8 @@ transformers' own (tests/conformance/golden).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
@@ -102,38 +103,23 @@ QWEN2_DEFAULTS = {
     "eos_token_id": None,
 }
 
+
+def _architecture(
+    config_class: str, defaults: Mapping[str, Any], read: Callable[[Record, Has, Choices], ModelSpec]
+) -> Architecture:
+    return Architecture(
+        config_class=config_class, defaults=defaults, read=read, names=GATED_NAMES, harmless=GATED_HARMLESS
+    )
+
+
 FAMILY = Family(
     name=NAME,
     architectures={
-        "LlamaForCausalLM": Architecture(
-            config_class="LlamaConfig",
-            defaults=LLAMA_DEFAULTS,
-            read=_llama,
-            names=GATED_NAMES,
-            harmless=GATED_HARMLESS,
-        ),
-        "MistralForCausalLM": Architecture(
-            config_class="MistralConfig",
-            defaults=MISTRAL_DEFAULTS,
-            read=_mistral,
-            names=GATED_NAMES,
-            harmless=GATED_HARMLESS,
-        ),
-        "Qwen2ForCausalLM": Architecture(
-            config_class="Qwen2Config",
-            defaults=QWEN2_DEFAULTS,
-            read=_qwen2,
-            names=GATED_NAMES,
-            harmless=GATED_HARMLESS,
-        ),
+        "LlamaForCausalLM": _architecture("LlamaConfig", LLAMA_DEFAULTS, _llama),
+        "MistralForCausalLM": _architecture("MistralConfig", MISTRAL_DEFAULTS, _mistral),
+        "Qwen2ForCausalLM": _architecture("Qwen2Config", QWEN2_DEFAULTS, _qwen2),
         # BambooConfig in configuration_bamboo.py of the models' own repositories (PowerInfer/Bamboo-base-v0_1).
-        "BambooForCausalLM": Architecture(
-            config_class="BambooConfig",
-            defaults=MISTRAL_DEFAULTS,
-            read=_bamboo,
-            names=GATED_NAMES,
-            harmless=GATED_HARMLESS,
-        ),
+        "BambooForCausalLM": _architecture("BambooConfig", MISTRAL_DEFAULTS, _bamboo),
     },
     gguf={
         "llama": GgufArchitecture(interleaved=True),

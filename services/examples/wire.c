@@ -204,8 +204,9 @@ const uint8_t *wire_next(wire *w, size_t *bytes)
 
 void wire_send(wire *w, const uint8_t *map, size_t bytes)
 {
-    uint8_t head[16] = {MORE, 3, 'N', 'P', '2'};
-    size_t end = 5;
+    uint8_t head[16] = {MORE, sizeof MAGIC - 1};
+    size_t end = 2 + sizeof MAGIC - 1;
+    memcpy(head + 2, MAGIC, sizeof MAGIC - 1);
     if (!w->open)
         return;
     if (bytes < 256) {
