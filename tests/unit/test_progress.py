@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +105,8 @@ def test_a_terminal_that_does_not_tell_its_width_gets_a_bar(monkeypatch: pytest.
         progress(1 << 20, 4 << 20)
         stream.flush()
         said = b""
-        while b"making: " not in said:  # a terminal hands over what is there; without a bar this test would hang
+        while b"making: " not in said:  # a terminal hands over what is there
+            assert select.select([screen], [], [], 10)[0], said
             said += screen.read(4096)
 
 
