@@ -14,7 +14,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.plan import GATEWAY, Plan, read_plan
+from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
     from neuronpipe.services.implementations import Implementations, Use
+    from neuronpipe.services.worker.backend import Phase
 
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
@@ -70,6 +71,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="exact: the output of the dense model (default); predicted: a predictor chooses the gates to compute",
     )
     group.add_argument(
+        "--backend",
+        action="append",
+        type=_parse_backend,
+        default=[],
+        metavar="ROLE=NAME[:OPTIONS]",
+        help="who computes in the decode or prefill workers, e.g. prefill=cpu:avx2 (default: cpu, with the best "
+        "instructions there are); may be given again",
+    )
+    group.add_argument(
         "--without",
         type=_parse_techniques,
         default=frozenset(),
@@ -78,6 +88,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--baseline", choices=BASELINES, help="for experiments, plan as another system would")
     group.add_argument("--plan", type=Path, metavar="FILE", help="obey this plan instead of making one")
+
+
+def _parse_backend(text: str) -> tuple[str, str]:
+    role, equals, backend = text.partition("=")
+    if not equals or role not in BACKEND_ROLES:
+        raise argparse.ArgumentTypeError(f"{text!r}: write decode=NAME or prefill=NAME")
+    return role, backend
 
 
 def _parse_techniques(text: str) -> frozenset[Technique]:
@@ -113,11 +130,23 @@ def package_and_plan(
         made = _made_plan(arguments, package, device, several, gateway)
     else:
         made = _given_plan(arguments.plan, package, device, gateway)
+    _check_backends(made, package)
     if (warning := memory_warning(made, device)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
     return package, made
+
+
+def _check_backends(plan: Plan, package: Package) -> None:
+    """Raises UserError for a backend that there is not, or that cannot compute this model."""
+    wanted = {(spec.role, spec.backend) for spec in plan.compute.processes if spec.backend != DEFAULT_BACKEND}
+    if wanted:
+        from neuronpipe.services.worker.backend import create_backend, require
+
+        for role, text in sorted(wanted):
+            phase: Phase = "prefill" if role == "prefill" else "decode"
+            require(create_backend(text), package.manifest.model, phase, f"--backend {role}={text}")
 
 
 def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> Plan:
@@ -147,7 +176,7 @@ def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, 
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    facts = device_facts(device, arguments.workers, gateway=gateway)
+    facts = device_facts(device, arguments.workers, gateway=gateway, backends=dict(arguments.backend))
     if several and arguments.sequences is None:
         return plan_for_several(package.manifest, facts, wanted)
     return plan(package.manifest, facts, wanted)

@@ -379,9 +379,9 @@ void np_loader_reset(np_loader *loader);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
 /* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
-/* One participant of a step. `participants` engines over the same shared memory compute a step together: each takes the next head, stretch of
+/* One participant of a step. Several engines over the same shared memory compute a step together: each takes the next head, stretch of
  * rows or block of neurons that nobody has taken (claims). What is computed never depends on who took it: a row, a head, a block is
- * always computed whole, by the same kernel, in index order. */
+ * always computed whole, by the same kernel, in index order. Who takes part, and whose blocks are which, may change with every step. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
 /* What a layer's predictor reads: the normed input of its attention or of its feed-forward. */
@@ -470,7 +470,6 @@ typedef struct {
 
 typedef struct {
     uint32_t sequences, max_tokens, logit_rows;
-    uint32_t participants, participant;  /* how many, and which this is */
     uint32_t window_blocks;    /* blocks that are open at once */
     uint32_t partial_tokens;   /* tokens whose block sums are held at once; fewer than max_tokens only when a window is a whole layer */
     uint32_t spin_us;
@@ -478,6 +477,20 @@ typedef struct {
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
 } np_engine_config;
+
+/* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
+ * `logits_first` on into logit rows 0... Arrays are of `count` items. */
+typedef struct {
+    uint64_t number;
+    uint32_t epoch;
+    uint32_t participants, participant; /* how many compute it, and which of them this is */
+    uint32_t first_block, end_block;    /* whose neurons it computes, in every layer */
+    uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
+                                         * groups that share blocks are one too many */
+    uint32_t count;
+    const int32_t *sequences, *positions, *tokens;
+    uint32_t logits_first, logits_count;
+} np_step;
 
 typedef struct np_engine np_engine;
 
@@ -487,10 +500,9 @@ uint32_t np_engine_claims(uint32_t layers);
 np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
                             const char **wrong);
 void np_engine_destroy(np_engine *engine);
-/* One pass of `count` tokens over all layers, together with the other participants; then the logits of `logits_count` tokens from
- * `logits_first` on into logit rows 0... Every argument is checked. Returns NP_OK, NP_E_ARGUMENT, NP_E_EPOCH or NP_E_DAMAGED. */
-int np_engine_step(np_engine *engine, uint64_t step, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
-                   const int32_t *tokens, uint32_t count, uint32_t logits_first, uint32_t logits_count);
+/* Compute this participant's share of a step, together with the others. Every field is checked. Returns NP_OK, NP_E_ARGUMENT,
+ * NP_E_EPOCH or NP_E_DAMAGED. */
+int np_engine_step(np_engine *engine, const np_step *step);
 
 typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */

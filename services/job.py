@@ -43,6 +43,7 @@ class Job:
             "role": self.process.role,
             "index": str(self.process.index),
             "incarnation": str(self.incarnation),
+            "backend": self.process.backend,
             "core": "" if self.process.core is None else str(self.process.core),
             "package": str(self.package.path.resolve()),
             "plan": str(self.directory.path / PLAN_FILE),

@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """The shell of one service. slots: requests it takes at once; not available: `Ready` waits for become_available."""
+    """The shell of one service. slots: requests it takes at once; not available: `Ready` waits for become_available;
+    numerics: as in `Hello`."""
 
-    def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True) -> None:
+    def __init__(self, context: Context, job: Job, slots: int, *, available: bool = True, numerics: str = "") -> None:
         process = job.process
         self.role, self.index = process.role, process.index
         self._hello = Hello(
@@ -44,6 +45,7 @@ class Service:
             protocol=VERSION,
             slots=slots,
             core=process.core,
+            numerics=numerics,
         )
         self.control = Connection(context, CONTROL, job.endpoints["control"], f"{process.role}-{process.index}")
         self._poller = Poller()

@@ -1,23 +1,25 @@
-"""Questions to a live run whose answers must be the same bits, whoever works for it and whatever happens meanwhile."""
+"""Questions to a live run whose answers must agree, whoever works for it and whatever happens meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import numpy as np
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.conformance.agreement import Answers
 from neuronpipe.launch.scoring import score
 from neuronpipe.launch.supervisor.start import LiveRun
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Finished, Scored, Token
+from neuronpipe.protocol.messages.client import Finished, Scored, Status, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.segments import Mapping
+from numpy.typing import NDArray
 
 PROMPT_TOKENS, TEXT_TOKENS, DECODE_TOKENS, PREFILL_TOKENS = 12, 5, 4, 16  # few: most weights are read for each step
 ANSWERED_TOKENS = TEXT_TOKENS + DECODE_TOKENS + PREFILL_TOKENS
@@ -31,11 +33,15 @@ class Probe:
     def __init__(self, run: LiveRun, package: Package, plan: Plan) -> None:
         self._run, self._package, self._plan = run, package, plan
 
-    def answers(self, limit_s: float, computed: Callable[[int], None] = lambda tokens: None) -> dict[str, str]:
-        """What the run computes, by what it is: digests of logit rows, and a text. computed: called with how many more
-        of ANSWERED_TOKENS there are. Raises UserError when it takes longer than `limit_s`."""
+    def answers(self, limit_s: float, computed: Callable[[int], None] = lambda tokens: None) -> Answers:
+        """What the run computes: rows of logits, and a text. computed: called with how many more of ANSWERED_TOKENS
+        there are. Raises UserError when it takes longer than `limit_s`, or when the processes of a role differ in their
+        numerics."""
         with self.client(limit_s) as client:
-            return {"a text": self.text(client, seen=lambda: computed(1))} | dict(self._rows(client, computed))
+            answers = Answers(_numerics(client.status()))
+            answers.texts["a text"] = self.text(client, seen=lambda: computed(1))
+            self._rows(client, answers, computed)
+        return answers
 
     @contextlib.contextmanager
     def client(self, limit_s: float) -> Iterator[Client]:
@@ -67,9 +73,11 @@ class Probe:
         seen: Callable[[], None] = lambda: None,
         *,
         like: int | None = None,
+        share: bool = True,
     ) -> str:
         """The likeliest tokens after a prompt, in words. first: which prompt; seen: called with every token; like: the
-        prompt with which it shares its beginning, whose keys and values are then taken where they are still there."""
+        prompt with which it shares its beginning; share: whether its keys and values are taken then, where they are
+        still there."""
         prompt = self._tokens(PROMPT_TOKENS, first)
         if like is not None:
             prompt = self._tokens(SHARED_TOKENS, like) + prompt[SHARED_TOKENS:]
@@ -79,7 +87,7 @@ class Probe:
             max_tokens=tokens,
             temperature=0.0,
             ignore_end=True,
-            share_prefix=like is not None,
+            share_prefix=share and like is not None,
         )
         chosen: dict[int, int] = {}
         for message in client.request(ask):
@@ -90,19 +98,18 @@ class Probe:
                 return " ".join(str(chosen[n]) for n in sorted(chosen))
         raise AssertionError
 
-    def _rows(self, client: Client, computed: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+    def _rows(self, client: Client, answers: Answers, computed: Callable[[int], None]) -> None:
         paths: tuple[tuple[Literal["decode", "prefill"], int], ...] = (
             ("decode", DECODE_TOKENS),
             ("prefill", PREFILL_TOKENS),
         )
-        digests: dict[str, str] = {}
         with self._exchange() as exchange:
             logits = exchange.view("logits")
             for path, count in paths:
                 tokens = self._tokens(count)
-                keep = _digest_rows(logits, self._package.manifest.model.vocabulary, path, digests, computed)
+                rows = answers.rows[path] = {}
+                keep = _keep_rows(logits, self._package.manifest.model.vocabulary, path, rows, computed)
                 score(client, tokens, window_tokens=len(tokens), path=path, keep=keep)
-        yield from digests.items()
 
     def _exchange(self) -> Mapping:
         run_file = self._run.directory.read()
@@ -110,14 +117,30 @@ class Probe:
             return segment.map()
 
 
-def _digest_rows(
-    logits: memoryview, vocabulary: int, path: str, digests: dict[str, str], computed: Callable[[int], None]
+def _numerics(status: Status) -> dict[str, str]:
+    """By role. Raises UserError when a role's processes differ: what they compute would depend on who computes what."""
+    found = {process.role: process.numerics for process in status.processes if process.numerics}
+    for process in status.processes:
+        if process.numerics != found.get(process.role, ""):
+            raise UserError(
+                f"{process.role}.{process.index} computes in {process.numerics}, another {process.role} worker in "
+                f"{found[process.role]}: replace all of them at once, `neuronpipe swap {process.role}`"
+            )
+    return found
+
+
+def _keep_rows(
+    logits: memoryview,
+    vocabulary: int,
+    path: str,
+    rows: dict[str, NDArray[np.float32]],
+    computed: Callable[[int], None],
 ) -> Callable[[int, Scored], None]:
     def keep(first: int, scored: Scored) -> None:
         for number in range(scored.rows):
             row = logits[(scored.row + number) * vocabulary : (scored.row + number + 1) * vocabulary]
             name = f"logits after token {first + scored.position + number} ({path})"
-            digests[name] = hashlib.sha256(row).hexdigest()
+            rows[name] = np.array(row, np.float32)
         computed(scored.rows)
 
     return keep

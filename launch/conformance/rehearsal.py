@@ -2,7 +2,7 @@
 
 It shares nothing with the live run but the sealed fixed tensors, so that whatever goes wrong there goes wrong there.
 The present implementations answer first. Then the processes are replaced as they will be on the live run, and the same
-questions are asked again: every logit must have the same bits.
+questions are asked again: the answers must agree (agreement.py), to the bit where the numerics are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from neuronpipe.launch.conformance.agreement import Agreement, compare
 from neuronpipe.launch.conformance.probe import ANSWERED_TOKENS, Probe
 from neuronpipe.launch.supervisor import control
 from neuronpipe.launch.supervisor.start import started_run
@@ -21,7 +22,6 @@ from neuronpipe.plans.plan.budget import least_slots_bytes
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
-from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.implementations import Implementations
 
@@ -79,8 +79,9 @@ def rehearse(
     plan: Plan,
     candidate: Candidate,
     progress: Callable[[int, int], None],
-) -> None:
-    """Raises UserError saying what the candidate did wrong. progress: tokens computed, of how many."""
+) -> Agreement | None:
+    """How near the candidate's answers are, if it computes in other numerics. Raises UserError saying what it did
+    wrong. progress: tokens computed, of how many."""
     done = 0
 
     def computed(tokens: int) -> None:
@@ -99,6 +100,4 @@ def rehearse(
         expected = probe.answers(math.inf, computed)
         limit_s = candidate.patience_s + SLOWER * (time.monotonic() - began)
         candidate.replace_processes(run.directory)
-        for what, bits in probe.answers(limit_s, computed).items():
-            if bits != expected[what]:
-                raise UserError(f"computes other bits than the present implementation: {what}")
+        return compare(expected, probe.answers(limit_s, computed))

@@ -1,5 +1,7 @@
 """The suite: whole runs with the candidate as its role's processes, and around it peers that are ordinary, slow,
-garbling, stopped or killed. What counts is that every answer has the bits that our own implementations compute.
+garbling, stopped or killed. What counts is that every answer agrees with what our own implementations compute: to the
+bit in the same numerics, within stated tolerances in others, and then to the bit with what the candidate itself
+computed first.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.conformance import peers
+from neuronpipe.launch.conformance.agreement import Answers, compare
 from neuronpipe.launch.conformance.probe import Probe
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.manifest import BUNDLES
@@ -29,8 +32,8 @@ from neuronpipe.services.implementations import SWAPPABLE, Implementation, Imple
 
 TEXT_TOKENS = 24
 TEXTS = 3
-LENDER, BORROWER = 1000, 2000  # prompts that no other question has, nor their beginnings
-BORROWED = "a text that begins with another's keys and values"
+SOURCE, COPY = 1000, 2000  # prompts that no other question has, nor their beginnings
+COPIED = "a text that begins with another's keys and values"
 IDLE_S, BEATS = 1.5, 3  # so many beats at least are heard in that time; four come in each second
 STOPPED_S = 0.5
 DAMAGE_STRIDE_BYTES = 4096
@@ -56,7 +59,7 @@ class Suite:
         self._package, self._plan, self._role, self._patience_s = package, plan, role, patience_s
         self._uses = [] if use is None else [Use(role, None, use)]
         self._others = [other for other in ("coordinator", *SWAPPABLE) if other != role]
-        self._expected: dict[str, str] = {}
+        self._expected = Answers({})
         self._results: list[Result] = []
         self._tell: Callable[[Result], None] = lambda result: None
         self._progress: Callable[[int, int], None] = lambda done, total: None
@@ -68,8 +71,6 @@ class Suite:
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
             with self._probe(self._plan, [], Path(folder)) as (probe, _):
                 self._expected = self._answers(probe)
-                with probe.client(self._patience_s) as client:  # nobody has them here: all is computed
-                    self._expected[BORROWED] = probe.text(client, TEXT_TOKENS, BORROWER, self._goes_on, like=LENDER)
             self._with("ordinary peers", Path(folder), [], self._ordinary)
             self._with("garbling peers", Path(folder), self._bad("Garbling"), self._same_bits)
             self._with("slow peers", Path(folder), self._bad("Slow"), self._same_bits)
@@ -151,12 +152,11 @@ class Suite:
             status = client.status()
         self._greeted(record, status)
         yield "greets, is welcomed, is ready"
-        self._compare(self._answers(probe))
-        yield "computes the bits that our own implementations compute"
+        yield self._agrees(self._answers(probe))
         self._at_once(probe)
         yield f"{TEXTS} texts at once are what each is alone"
         if self._role == "prefill":
-            self._borrow(probe)
+            self._copy(probe)
             yield "copies keys and values when told to"
         self._beats(record)
         yield "gives signs of life while idle"
@@ -173,7 +173,7 @@ class Suite:
 
     def _same_bits(self, probe: Probe, record: Path) -> Iterator[str]:
         self._compare(self._answers(probe))
-        yield "computes the bits that our own implementations compute"
+        yield "computes the same bits"
 
     def _refuses_damage(self, probe: Probe, record: Path) -> Iterator[str]:
         try:
@@ -189,17 +189,24 @@ class Suite:
             client.status()
         yield "the run lives on"
 
-    def _answers(self, probe: Probe) -> dict[str, str]:
+    def _agrees(self, answers: Answers) -> str:
+        """From now on the candidate is compared with itself: in the same numerics that is no difference."""
+        agreement = compare(self._expected, answers)
+        self._expected = answers
+        return "computes the bits that our own implementations compute" if agreement is None else str(agreement)
+
+    def _answers(self, probe: Probe) -> Answers:
         answers = probe.answers(self._patience_s, self._goes_on)
         with probe.client(self._patience_s) as client:
             for number in range(TEXTS):
-                answers[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
+                answers.texts[f"text {number}"] = probe.text(client, TEXT_TOKENS, 100 * number, self._goes_on)
         return answers
 
-    def _compare(self, answers: dict[str, str]) -> None:
-        for what, bits in answers.items():
-            if bits != self._expected[what]:
-                raise Failed(f"other bits than our own implementations: {what}")
+    def _compare(self, answers: Answers) -> None:
+        compare(self._expected, answers)
+
+    def _compare_texts(self, texts: dict[str, str]) -> None:
+        self._compare(Answers(self._expected.numerics, texts=texts))
 
     def _at_once(self, probe: Probe) -> None:
         answers: dict[str, str] = {}
@@ -215,13 +222,15 @@ class Suite:
             thread.join()
         if len(answers) < TEXTS:
             raise Failed(f"{TEXTS - len(answers)} of {TEXTS} texts at once were not answered")
-        self._compare(answers)
+        self._compare_texts(answers)
 
-    def _borrow(self, probe: Probe) -> None:
-        """The lender's text is so much longer than what both share that the borrower gets a slot of its own."""
+    def _copy(self, probe: Probe) -> None:
+        """The first text is so much longer than what both share that the second gets a slot of its own."""
         with probe.client(self._patience_s) as client:
-            probe.text(client, TEXT_TOKENS, LENDER)
-            self._compare({BORROWED: probe.text(client, TEXT_TOKENS, BORROWER, like=LENDER)})
+            probe.text(client, TEXT_TOKENS, SOURCE)
+            copied = probe.text(client, TEXT_TOKENS, COPY, like=SOURCE)
+            self._expected.texts[COPIED] = probe.text(client, TEXT_TOKENS, COPY, like=SOURCE, share=False)
+            self._compare_texts({COPIED: copied})
 
     def _through(self, probe: Probe, name: str, number: signal.Signals) -> None:
         """A text, while this process is stopped for a while or killed."""
@@ -246,7 +255,7 @@ class Suite:
             time.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
         asking.join()
-        self._compare({"text 0": said[0]}) if said[0][:1].isdigit() else self._fail(said[0])
+        self._compare_texts({"text 0": said[0]}) if said[0][:1].isdigit() else self._fail(said[0])
 
     def _fail(self, why: str) -> None:
         raise Failed(why)

@@ -36,7 +36,7 @@ from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
@@ -49,6 +49,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.worker.backend import BACKENDS
 from neuronpipe.services.worker.pinning import pin
 
 RESTARTS, WITHIN_S = 5, 30.0
@@ -61,7 +62,7 @@ HASTEN = signal.SIGQUIT
 
 def preload() -> None:
     """Import what the roles need, once, in the parent of all."""
-    for implementation in OURS.values():
+    for implementation in (*OURS.values(), BACKENDS[DEFAULT_BACKEND]):
         importlib.import_module(implementation.partition(":")[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         with Progress("rehearsing", "tokens", plain=arguments.json) as progress:
-            rehearse(directory, run_file, package, plan, candidate, progress)
+            agreement = rehearse(directory, run_file, package, plan, candidate, progress)
         rehearsed = time.monotonic()
         pids = candidate.replace_processes(directory)
     except UserError as error:
@@ -58,10 +59,14 @@ def main(arguments: argparse.Namespace) -> int:
         ) from error
     seconds = {"rehearsal_s": round(rehearsed - began, 3), "takeover_s": round(time.monotonic() - rehearsed, 3)}
     if arguments.json:
-        print(json.dumps({"run": str(directory.path), "use": arguments.use, "pids": pids, **seconds}))
+        near = None if agreement is None else dataclasses.asdict(agreement)
+        run = {"run": str(directory.path), "use": arguments.use, "pids": pids, "agreement": near}
+        print(json.dumps({**run, **seconds}))
     else:
         for name, pid in pids.items():
             print(f"{name}: process {pid}, {arguments.use or 'the same implementation'}")
+        if agreement is not None:
+            print(agreement)
         print(f"rehearsed for {seconds['rehearsal_s']:.1f} s, taken over in {1000 * seconds['takeover_s']:.0f} ms")
     return 0
 

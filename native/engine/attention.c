@@ -69,7 +69,7 @@ static void attend(np_engine *engine, uint32_t layer)
     const size_t width = s->head_width;
     const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const uint32_t group = s->query_heads / s->key_heads;
-    const uint32_t heads = s->key_heads * engine->count >= engine->config.participants ? group : 1;
+    const uint32_t heads = s->key_heads * engine->count >= engine->participants ? group : 1;
     const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;

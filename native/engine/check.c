@@ -63,7 +63,6 @@ static const char *wrong_place(const np_shape *s)
 static const char *wrong_config(const np_engine_config *p, const np_shape *s)
 {
     FIRST_WRONG({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
-                {"participants", p->participants > 0}, {"participant", p->participant < p->participants},
                 {"window_blocks", p->window_blocks > 0},
                 {"partial_tokens", p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks)});
 }

@@ -65,14 +65,18 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
     engine->asked = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
+                               engine->rows,          engine->scores,           engine->cluster_state,   engine->slot[NP_TRIGGER],
+                               engine->slot[NP_VALUE], engine->pending,         engine->list.quants,     engine->list.scales,
+                               engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked};
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
+    for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
+        complete &= allocated[i] != NULL;
     if (shape->predictor_rank && shape->predictor_type != shape->type)
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
-    if (!complete || !engine->sequence || !engine->position || !engine->token || !engine->vector || !engine->rows || !engine->scores || !engine->cluster_state || !engine->slot[NP_TRIGGER] ||
-        !engine->slot[NP_VALUE] || !engine->pending || !engine->list.quants || !engine->list.scales || !engine->list.beside || !engine->list.values ||
-        !engine->list.neurons || !engine->asked) {
+    if (!complete) {
         np_engine_destroy(engine);
         return NULL;
     }
@@ -107,21 +111,31 @@ void np_engine_destroy(np_engine *engine)
     free(engine);
 }
 
-static int begin(np_engine *engine, const int32_t *sequences, const int32_t *positions, const int32_t *tokens, uint32_t count,
-                 uint32_t logits_first, uint32_t logits_count)
+static int begin(np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
-    if (!count || count > engine->config.max_tokens || logits_first > count || logits_count > count - logits_first ||
-        logits_count > engine->config.logit_rows)
+    const uint32_t count = step->count;
+    if (!count || count > engine->config.max_tokens || step->logits_first > count || step->logits_count > count - step->logits_first ||
+        step->logits_count > engine->config.logit_rows)
         return NP_E_ARGUMENT;
+    if (step->participant >= step->participants || step->sharer >= step->sharers || step->sharers > step->participants ||
+        step->first_block > step->end_block || step->end_block > s->blocks)
+        return NP_E_ARGUMENT;
+    if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
+        return NP_E_ARGUMENT; /* all participants go through the same windows then, with barriers between */
     for (uint32_t t = 0; t < count; t++)
-        if (sequences[t] < 0 || (uint32_t)sequences[t] >= engine->config.sequences || positions[t] < 0 ||
-            (uint32_t)positions[t] >= s->context_tokens || tokens[t] < 0 || (uint32_t)tokens[t] >= s->vocabulary)
+        if (step->sequences[t] < 0 || (uint32_t)step->sequences[t] >= engine->config.sequences || step->positions[t] < 0 ||
+            (uint32_t)step->positions[t] >= s->context_tokens || step->tokens[t] < 0 || (uint32_t)step->tokens[t] >= s->vocabulary)
             return NP_E_ARGUMENT;
+    engine->participants = step->participants;
+    engine->participant = step->participant;
+    engine->blocks = (np_range){step->first_block, step->end_block};
+    engine->sharers = step->sharers;
+    engine->sharer = step->sharer;
     engine->count = count;
-    memcpy(engine->sequence, sequences, count * sizeof *sequences);
-    memcpy(engine->position, positions, count * sizeof *positions);
-    memcpy(engine->token, tokens, count * sizeof *tokens);
+    memcpy(engine->sequence, step->sequences, count * sizeof *step->sequences);
+    memcpy(engine->position, step->positions, count * sizeof *step->positions);
+    memcpy(engine->token, step->tokens, count * sizeof *step->tokens);
     return NP_OK;
 }
 
@@ -136,16 +150,15 @@ static int layers(np_engine *engine, uint32_t logits_first, uint32_t logits_coun
     return done >= 0 && logits_count ? np_engine_logits(engine, logits_first, logits_count) : done;
 }
 
-int np_engine_step(np_engine *engine, uint64_t step, uint32_t epoch, const int32_t *sequences, const int32_t *positions,
-                   const int32_t *tokens, uint32_t count, uint32_t logits_first, uint32_t logits_count)
+int np_engine_step(np_engine *engine, const np_step *step)
 {
     const uint64_t started = np_clock_ns();
-    engine->step = step;
-    engine->epoch = epoch;
-    int done = begin(engine, sequences, positions, tokens, count, logits_first, logits_count);
+    engine->step = step->number;
+    engine->epoch = step->epoch;
+    int done = begin(engine, step);
     if (done >= 0)
-        done = layers(engine, logits_first, logits_count);
-    np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, count, step, started);
+        done = layers(engine, step->logits_first, step->logits_count);
+    np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, step->count, step->number, started);
     engine->counters.step_ns += np_clock_ns() - started;
     return done < 0 ? done : NP_OK;
 }
@@ -162,18 +175,26 @@ uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t p
     return piece < pieces ? piece : NP_NO_PIECE;
 }
 
+uint32_t np_engine_claim_own(np_engine *engine, int work, uint32_t pieces)
+{
+    if (engine->sharers > 1)
+        return np_engine_claim(engine, engine->layer, work, pieces);
+    uint32_t *next = &engine->claimed[work == NP_WORK_DOWNS];
+    return *next < pieces ? (*next)++ : NP_NO_PIECE;
+}
+
 np_range np_engine_share(const np_engine *engine, uint32_t n)
 {
-    const uint64_t participants = engine->config.participants, participant = engine->config.participant;
+    const uint64_t participants = engine->participants, participant = engine->participant;
     return (np_range){(uint32_t)(n * participant / participants), (uint32_t)(n * (participant + 1) / participants)};
 }
 
 int np_engine_barrier(np_engine *engine)
 {
-    if (engine->config.participants == 1)
+    if (engine->participants == 1)
         return np_word_load(engine->shared.epoch) == engine->epoch ? 1 : NP_E_EPOCH;
     const uint64_t before = np_clock_ns();
-    const int last = np_barrier_wait(engine->shared.barrier, engine->config.participants, engine->shared.epoch, engine->epoch,
+    const int last = np_barrier_wait(engine->shared.barrier, engine->participants, engine->shared.epoch, engine->epoch,
                                      engine->config.spin_us, 0);
     engine->counters.barrier_ns += np_clock_ns() - before;
     np_trace_put(&engine->shared.trace, NP_SPAN_BARRIER, engine->layer, 0, engine->step, before);

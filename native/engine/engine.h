@@ -35,6 +35,9 @@ struct np_engine {
     /* the step */
     uint64_t step;
     uint32_t epoch, count;
+    uint32_t participants, participant;
+    np_range blocks;                      /* whose neurons are this participant's to compute, */
+    uint32_t sharers, sharer;             /* with so many others */
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch, private to this participant */
@@ -49,6 +52,7 @@ struct np_engine {
     /* the feed-forward layer in work */
     uint32_t layer;
     np_range window;           /* blocks */
+    uint32_t claimed[2];       /* pieces of the layer's blocks and Downs that were taken, where nobody shares them */
     uint32_t row_quant_bytes, row_scale_bytes;
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
@@ -81,6 +85,8 @@ const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces);
+/* The same for NP_WORK_BLOCKS and NP_WORK_DOWNS of the layer in work: pieces of this participant's own blocks. */
+uint32_t np_engine_claim_own(np_engine *engine, int work, uint32_t pieces);
 
 /* This participant's even share of `n` things, where the work is uniform and small. */
 np_range np_engine_share(const np_engine *engine, uint32_t n);

@@ -80,8 +80,9 @@ static void close_window(np_engine *engine)
 static void open_window(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
-    const uint32_t first = block / engine->config.window_blocks * engine->config.window_blocks;
-    const uint32_t end = s->blocks - first < engine->config.window_blocks ? s->blocks : first + engine->config.window_blocks;
+    const np_range own = engine->blocks;
+    const uint32_t wide = engine->config.window_blocks, first = own.from + (block - own.from) / wide * wide;
+    const uint32_t end = own.to - first < wide ? own.to : first + wide;
     const np_range clusters = np_clusters_of(engine, first, end);
     const uint64_t base = np_cluster_index(engine, engine->layer, 0, 0);
     engine->window = (np_range){first, end};
@@ -92,10 +93,9 @@ static void open_window(np_engine *engine, uint32_t block)
     if (!engine->config.prefetch || s->predictor_rank || block != first)
         return;
     const uint32_t parts = engine->count >= NP_DENSE_TOKENS ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
-    const uint32_t layer = end < s->blocks ? engine->layer : engine->layer + 1, next = end < s->blocks ? end : 0;
+    const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
     if (layer < s->layers)
-        np_ask_ahead(engine, layer, next, s->blocks - next < engine->config.window_blocks ? s->blocks : next + engine->config.window_blocks,
-                     parts);
+        np_ask_ahead(engine, layer, next, own.to - next < wide ? own.to : next + wide, parts);
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
@@ -128,7 +128,7 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
 {
     engine->pending_count = 0;
     for (uint32_t block = engine->window.from; block < engine->window.to; block++) {
-        if (block % engine->config.participants != engine->config.participant)
+        if ((block - engine->blocks.from) % engine->sharers != engine->sharer)
             continue;
         const int done = first(engine, block);
         if (done < 0)
@@ -144,7 +144,7 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
 static int compute_matrices(np_engine *engine)
 {
     int done = NP_OK;
-    for (uint32_t block = 0; block < engine->shape.blocks && done >= 0; block = engine->window.to) {
+    for (uint32_t block = engine->blocks.from; block < engine->blocks.to && done >= 0; block = engine->window.to) {
         open_window(engine, block);
         done = do_own(engine, triggers_there, triggers_there);
         if (done >= 0)
@@ -166,7 +166,9 @@ static int compute_blocks(np_engine *engine)
         return compute_matrices(engine);
     int done = NP_OK;
     engine->pending_count = 0;
-    for (uint32_t block; (block = np_engine_claim(engine, engine->layer, NP_WORK_BLOCKS, engine->shape.blocks)) != NP_NO_PIECE;) {
+    const uint32_t pieces = engine->blocks.to - engine->blocks.from;
+    for (uint32_t piece; (piece = np_engine_claim_own(engine, NP_WORK_BLOCKS, pieces)) != NP_NO_PIECE;) {
+        const uint32_t block = engine->blocks.from + piece;
         if (block < engine->window.from || block >= engine->window.to) {
             done = finish_pending(engine, advance);
             if (done < 0)
@@ -208,18 +210,18 @@ static int combine(np_engine *engine, np_range tokens)
 /* Many tokens: block sums of some tokens, their combination, then those of the next. The window, a whole layer, is still open. */
 static int sum_by_turns(np_engine *engine)
 {
-    const uint32_t blocks = engine->shape.blocks, at_once = engine->config.partial_tokens;
+    const uint32_t blocks = engine->blocks.to - engine->blocks.from, at_once = engine->config.partial_tokens;
     const uint32_t turns = (engine->count + at_once - 1) / at_once;
     int done = np_engine_barrier(engine);
     if (engine->window.to == 0)
-        open_window(engine, 0); /* this participant had no block */
-    uint32_t piece = np_engine_claim(engine, engine->layer, NP_WORK_DOWNS, turns * blocks);
+        open_window(engine, engine->blocks.from); /* this participant had no block */
+    uint32_t piece = np_engine_claim_own(engine, NP_WORK_DOWNS, turns * blocks);
     for (uint32_t turn = 0; turn < turns && done >= 0; turn++) {
         const uint32_t from = turn * at_once;
         const np_range tokens = {from, engine->count - from < at_once ? engine->count : from + at_once};
         for (; piece != NP_NO_PIECE && piece / blocks == turn && done >= 0;
-             piece = np_engine_claim(engine, engine->layer, NP_WORK_DOWNS, turns * blocks))
-            done = np_add_downs(engine, piece % blocks, tokens);
+             piece = np_engine_claim_own(engine, NP_WORK_DOWNS, turns * blocks))
+            done = np_add_downs(engine, engine->blocks.from + piece % blocks, tokens);
         if (done >= 0)
             done = combine(engine, tokens);
     }
@@ -231,6 +233,7 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     int done = NP_OK;
     engine->layer = layer;
+    engine->claimed[0] = engine->claimed[1] = 0;
     const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
     if (np_predicts(engine, NP_READS_FEED_FORWARD)) {

@@ -20,17 +20,24 @@ MAX_PLAN_BYTES = 16 << 20
 
 Mode = Literal["exact", "predicted"]
 
+BACKEND_ROLES = ("decode", "prefill")
+"""The roles that compute steps, by a backend."""
+
+DEFAULT_BACKEND = "cpu"
+
 GATEWAY = "gateway"
 """The one role that a run does not need: towards the coordinator it is a client."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process of the run: its role and its core (None: not pinned)."""
+    """One process of the run: its role and its core (None: not pinned). backend: who computes in a decode or prefill
+    worker, as NAME or NAME:OPTIONS (services/worker/backend.py)."""
 
     role: str
     index: int
     core: int | None
+    backend: str = DEFAULT_BACKEND
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
@@ -70,8 +71,15 @@ class DeviceFacts:
     memory_speed: MemorySpeed | None = None
 
 
-def device_facts(device: Device, workers: int | None = None, *, gateway: bool = False) -> DeviceFacts:
-    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for."""
+def device_facts(
+    device: Device,
+    workers: int | None = None,
+    *,
+    gateway: bool = False,
+    backends: Mapping[str, str] | None = None,
+) -> DeviceFacts:
+    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for.
+    backends: who computes, by role, where it is not the default."""
     count = workers or default_decode_workers(device.cores, device.cpu_quota)
     cores = assign_cores(device.cores, count)
     processes = [
@@ -79,6 +87,8 @@ def device_facts(device: Device, workers: int | None = None, *, gateway: bool = 
     ]
     processes += [ProcessSpec(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
     processes += [ProcessSpec(role=GATEWAY, index=0, core=cores[GATEWAY])] if gateway else []
+    asked = backends or {}
+    processes = [dataclasses.replace(spec, backend=asked.get(spec.role, spec.backend)) for spec in processes]
     return DeviceFacts(
         id=device.id,
         memory_bytes=int(MEMORY_SHARE * device.memory_available_bytes),

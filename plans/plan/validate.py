@@ -71,6 +71,8 @@ class _Check:
                 f"expected one each of {', '.join(SINGLE_ROLES)}, decode 0 to {workers - 1} in order, "
                 "and at most one gateway",
             )
+        if len(backends := {process.backend for process in self._plan.compute.decode_workers()}) > 1:
+            self._fail("compute.processes", f"decode workers with one backend, not {' and '.join(sorted(backends))}")
         cores = os.sched_getaffinity(0)
         for number, process in enumerate(processes):
             if process.core is not None and process.core not in cores:

@@ -167,6 +167,7 @@ class ProcessStatus(Message):
     step: as in `Beat`
     outstanding: how many requests it has not answered
     restarts: how often it was lost and restarted; replacing it by `swap` does not count
+    numerics: as in `Hello`
     """
 
     role: str
@@ -177,6 +178,7 @@ class ProcessStatus(Message):
     step: int = 0
     outstanding: int = 0
     restarts: int = 0
+    numerics: str = ""
 
 
 @message

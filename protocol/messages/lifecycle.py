@@ -22,6 +22,8 @@ class Hello(Message):
     protocol: version of the wire it speaks, "major.minor"
     slots: how many pieces of work it takes before it has answered the first; 0 if it takes none
     core: the processor it is pinned to
+    numerics: the name of its arithmetic, for who computes steps: two processes with the same name compute the same bits
+        of the same step. "cpu:" and the instruction set for our native engine. Empty for who computes none
     """
 
     role: str
@@ -31,6 +33,7 @@ class Hello(Message):
     protocol: str
     slots: int
     core: int | None = None
+    numerics: str = ""
 
 
 @message

@@ -27,6 +27,7 @@ class Limits:
     vocabulary: int
     end_tokens: frozenset[int]
     plan_id: str
+    blocks: int = 1  # of neurons in a layer
 
 
 class _Refusal(Exception):

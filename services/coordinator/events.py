@@ -24,9 +24,10 @@ class RequestReceived:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReady:
-    """A service finished its start, or its restart."""
+    """A service finished its start, or its restart. numerics: as in `Hello`."""
 
     process: ProcessKey
+    numerics: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,47 @@
 """Which KV slot a text gets, and whose keys and values it can begin with.
 
-Keys and values of a position follow from the tokens up to it and from nothing else, so what one text computed is what
-another one with the same beginning needs. A slot keeps its content after its text has ended, until another text takes
-it: the slot that was used least recently, so that a conversation finds its last turn again.
+Keys and values of a position follow from the tokens up to it and from the numerics that computed them, so what one text
+computed is what another one with the same beginning needs, if a run of its own would compute it in the same numerics.
+A slot keeps its content after its text has ended, until another text takes it: the slot that was used least recently,
+so that a conversation finds its last turn again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
+
+
+@dataclasses.dataclass
+class Provenance:
+    """Which numerics computed a text's keys and values: `runs` of positions, each (end, numerics), ascending."""
+
+    runs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+
+    def computed(self, first: int, end: int, numerics: str) -> None:
+        """The positions [first, end) are computed now, and nothing after them is there. Nothing before `first` is
+        missing."""
+        runs = [(min(old_end, first), old) for old_end, old in self.runs]
+        runs = [run for n, run in enumerate(runs) if run[0] > (runs[n - 1][0] if n else 0)]
+        if runs and runs[-1][1] == numerics:
+            runs.pop()
+        self.runs = [*runs, (end, numerics)]
+
+    def tokens_of(self, numerics: str) -> int:
+        """Length of the beginning that this numerics alone computed."""
+        return self.runs[0][0] if self.runs and self.runs[0][1] == numerics else 0
+
+
+class SlotContent(NamedTuple):
+    """What a slot holds: tokens whose keys and values are there, and who computed those."""
+
+    tokens: list[int]
+    provenance: Provenance
+
+    def shared_in(self, numerics: str) -> list[int]:
+        """The beginning that a run in this numerics would have computed alike."""
+        return self.tokens[: self.provenance.tokens_of(numerics)]
 
 
 class TakenSlot(NamedTuple):
@@ -46,18 +79,21 @@ def longest_match(tokens: list[int], contents: Mapping[int, list[int]]) -> Match
 
 
 class FreeSlots:
-    """The slots without a text, least recently used first, and the tokens whose keys and values each still holds."""
+    """The slots without a text, least recently used first, and what each still holds."""
 
     def __init__(self, count: int) -> None:
-        self._contents: dict[int, list[int]] = {slot: [] for slot in range(count)}  # in order of last use
+        self._contents = {slot: SlotContent([], Provenance()) for slot in range(count)}  # in order of last use
 
-    @property
-    def contents(self) -> Mapping[int, list[int]]:
-        """Tokens whose keys and values are in each free slot."""
-        return self._contents
+    def __len__(self) -> int:
+        return len(self._contents)
 
-    def take(self, tokens: list[int], *, shares: bool = True) -> TakenSlot | None:
-        """A slot for a text that begins with these tokens, free no more; None when there is none.
+    def shared_in(self, numerics: str) -> dict[int, list[int]]:
+        """By free slot the tokens whose keys and values a run in this numerics would have computed alike."""
+        return {slot: content.shared_in(numerics) for slot, content in self._contents.items()}
+
+    def take(self, tokens: list[int], numerics: str, *, shares: bool = True) -> TakenSlot | None:
+        """A slot for a text that begins with these tokens and is computed in this numerics, free no more; None when
+        there is none.
 
         The slot with the longest match is taken itself where the text goes on with at least half of what it holds.
         Otherwise more would be lost than shared: the slot used least recently is taken (a copy can be made into it).
@@ -65,15 +101,15 @@ class FreeSlots:
         if not self._contents:
             return None
         slot = next(iter(self._contents))
-        match = longest_match(tokens, self._contents) if shares else None
-        if match is not None and 2 * match.tokens >= len(self._contents[match.slot]):
+        match = longest_match(tokens, self.shared_in(numerics)) if shares else None
+        if match is not None and 2 * match.tokens >= len(self._contents[match.slot].tokens):
             slot = match.slot
-        content = self._contents.pop(slot)
+        content = self._contents.pop(slot).shared_in(numerics)
         return TakenSlot(slot, common_tokens(tokens[:-1], content) if shares else 0)
 
-    def give_back(self, slot: int, tokens: list[int]) -> None:
-        """A text has ended; keys and values of these tokens stay in its slot."""
-        self._contents[slot] = tokens
+    def give_back(self, slot: int, content: SlotContent) -> None:
+        """A text has ended; its keys and values stay in its slot."""
+        self._contents[slot] = content
 
     def touch(self, slot: int) -> None:
         """A slot's content was of use. A slot that is not free is passed over."""

@@ -16,6 +16,7 @@ from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
+COMPUTING_ROLES = ("decode", "prefill")
 TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
 
@@ -26,6 +27,7 @@ class WorkerProcess:
     role: str
     index: int
     core: int | None
+    numerics: str = ""
     pid: int = 0
     incarnation: int = -1  # of the process that said Hello; -1: none
     greeted_at: float = -math.inf
@@ -107,12 +109,8 @@ class WorkerProcesses:
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """An incarnation says Hello; it is ready when it says so."""
-        process.pid, process.core, process.incarnation, process.state = (
-            hello.pid,
-            hello.core,
-            hello.incarnation,
-            "starting",
-        )
+        process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
+        process.numerics, process.state = hello.numerics, "starting"
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:

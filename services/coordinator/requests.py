@@ -15,7 +15,7 @@ from neuronpipe.services.coordinator.admission import Admission, Limits
 from neuronpipe.services.coordinator.detokenizer import TextStream, Tokenizer
 from neuronpipe.services.coordinator.events import RequestReceived, Tell
 from neuronpipe.services.coordinator.grammar import Grammar, Grammars
-from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, longest_match
+from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, Provenance, SlotContent, longest_match
 
 MAX_READING_S = 10.0
 RECENT_TOKENS = 16
@@ -36,7 +36,8 @@ def add_cost(total: Cost, more: Cost) -> None:
 # ---- a sequence ----------------------------------------------------------------------------------------------
 @dataclasses.dataclass(kw_only=True)
 class Sequence:
-    """A text on one KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values."""
+    """A text on one KV slot. `tokens` are all known tokens; the first `computed_tokens` have keys and values, computed
+    in the numerics that `provenance` says."""
 
     client: bytes
     request: str
@@ -44,11 +45,17 @@ class Sequence:
     arrived_at: float
     tokens: list[int]
     computed_tokens: int = 0
+    provenance: Provenance = dataclasses.field(default_factory=Provenance)
     cancelled: bool = False
 
-    def advance(self, position: int, tokens: int) -> None:
-        """A step has computed so many tokens from this position on."""
+    def advance(self, position: int, tokens: int, numerics: str) -> None:
+        """A step in this numerics has computed so many tokens from this position on."""
+        self.provenance.computed(min(position, self.computed_tokens), position + tokens, numerics)
         self.computed_tokens = position + tokens
+
+    def content(self) -> SlotContent:
+        """What its slot holds."""
+        return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
         """What its client is told when it cannot go on."""
@@ -79,10 +86,10 @@ class Generation(Sequence):
         """Whether prompt tokens are left to compute (a decode step computes the last one it sampled)."""
         return self.computed_tokens < self.prompt_tokens
 
-    def advance(self, position: int, tokens: int) -> None:
-        """As in `Sequence`; what lies before the position was copied from another slot."""
+    def advance(self, position: int, tokens: int, numerics: str) -> None:
+        """As in `Sequence`; what lies before the position was copied from another slot, in the same numerics."""
         self.cached_tokens += position - self.computed_tokens
-        super().advance(position, tokens)
+        super().advance(position, tokens, numerics)
 
     def finished(self, reason: FinishReason, limits: Limits) -> Finished:
         """The account of the text; the service adds memory and flash, which only it knows."""
@@ -255,19 +262,20 @@ class Requests:
         return [one for one in self.active if (one.client, one.request) == (client, request)]
 
     # ---- slots -----------------------------------------------------------------------------------------------
-    def give_slots(self) -> None:
-        """Give free KV slots to queued requests, in order of arrival. What a slot still holds of a text stays."""
-        while self.queued and self._free.contents:
+    def give_slots(self, numerics: str) -> None:
+        """Give free KV slots to queued requests, in order of arrival. What a slot still holds of a text stays, as far
+        as prompts are computed in the same numerics now."""
+        while self.queued and len(self._free):
             one = self.queued.pop(0)
             shares = isinstance(one.ask, Generate) and one.ask.share_prefix
-            taken = self._free.take(one.tokens, shares=shares)
+            taken = self._free.take(one.tokens, numerics, shares=shares)
             assert taken is not None
             if isinstance(one.ask, Generate):
-                self.active.append(self._generation(one, one.ask, taken.slot, taken.kept_tokens))
+                self.active.append(self._generation(one, one.ask, taken.slot, taken.kept_tokens, numerics))
             else:
                 self.active.append(_scoring(one, one.ask, taken.slot))
 
-    def _generation(self, one: Queued, ask: Generate, slot: int, kept_tokens: int) -> Generation:
+    def _generation(self, one: Queued, ask: Generate, slot: int, kept_tokens: int, numerics: str) -> Generation:
         prompt_tokens = len(one.tokens)
         # A prompt that fills the context still has its one token, which needs no position.
         room_tokens = max(self._limits.context_tokens, prompt_tokens + 1)
@@ -278,6 +286,7 @@ class Requests:
             arrived_at=one.arrived_at,
             tokens=one.tokens,
             computed_tokens=kept_tokens,
+            provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
             ask=ask,
             grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
@@ -286,13 +295,13 @@ class Requests:
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
         )
 
-    def prefix_source(self, text: Generation) -> Match | None:
-        """The slot, of a sequence or free, that holds more of the prompt than was computed. Asked before every chunk:
-        the texts that came together with this one have got on since it was admitted."""
-        if not text.ask.share_prefix:
+    def prefix_source(self, text: Generation, numerics: str) -> Match | None:
+        """The slot, of a sequence or free, that holds more of the prompt than was computed, in the numerics of prompts.
+        Asked before every chunk: the texts that came together with this one have got on since it was admitted."""
+        if not text.ask.share_prefix or text.provenance.tokens_of(numerics) < text.computed_tokens:
             return None
-        live = {other.slot: other.tokens[: other.computed_tokens] for other in self.active if other is not text}
-        match = longest_match(text.tokens[: text.prompt_tokens], {**self._free.contents, **live})
+        live = {other.slot: other.content().shared_in(numerics) for other in self.active if other is not text}
+        match = longest_match(text.tokens[: text.prompt_tokens], {**self._free.shared_in(numerics), **live})
         if match is None or match.tokens <= text.computed_tokens:
             return None
         self._free.touch(match.slot)
@@ -303,7 +312,7 @@ class Requests:
         """Tell a sequence's client. With its last words a sequence ends, and its slot is free."""
         if isinstance(message, LAST_WORDS):
             self.active.remove(sequence)
-            self._free.give_back(sequence.slot, sequence.tokens[: sequence.computed_tokens])
+            self._free.give_back(sequence.slot, sequence.content())
             if isinstance(sequence, Generation):
                 self._ended_cached_tokens += sequence.cached_tokens
         return Tell(sequence.client, message)

@@ -5,12 +5,15 @@ One step is outstanding at a time, a prefill chunk or a decode step over every g
     state   event                           next
     idle    a sequence can go on            step sent, every participant of the step busy
     busy    StepLeft of every participant   SampleTokens or ScoreTokens; its answer makes the scheduler idle
-    busy    EpochChanged                    void: wait until every participant left the step and every process is ready
-    void    all settled                     the same step again, under the new epoch
-    idle    Leaving                         Dismiss: no step before their successors are ready
+    busy    EpochChanged                    void: wait until every participant left the step
+    void    all settled                     the same step again, under the new epoch, to who is ready now
+    idle    Leaving                         Dismiss: no step before they are gone
 
-`StepBuilder` says what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a
-pause. `requests.py` knows who wants what, `results.py` what comes of a step.
+Loader and cache belong to every step, the prefill worker to prompts. Of the decode workers those take part that are
+ready, one at least: who is being started again or replaced is not waited for, and the bits are the same.
+
+`Workers` says who can take part, `StepBuilder` what the next step is, `OutstandingStep` how the one under way stands,
+`Throttle` when there is a pause. `requests.py` knows who wants what, `results.py` what comes of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.protocol.messages.worker import Prefill, Share, Step
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
@@ -48,7 +51,7 @@ from neuronpipe.services.coordinator.requests import Cost, Generation, Requests,
 from neuronpipe.services.coordinator.results import Outcome, Results
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
-PREFILL: tuple[ProcessKey, ...] = (("prefill", 0),)
+PREFILL: ProcessKey = ("prefill", 0)
 
 
 class Scheduler:
@@ -57,21 +60,20 @@ class Scheduler:
     def __init__(
         self, limits: Limits, processes: Iterable[ProcessKey], tokenizer: Tokenizer, grammars: Grammars
     ) -> None:
-        self._processes = frozenset(processes)
-        decoders = tuple(sorted(process for process in self._processes if process[0] == "decode"))
+        self._workers = Workers(frozenset(processes))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
-        self._builder = StepBuilder(limits, decoders, self.requests.prefix_source)
+        self._builder = StepBuilder(limits, self._workers, self.requests.prefix_source)
         self.throttle = Throttle()
         self.epoch = 0
-        self._ready: set[ProcessKey] = set()
         self._leaving: frozenset[ProcessKey] = frozenset()
+        self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
         self._step: OutstandingStep | None = None
 
     @property
     def all_ready(self) -> bool:
         """Whether every process of the plan is ready."""
-        return self._ready >= self._processes
+        return self._workers.all_ready
 
     @property
     def busy(self) -> bool:
@@ -92,8 +94,9 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case ProcessReady(process):
-                self._ready.add(process)
+            case ProcessReady(process, numerics):
+                self._workers.ready[process] = numerics
+                self._dismissed -= {process}  # this is its successor
             case EpochChanged():
                 self._epoch_changed(event)
             case Leaving(processes):
@@ -124,8 +127,9 @@ class Scheduler:
     # ---- the outstanding step --------------------------------------------------------------------------------
     def _epoch_changed(self, event: EpochChanged) -> None:
         self.epoch = event.epoch
-        self._ready -= set(event.lost)
+        self._workers.lost(event.lost)
         self._leaving -= set(event.lost)
+        self._dismissed -= set(event.lost)
         if self._step is not None:
             self._step.epoch_changed(event.lost)
 
@@ -163,12 +167,13 @@ class Scheduler:
         """Send the next step, or the voided one again, when nothing stands against it."""
         if self._leaving and self._step is None:
             return self._dismiss()
-        if not self.all_ready:
+        if self._dismissed or not self._workers.memory_served:
             return []
         if self._step is not None:
             return self._send_again(self._step, now) if self._step.abandoned else []
         actions: list[Action] = [*self.requests.end_cancelled(now)]
-        self.requests.give_slots()
+        if (numerics := self._workers.prefill_numerics) is not None:
+            self.requests.give_slots(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
             return actions
         step = self._builder.next_step(self.requests.active, self.epoch)
@@ -178,15 +183,19 @@ class Scheduler:
         return [*self._send(step), *actions]
 
     def _dismiss(self) -> list[Action]:
-        gone = self._leaving & self._ready
-        self._ready -= gone
+        gone = self._leaving & self._workers.ready.keys()
+        self._workers.lost(gone)
         self._leaving -= gone
+        self._dismissed |= gone
         return [Dismiss(process) for process in sorted(gone)]
 
     def _send_again(self, step: OutstandingStep, now: float) -> list[Action]:
-        if step.sequences:
-            return self._send(step.again(self.epoch))
-        self._step = None  # everybody in it was refused or went away
+        participants = self._workers.participants(step.action.message)
+        if not participants and step.sequences:
+            return []
+        if step.sequences and self._workers.numerics_of(participants) == step.numerics:
+            return self._send(step.again(self.epoch, self._builder.shares(participants)))
+        self._step = None  # everybody in it was refused or went away; or what it was to copy was computed otherwise
         return self._proceed(now)
 
     def _send(self, step: OutstandingStep) -> list[Action]:
@@ -194,14 +203,62 @@ class Scheduler:
         return [step.action]
 
 
+class Workers:
+    """The processes of the run that are ready, and who of them can take part in a step.
+
+    ready: by process the numerics in which it computes; empty for who computes nothing
+    """
+
+    def __init__(self, processes: frozenset[ProcessKey]) -> None:
+        self._processes = processes
+        self.ready: dict[ProcessKey, str] = {}
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every process of the plan is ready."""
+        return self.ready.keys() >= self._processes
+
+    @property
+    def memory_served(self) -> bool:
+        """Whether those are ready without whom no step can be computed: loader and cache."""
+        return self.ready.keys() >= {process for process in self._processes if process[0] not in ("decode", "prefill")}
+
+    @property
+    def prefill_numerics(self) -> str | None:
+        """In which numerics prompts are computed; None while they cannot be."""
+        return self.ready.get(PREFILL)
+
+    def lost(self, processes: Iterable[ProcessKey]) -> None:
+        """They take part in nothing before they are ready again."""
+        for process in processes:
+            self.ready.pop(process, None)
+
+    def decoders(self) -> tuple[ProcessKey, ...]:
+        """The participants of a decode step: the ready decode workers in one numerics, that of the first."""
+        decoders = sorted(process for process in self.ready if process[0] == "decode")
+        return tuple(one for one in decoders if self.ready[one] == self.ready[decoders[0]])
+
+    def participants(self, message: Step | Prefill) -> tuple[ProcessKey, ...]:
+        """Who can compute a step of this kind now; nobody, while they are being started."""
+        if isinstance(message, Step):
+            return self.decoders()
+        return (PREFILL,) if PREFILL in self.ready else ()
+
+    def numerics_of(self, participants: tuple[ProcessKey, ...]) -> str:
+        """The one in which these compute."""
+        return self.ready[participants[0]]
+
+
 class OutstandingStep:
     """A step from when it is sent until its logits were read. Tokens and positions stay, however often it is sent.
 
     sequences: in the order of the logit rows; none where all were refused
+    numerics: of its participants
     """
 
-    def __init__(self, action: SendStep, sequences: list[Sequence]) -> None:
+    def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str) -> None:
         self.action = action
+        self.numerics = numerics
         self.sequences = sequences
         self._reading = False  # every participant is done, and the service looks at the logits
         self._void = False
@@ -218,10 +275,13 @@ class OutstandingStep:
         """Whether it counts, and every participant is done."""
         return not self._void and not self._busy
 
-    def again(self, epoch: int) -> OutstandingStep:
-        """The same step under the present epoch."""
+    def again(self, epoch: int, shares: tuple[Share, ...]) -> OutstandingStep:
+        """The same step under the present epoch, computed by these."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
-        return OutstandingStep(SendStep(self.action.processes, message), self.sequences)
+        if isinstance(message, Step):
+            message = dataclasses.replace(message, participants=shares)
+        participants = tuple((share.role, share.index) for share in shares)
+        return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
         """Whether a participant speaks of this step, as it was last sent."""
@@ -248,10 +308,10 @@ class OutstandingStep:
         self._reading = True
         message = self.action.message
         if isinstance(message, Prefill):
-            self.sequences[0].advance(message.position, len(message.tokens))
+            self.sequences[0].advance(message.position, len(message.tokens), self.numerics)
         else:
             for sequence, position in zip(self.sequences, message.positions, strict=True):
-                sequence.advance(position, 1)
+                sequence.advance(position, 1, self.numerics)
 
     def account(self, measured: Cost) -> None:
         """Add what it took to the account of every text in it. measured: by the service."""
@@ -266,30 +326,37 @@ class OutstandingStep:
 class StepBuilder:
     """What the next step is: prompts and texts in turn, a score's step to itself.
 
-    decoders: the participants of decode steps
-    prefix_source: the slot from which the next chunk of a prompt may copy keys and values
+    workers: who can take part
+    prefix_source: the slot from which the next chunk of a prompt may copy keys and values of these numerics
     """
 
     def __init__(
-        self, limits: Limits, decoders: tuple[ProcessKey, ...], prefix_source: Callable[[Generation], Match | None]
+        self, limits: Limits, workers: Workers, prefix_source: Callable[[Generation, str], Match | None]
     ) -> None:
         self._limits = limits
-        self._decoders = decoders
+        self._workers = workers
         self._prefix_source = prefix_source
         self._prefill_turn = True
         self._score_turn = False
         self.steps = 0
 
     def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
-        """The next step for these sequences, under that epoch; None when there is nothing to do."""
+        """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
+        decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
         prefills = [one for one in sequences if _wants_prefill(one)]
-        decodes = [one for one in sequences if not _wants_prefill(one)]
-        if prefills and (self._prefill_turn or not decodes):
+        decodes = [one for one in sequences if not _wants_prefill(one)] if decoders else []
+        if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
-            return self._prefill(prefills[0], epoch, beside_decode=bool(decodes))
+            return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
         self._prefill_turn = True
         batch = self._decode_batch(decodes)
-        return self._decode(batch, epoch) if batch else None
+        return self._decode(batch, epoch, decoders) if batch else None
+
+    def shares(self, participants: tuple[ProcessKey, ...]) -> tuple[Share, ...]:
+        """What is whose: all have all blocks, and take them by turns."""
+        return tuple(
+            Share(role=role, index=index, first_block=0, end_block=self._limits.blocks) for role, index in participants
+        )
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""
@@ -299,14 +366,14 @@ class StepBuilder:
         self._score_turn = not score_turn
         return [*scores[:1]] if score_turn else texts[: self._limits.logit_rows]
 
-    def _prefill(self, sequence: Sequence, epoch: int, *, beside_decode: bool) -> OutstandingStep:
+    def _prefill(self, sequence: Sequence, epoch: int, numerics: str, *, beside_decode: bool) -> OutstandingStep:
         first, copy_from = sequence.computed_tokens, None
         logits: Literal["none", "last", "all"]
         if isinstance(sequence, Scoring):
             chunk, logits = sequence.next_chunk(self._limits.logit_rows), "all"
         else:
             assert isinstance(sequence, Generation)
-            if (match := self._prefix_source(sequence)) is not None:
+            if (match := self._prefix_source(sequence, numerics)) is not None:
                 copy_from, first = match
             chunk = self._chunk(sequence, first, beside_decode=beside_decode)
             logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
@@ -320,7 +387,7 @@ class StepBuilder:
             logits=logits,
             copy_from=copy_from,
         )
-        return OutstandingStep(SendStep(PREFILL, message), [sequence])
+        return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics)
 
     def _chunk(self, text: Generation, first: int, *, beside_decode: bool) -> list[int]:
         max_tokens = self._limits.prefill_chunk_tokens
@@ -328,16 +395,17 @@ class StepBuilder:
             max_tokens = min(max_tokens, BESIDE_DECODE_TOKENS)
         return text.tokens[first : min(text.prompt_tokens, first + max_tokens)]
 
-    def _decode(self, batch: list[Sequence], epoch: int) -> OutstandingStep:
+    def _decode(self, batch: list[Sequence], epoch: int, participants: tuple[ProcessKey, ...]) -> OutstandingStep:
         self.steps += 1
         message = Step(
             step=self.steps,
             epoch=epoch,
+            participants=self.shares(participants),
             sequences=tuple(one.slot for one in batch),
             positions=tuple(one.computed_tokens for one in batch),
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
         )
-        return OutstandingStep(SendStep(self._decoders, message), batch)
+        return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
 
 
 def _wants_prefill(sequence: Sequence) -> bool:

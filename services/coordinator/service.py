@@ -46,7 +46,7 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
-from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
+from neuronpipe.services.coordinator.processes import COMPUTING_ROLES, WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
@@ -182,6 +182,9 @@ class CoordinatorService:
         """An incarnation says Hello. One that is not the present incarnation is a dead one's late word."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
+        if process.role in COMPUTING_ROLES and not hello.numerics:
+            self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
+            return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
@@ -191,7 +194,7 @@ class CoordinatorService:
         if process.state == "starting" and process.incarnation >= 0:
             self._processes.ready(process)
             self._events.send(Life(role=process.role, index=process.index, state="ready"))
-            self._handle(ProcessReady(process.name))
+            self._handle(ProcessReady(process.name, process.numerics))
 
     def _beat(self, process: WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:
@@ -309,4 +312,5 @@ def _limits(job: Job) -> Limits:
         vocabulary=manifest.model.vocabulary,
         end_tokens=frozenset(manifest.end_tokens),
         plan_id=job.plan.id,
+        blocks=manifest.layout.blocks,
     )

@@ -292,6 +292,7 @@ class Report:
             step=process.step,
             outstanding=outstanding,
             restarts=self._processes.on_board(*process.name).restarts,
+            numerics=process.numerics,
         )
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:

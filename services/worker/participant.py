@@ -7,11 +7,12 @@ run `compute`, which is one native call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
@@ -38,14 +39,6 @@ PART_COUNTS = ("clusters", "missed")
 
 TIMES = ("step_ms", "flash_ms", "barrier_ms")
 """Times of a step: all of it, and what of it went into waiting for flash and for the other participants."""
-
-
-class Abandoned(Exception):
-    """The epoch changed: leave the step, its inputs are still there."""
-
-
-class Damaged(Exception):
-    """A cluster that the step needs cannot be read; the text names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,14 +71,12 @@ class View:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """This participant's config in the step: the fields of np_engine_config in native/neuronpipe.h."""
+    """How this participant computes: the fields of np_engine_config in native/neuronpipe.h."""
 
     sequences: int
     context_tokens: int
     max_tokens: int
     logit_rows: int
-    participants: int
-    participant: int
     window_blocks: int
     partial_tokens: int
     spin_us: int
@@ -172,6 +163,7 @@ class Participant:
             },
         )
         self._engine = create_engine(shape, fixed, shared, native_config)
+        self._step = ffi.new("np_step *")
 
     def close(self) -> None:
         """Free the engine."""
@@ -179,25 +171,21 @@ class Participant:
         self._engine = ffi.NULL
         self._keep.clear()
 
-    def compute(
-        self,
-        step: int,
-        epoch: int,
-        sequences: Sequence[int],
-        positions: Sequence[int],
-        tokens: Sequence[int],
-        logits: tuple[int, int] | None,
-    ) -> None:
-        """One pass of these tokens over all layers; logits of `logits` = (first token, count) into logit rows 0...
+    def compute(self, work: StepWork) -> None:
+        """This participant's share of a step.
 
         Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
         """
         self._read_counters()  # a step that was abandoned left its own
-        first, count = logits or (0, 0)
-        done = lib.np_engine_step(
-            self._engine, step, epoch, list(sequences), list(positions), list(tokens), len(tokens), first, count
-        )
-        self._check(done)
+        arrays = [ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)]
+        step = self._step
+        step.number, step.epoch = work.number, work.epoch
+        step.participants, step.participant = work.participants, work.participant
+        step.first_block, step.end_block = work.first_block, work.end_block
+        step.sharers, step.sharer = work.sharers, work.sharer
+        step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
+        step.sequences, step.positions, step.tokens = arrays
+        self._check(lib.np_engine_step(self._engine, step))
 
     def counters(self) -> dict[str, float]:
         """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""

@@ -7,59 +7,61 @@ is computed, the next one is on its way.
 
 from __future__ import annotations
 
-from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import Prefilled
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
-from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker.worker import Outcome, Worker, engine_config
+from neuronpipe.services.worker.backend import Backend, StepWork, create_backend
+from neuronpipe.services.worker.worker import Outcome, Worker
 
 
 class PrefillService:
-    """The prefill worker. An experiment overrides `compute`."""
+    """The prefill worker. An experiment overrides `compute`, or `backend`."""
 
     def __init__(self, job: Job) -> None:
-        compute, threads = job.plan.compute, job.plan.compute.prefill_threads
-        stage = private_layouts(job.package.manifest, job.plan)["prefill_stage"]
-        configs = [
-            engine_config(
-                job.plan,
-                stage,
-                participants=threads,
-                participant=number,
-                window_blocks=compute.prefill_window_blocks,
-            )
-            for number in range(threads)
-        ]
-        first_window = len(compute.decode_workers()) + threads * job.process.index
-        memory, model = RunMemory.open("prefill", job.segments), job.package.manifest.model
+        compute, manifest, backend = job.plan.compute, job.package.manifest, self.backend(job)
+        self._blocks = manifest.layout.blocks
+        self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
-            memory.view("kv", "kv"),
-            layers=model.layers,
+            self._worker.memory.view("kv", "kv"),
+            layers=manifest.model.layers,
             sequences=compute.sequences,
-            head_values=model.key_heads * 2,
+            head_values=manifest.model.key_heads * 2,
             context_tokens=compute.context_tokens,
-            head_width=model.head_width,
+            head_width=manifest.model.head_width,
         )
-        self._worker = Worker(job, memory, configs, first_window)
         self._context = open_context()
-        self._service = Service(self._context, job, slots=1)
+        self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
+
+    def backend(self, job: Job) -> Backend:
+        """Who computes: what the plan says."""
+        return create_backend(job.process.backend)
 
     def serve(self) -> None:
         """Serve until drained."""
-        self._worker.wait_until_loaded()
+        self._worker.load()
         self._service.serve(self._handle)
+        self._worker.close()
         self._context.close()
 
     def compute(self, ask: Prefill) -> Outcome:
         """One chunk of a prompt, and how it went."""
         count = len(ask.tokens)
-        positions = tuple(range(ask.position, ask.position + count))
-        logits = {"none": None, "last": (count - 1, 1), "all": (0, count)}[ask.logits]
-        return self._worker.answer(ask, Prefilled, (ask.sequence,) * count, positions, logits)
+        first, wanted = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[ask.logits]
+        work = StepWork(
+            number=ask.step,
+            epoch=ask.epoch,
+            sequences=(ask.sequence,) * count,
+            positions=range(ask.position, ask.position + count),
+            tokens=ask.tokens,
+            logits_first=first,
+            logits_count=wanted,
+            first_block=0,
+            end_block=self._blocks,
+        )
+        return self._worker.answer(work, Prefilled)
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Prefill):

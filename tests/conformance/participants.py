@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,10 +11,12 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
+from neuronpipe.services.worker.backend import StepWork
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024
+Ranges = list[tuple[int, int]]
 
 
 class Participants:
@@ -54,20 +56,25 @@ class Participants:
             Participant(
                 manifest,
                 View(**shared, window=np.zeros(1, np.uint64), requests=_ring(ring), trace=ffi.new("np_trace *")),
-                dataclasses.replace(self._config(number, count, max_tokens, predicts), **config),
+                dataclasses.replace(self._config(max_tokens, predicts), **config),
             )
-            for number, ring in enumerate(self._rings)
+            for ring in self._rings
         ]
 
-    def run(self, tokens: Sequence[int], chunk: int) -> NDArray[np.float32]:
-        """Logits after each token of a text from its start, computed in steps of `chunk` tokens."""
+    def run(
+        self, tokens: Sequence[int], chunk: int, ranges: Callable[[int], Ranges] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits after each token of a text from its start, computed in steps of `chunk` tokens. ranges: by the number
+        of the step, the blocks of each that takes part, the first ones; all have all by default."""
         logits = np.empty((len(tokens), self._model.vocabulary), np.float32)
+        blocks = self._package.manifest.layout.blocks
         with ThreadPoolExecutor(len(self.all)) as threads:
-            for first in range(0, len(tokens), chunk):
+            for number, first in enumerate(range(0, len(tokens), chunk)):
                 some = list(tokens[first : first + chunk])
                 self._claims[:] = 0
-                work = (first, 0, [0] * len(some), range(first, first + len(some)), some, (0, len(some)))
-                list(threads.map(lambda one, work=work: one.compute(*work), self.all))
+                shares = ranges(number) if ranges else [(0, blocks)] * len(self.all)
+                works = [_work(first, some, shares, own) for own in range(len(shares))]
+                list(threads.map(lambda one, work: one.compute(work), self.all[: len(shares)], works))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
 
@@ -76,14 +83,12 @@ class Participants:
         counters = [participant.counters() for participant in self.all]
         return {name: sum(one[name] for one in counters) for name in counters[0]}
 
-    def _config(self, number: int, count: int, max_tokens: int, predicts: bool) -> EngineConfig:
+    def _config(self, max_tokens: int, predicts: bool) -> EngineConfig:
         return EngineConfig(
             sequences=1,
             context_tokens=self._model.context_tokens,
             max_tokens=max_tokens,
             logit_rows=max_tokens,
-            participants=count,
-            participant=number,
             window_blocks=2,
             partial_tokens=max_tokens,
             spin_us=0,
@@ -110,6 +115,26 @@ class Participants:
             np.ascontiguousarray(trigger[:, : manifest.trigger_slot_bytes]),
             np.ascontiguousarray(value[:, : manifest.value_slot_bytes]),
         )
+
+
+def _work(first: int, tokens: list[int], shares: Ranges, own: int) -> StepWork:
+    """One step of one text, as the participant number `own` gets it."""
+    sharers = [number for number, share in enumerate(shares) if share == shares[own]]
+    return StepWork(
+        number=first,
+        epoch=0,
+        sequences=[0] * len(tokens),
+        positions=range(first, first + len(tokens)),
+        tokens=tokens,
+        logits_first=0,
+        logits_count=len(tokens),
+        first_block=shares[own][0],
+        end_block=shares[own][1],
+        participants=len(shares),
+        participant=own,
+        sharers=len(sharers),
+        sharer=sharers.index(own),
+    )
 
 
 def _ring(words: NDArray[np.uint32]) -> Any:

@@ -13,7 +13,7 @@ from neuronpipe.protocol.codec import MAGIC
 from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.links import CACHE, CONTROL
 from neuronpipe.protocol.messages.loader import Reset
-from neuronpipe.protocol.messages.worker import Step
+from neuronpipe.protocol.messages.worker import Share, Step
 
 from tests.pipeline import SLOWER, Shell
 
@@ -30,7 +30,7 @@ class OneBitOff(DecodeService):
     def compute(self, step):
         outcome = super().compute(step)
         if self._service.index == 1:
-            self._worker._memory.view("exchange", "logits").cast("B").cast("I")[7] ^= 1
+            self._worker.memory.view("exchange", "logits").cast("B").cast("I")[7] ^= 1
         return outcome
 
 class ShowsNoLife(DecodeService):
@@ -64,9 +64,9 @@ def test_our_own_implementation_passes(shell: Shell, converted: Converted, role:
 @pytest.mark.parametrize(
     ("role", "name", "why"),
     [
-        ("decode", "OneBitOff", "other bits than our own implementations: "),
+        ("decode", "OneBitOff", "computes other bits in the same numerics: logits"),
         ("decode", "ShowsNoLife", "decode-0: 0 beats in 1.5 s, while idle"),
-        ("prefill", "CopiesNothing", "other bits than our own implementations: a text that begins with another's"),
+        ("prefill", "CopiesNothing", "computes other bits in the same numerics: a text that begins with another's"),
     ],
 )
 def test_what_is_wrong_is_told(shell: Shell, converted: Converted, role: str, name: str, why: str) -> None:
@@ -83,7 +83,8 @@ def test_garbage_is_garbage_and_an_unknown_field_is_not() -> None:
                 if len(frames) == 2 and frames[0] == MAGIC:
                     with pytest.raises((WireError, UnknownType)):
                         direction.carries.decode(frames[1])
-    step = Step(step=1, epoch=2, sequences=(0,), positions=(3,), tokens=(4,))
+    share = Share(role="decode", index=0, first_block=0, end_block=1)
+    step = Step(step=1, epoch=2, participants=(share,), sequences=(0,), positions=(3,), tokens=(4,))
     assert CONTROL.outward.carries.decode(with_unknown_field(step)) == step
     assert CACHE.inward.carries.decode(with_unknown_field(Reset(generation=7))) == Reset(generation=7)
     assert b"unheard!" in with_unknown_field(step)

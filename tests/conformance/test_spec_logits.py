@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,10 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.services.worker.backend import StepWork
 from numpy.typing import NDArray
 
-from tests.conformance.participants import Participants
+from tests.conformance.participants import Participants, Ranges
 from tests.conformance.specs import SPECS, give_predictor, write_package
 from tests.conformance.test_pipeline_logits import BOUNDS
 from tests.pipeline import Shell
@@ -64,6 +66,69 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     for count, tokens, config in [*cases, (2, 1, in_parts), (2, CHUNK, in_parts)]:
         participants = Participants(package, count=count, max_tokens=tokens, **config)
         assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, CHUNK])
+@pytest.mark.parametrize("predicts", [False, True])
+def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
+    tokens: int, predicts: bool, packages: Packages, tmp_path: Path
+) -> None:
+    """The engines stay; a step has one to three of them, who share all blocks, or some, or have their own, or none."""
+    package = packages("qwen3", "q8")
+    if predicts:
+        package, _ = give_predictor(write_package(tmp_path / "package", SPECS["gated layer norm"], "q8"), TEXT)
+    blocks = package.manifest.layout.blocks
+    assert blocks >= 2
+    half, rest = (0, blocks // 2), (blocks // 2, blocks)
+    stories: list[Ranges] = [
+        [(0, blocks)] * 3,
+        [half, rest],
+        [rest, half, rest],
+        [(0, blocks)],
+        [(1, blocks), (0, 1), (0, 0)],
+        [(0, blocks), (0, blocks)],
+    ]
+    wanted = Participants(package, count=1, max_tokens=1, predicts=predicts).run(TEXT, 1)
+    for config in ({}, {"partial_tokens": 5, "window_blocks": blocks} if tokens > 5 else {"window_blocks": 1}):
+        participants = Participants(package, count=3, max_tokens=tokens, predicts=predicts, **config)
+        found = participants.run(TEXT, tokens, lambda number: stories[number % len(stories)])
+        assert np.array_equal(wanted, found), config
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"participant": 1},
+        {"participants": 0},
+        {"sharer": 1},
+        {"sharers": 2},
+        {"sharers": 0},
+        {"end_block": 1000},
+        {"first_block": 3, "end_block": 2},
+        {"logits_first": 1},
+        {"logits_count": 2},
+        {"tokens": [509]},
+        {"positions": [-1]},
+        {"sequences": [1]},
+    ],
+)
+def test_a_step_that_contradicts_itself_is_refused(wrong: dict[str, Any], packages: Packages) -> None:
+    package = packages("qwen3", "q8")
+    (participant,) = Participants(package, count=1, max_tokens=1).all
+    right = StepWork(
+        number=0,
+        epoch=0,
+        sequences=[0],
+        positions=[0],
+        tokens=[1],
+        logits_first=0,
+        logits_count=1,
+        first_block=0,
+        end_block=package.manifest.layout.blocks,
+    )
+    participant.compute(right)
+    with pytest.raises(ValueError, match="refused"):
+        participant.compute(dataclasses.replace(right, **wrong))
 
 
 @pytest.mark.parametrize(("name", "quantization"), [("opt", "q8"), ("qwen3", "f16")])

@@ -20,6 +20,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError, WireError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import Drained
+from neuronpipe.protocol.messages.worker import Share
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
@@ -70,6 +71,7 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     fields = {name: draw(of(hint)) for name, hint in get_type_hints(cls).items()}
     if "sequences" in fields and "positions" in fields:
         fields["sequences"] = fields["positions"] = fields["tokens"] = (*fields["tokens"], 1)
+        fields["participants"] = (*fields["participants"], Share(role="decode", index=0, first_block=0, end_block=1))
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]

@@ -19,6 +19,7 @@ from neuronpipe.services.coordinator.events import (
     Ending,
     EpochChanged,
     Leaving,
+    ProcessKey,
     ProcessReady,
     RequestReceived,
     SampleTokens,
@@ -38,6 +39,7 @@ from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Sche
 from tests.unit.test_layers import ROOT, imports
 
 PROCESSES = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
+NUMERICS = {"decode": "cpu:avx2", "prefill": "cpu:avx2"}
 END = 0
 
 
@@ -69,7 +71,7 @@ def make_scheduler(tokenizer: Letters = LETTERS, **changes: int) -> Scheduler:
         Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), PROCESSES, tokenizer, NO_GRAMMARS
     )
     for process in PROCESSES:
-        scheduler.handle(ProcessReady(process), 0.0)
+        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
     return scheduler
 
 
@@ -86,10 +88,16 @@ def told(actions: list[Action]) -> list[Message]:
     return [action.message for action in actions if isinstance(action, Tell)]
 
 
+def participants_of(step: Step | Prefill) -> list[ProcessKey]:
+    assert isinstance(step, Step)
+    return [(share.role, share.index) for share in step.participants]
+
+
 def finish(scheduler: Scheduler, message: Step | Prefill, now: float = 1.0) -> list[Action]:
     """All participants of a step report that they are done."""
     actions: list[Action] = []
-    for process in [("prefill", 0)] if isinstance(message, Prefill) else PROCESSES[:2]:
+    participants = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
+    for process in participants:
         actions += scheduler.handle(StepLeft(process, message.step, message.epoch, True), now)
     return actions
 
@@ -150,17 +158,70 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_nothing_is_sent(prompt: s
     assert not sent(actions)
 
 
-def test_a_lost_participant_voids_the_step_and_the_same_step_is_sent_once_everybody_is_back() -> None:
+def test_a_lost_participant_voids_the_step_and_the_same_step_is_sent_to_who_is_left() -> None:
     scheduler = make_scheduler()
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=2), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 1.0))
     assert not sent(scheduler.handle(EpochChanged(1, (("decode", 1),)), 1.1))
-    assert not sent(scheduler.handle(StepLeft(("decode", 0), step.step, 0, False), 1.2)), "decode.1 is not back yet"
-    (again,) = sent(scheduler.handle(ProcessReady(("decode", 1)), 1.3))
-    assert isinstance(again, Step)
-    assert (again.step, again.tokens, again.positions) == (step.step, step.tokens, step.positions)  # type: ignore[union-attr]
-    assert again.epoch == 1
+    (again,) = sent(scheduler.handle(StepLeft(("decode", 0), step.step, 0, False), 1.2))
+    assert participants_of(again) == [("decode", 0)]
+    assert again == dataclasses.replace(step, epoch=1, participants=again.participants)  # type: ignore[union-attr]
+    assert scheduler.handle(ProcessReady(("decode", 1), "cpu:avx2"), 1.3) == []
+    assert not scheduler.handle(StepLeft(("decode", 1), step.step, 1, True), 1.4), "it is not in that step"
+    scheduler.handle(StepLeft(("decode", 0), step.step, 1, True), 1.5)
+    scheduler.handle(TokensSampled((END,)), 1.6)
+
+
+def test_a_process_that_is_back_takes_part_in_the_next_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.handle(EpochChanged(1, (("decode", 0),)), 0.1)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.2))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.3))
+    assert participants_of(step) == [("decode", 1)]
+    scheduler.handle(ProcessReady(("decode", 0), "cpu:avx2"), 0.4)
+    finish(scheduler, step)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.5))
+    assert participants_of(step) == [("decode", 0), ("decode", 1)]
+
+
+def test_without_a_decode_worker_or_a_cache_nothing_is_computed_and_without_prefill_texts_go_on() -> None:
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    scheduler.handle(EpochChanged(1, (("decode", 0), ("decode", 1), ("cache", 0), ("prefill", 0))), 0.2)
+    assert not sent(scheduler.handle(ProcessReady(("decode", 0), "cpu:avx2"), 0.3))
+    (again,) = sent(scheduler.handle(ProcessReady(("cache", 0)), 0.4))
+    assert (again.step, participants_of(again)) == (step.step, [("decode", 0)])
+    assert not sent(receive(scheduler, Generate(request="s", prompt="cd"), 0.5))
+    finish(scheduler, again)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.6))
+    assert isinstance(step, Step)
+    scheduler.handle(ProcessReady(("prefill", 0), "cpu:avx2"), 0.7)
+    finish(scheduler, step)
+    (prefill,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.8))
+    assert isinstance(prefill, Prefill)
+
+
+def test_workers_of_two_numerics_share_no_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.handle(EpochChanged(1, (("decode", 1),)), 0.1)
+    scheduler.handle(ProcessReady(("decode", 1), "cpu:scalar"), 0.2)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.3))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.4))
+    assert participants_of(step) == [("decode", 0)]
+
+
+def test_every_participant_of_a_step_has_all_blocks_to_share() -> None:
+    scheduler = make_scheduler(blocks=7)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    assert isinstance(step, Step)
+    assert [share.blocks for share in step.participants] == [(0, 7), (0, 7)]
 
 
 def test_an_answer_under_an_old_epoch_does_not_count() -> None:
@@ -176,7 +237,7 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     )
 
 
-def test_no_step_is_sent_before_every_process_is_ready() -> None:
+def test_no_step_is_sent_before_the_processes_that_it_needs_are_ready() -> None:
     scheduler = Scheduler(
         Limits(
             mode="exact",
@@ -195,7 +256,9 @@ def test_no_step_is_sent_before_every_process_is_ready() -> None:
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
     for process in PROCESSES[:-1]:
         assert not sent(scheduler.handle(ProcessReady(process), 0.0))
+    assert not scheduler.all_ready
     assert sent(scheduler.handle(ProcessReady(PROCESSES[-1]), 0.0))
+    assert scheduler.all_ready
 
 
 def test_workers_get_the_next_step_before_clients_are_told_of_the_last_one() -> None:
@@ -460,10 +523,34 @@ def test_a_copy_is_made_again_with_the_voided_step_and_counts_once() -> None:
     pending = driven.run(pending, until=lambda message: isinstance(message, Prefill) and message.copy_from is not None)
     (prefill,) = sent(pending)
     driven.scheduler.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
-    again = driven.scheduler.handle(ProcessReady(("prefill", 0)), 0.3)
+    again = driven.scheduler.handle(ProcessReady(("prefill", 0), "cpu:avx2"), 0.3)
     assert sent(again) == [dataclasses.replace(prefill, epoch=1)]
     driven.run(again)
     assert driven.finished()["2"].cached_tokens == 5
+
+
+def test_a_copy_is_not_made_by_a_prefill_worker_that_would_have_computed_it_otherwise() -> None:
+    driven = Driven()
+    pending = driven.run(driven.ask("1", "abcdef", most=9), until=lambda message: message.step == 2)
+    driven.ask("2", "abcdeg")
+    driven.run(pending, until=lambda message: isinstance(message, Prefill) and message.copy_from is not None)
+    driven.scheduler.handle(EpochChanged(1, (("prefill", 0),)), 0.2)
+    again = driven.scheduler.handle(ProcessReady(("prefill", 0), "cpu:scalar"), 0.3)
+    (prefill,) = sent(driven.run(again, until=lambda message: isinstance(message, Prefill)))
+    assert isinstance(prefill, Prefill)
+    assert (prefill.position, prefill.copy_from) == (0, None)
+
+
+def test_what_decode_computed_in_other_numerics_is_not_a_beginning_for_others() -> None:
+    """A run of its own would prefill the whole prompt."""
+    driven = Driven()
+    driven.scheduler.handle(EpochChanged(1, (("prefill", 0),)), 0.0)
+    driven.scheduler.handle(ProcessReady(("prefill", 0), "cpu:scalar"), 0.0)
+    driven.run(driven.ask("1", "abcdef", most=4))
+    driven.run(driven.ask("2", "abcdefxxxx"))  # three x were computed by decode, one was only sampled
+    assert driven.finished()["2"].cached_tokens == 6
+    driven.run(driven.ask("3", "abcdefxxxx"))  # the second one's prompt was prefilled, except what it shared
+    assert driven.finished()["3"].cached_tokens == 9
 
 
 def test_nothing_that_an_unfinished_step_writes_is_shared() -> None:
@@ -540,7 +627,18 @@ def test_when_the_run_ends_all_are_told_and_nothing_is_taken_on_any_more() -> No
     assert finish(driven.scheduler, prefill) == []  # what comes of the step is nobody's any more
 
 
-def test_a_process_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_has_another_process() -> None:
+def test_the_workers_that_stay_go_on_as_soon_as_one_that_is_replaced_has_gone() -> None:
+    scheduler = make_scheduler()
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=9), 0.0))
+    scheduler.handle(Leaving(frozenset({("decode", 0)})), 0.5)
+    finish(scheduler, prefill)
+    assert Dismiss(("decode", 0)) in scheduler.handle(TokensSampled((65,)), 1.0)
+    assert scheduler.handle(Tick(), 1.1) == [], "its end would void a step"
+    (step,) = sent(scheduler.handle(EpochChanged(1, (("decode", 0),)), 1.2))
+    assert (participants_of(step), step.epoch) == ([("decode", 1)], 1)
+
+
+def test_a_process_is_dismissed_between_two_steps_and_nothing_is_sent_where_none_of_its_role_is_left() -> None:
     scheduler = make_scheduler()
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="abc", max_tokens=3), 0.0))
     assert scheduler.handle(Leaving(frozenset({("decode", 0), ("decode", 1)})), 0.5) == []
@@ -549,10 +647,10 @@ def test_a_process_is_dismissed_between_two_steps_and_nothing_is_sent_before_it_
     actions = scheduler.handle(TokensSampled((65,)), 1.0)
     assert [action.process for action in actions if isinstance(action, Dismiss)] == [("decode", 0), ("decode", 1)]
     assert sent(actions) == []
-    assert sent(scheduler.handle(ProcessReady(("decode", 0)), 2.0)) == []
-    assert scheduler.handle(EpochChanged(1, (("decode", 1),)), 2.0) == []
-    (step,) = sent(scheduler.handle(ProcessReady(("decode", 1)), 3.0))
-    assert step.epoch == 1
+    assert sent(scheduler.handle(EpochChanged(1, (("decode", 0),)), 2.0)) == []
+    assert sent(scheduler.handle(EpochChanged(2, (("decode", 1),)), 2.0)) == []
+    (step,) = sent(scheduler.handle(ProcessReady(("decode", 1), "cpu:avx2"), 3.0))
+    assert (step.epoch, participants_of(step)) == (2, [("decode", 1)])
 
 
 def test_an_idle_process_is_dismissed_at_once_and_only_once() -> None:

@@ -162,8 +162,6 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"participants": 0},
-        {"participant": 1},
         {"window_blocks": 0},
         {"partial_tokens": 0},
         {"partial_tokens": 1, "window_blocks": 1},
@@ -176,8 +174,6 @@ def test_the_engine_refuses_a_place_that_contradicts_itself(wrong: dict[str, int
         "sequences": 1,
         "max_tokens": 2,
         "logit_rows": 1,
-        "participants": 1,
-        "participant": 0,
         "window_blocks": m.layout.blocks,
         "partial_tokens": 2,
     }
@@ -195,7 +191,7 @@ def test_packages_requests_and_the_engine_agree_on_how_many_clusters_there_may_b
     assert MAX_CLUSTERS == lib.NP_REQUEST_CLUSTER_MASK + 1
     shape = native_shape(manifest(), 8, predicts=False)
     shape.layers = MAX_CLUSTERS // shape.clusters + 1
-    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "participants": 1, "window_blocks": 1}
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
     native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
     with pytest.raises(ValueError, match="refuses `clusters`"):
         create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
@@ -239,7 +235,7 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
     shape = native_shape(m, 8, predicts=False)
     for name, value in wrong.items():
         setattr(shape, name, value)
-    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "participants": 1, "window_blocks": 1}
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1}
     native = ffi.new("np_engine_config *", config | {"partial_tokens": 1})
     with pytest.raises(ValueError, match=f"refuses `{field}`"):
         create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, TakenSlot, common_tokens, longest_match
+from neuronpipe.services.coordinator.prefixes import (
+    FreeSlots,
+    Match,
+    Provenance,
+    SlotContent,
+    TakenSlot,
+    common_tokens,
+    longest_match,
+)
 from neuronpipe.services.worker.prefill import KeysValues
 
 texts = st.lists(st.integers(0, 2), max_size=12)  # few tokens, so that texts often begin alike
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+CPU = "cpu:avx2"
+
+
+def computed(tokens: list[int], numerics: str = CPU) -> SlotContent:
+    return SlotContent(tokens, Provenance([(len(tokens), numerics)] if tokens else []))
 
 
 def begin_alike(first: list[int], second: list[int]) -> int:
@@ -44,44 +61,71 @@ def test_a_slot_has_one_text_and_what_it_kept_are_that_texts_own_tokens(
     held: dict[int, list[int]] = {}
     for prompt, shares, length in story:
         if len(live) == count:
-            assert slots.take(prompt) is None
+            assert slots.take(prompt, CPU) is None
             slot, tokens = live.pop(0)
-            slots.give_back(slot, tokens[:length])
+            slots.give_back(slot, computed(tokens[:length]))
             held[slot] = tokens[:length]
-        place = slots.take(prompt, shares=shares)
+        place = slots.take(prompt, CPU, shares=shares)
         assert place is not None
         assert place.slot not in {slot for slot, _ in live}
         assert place.kept_tokens <= len(prompt) - 1
         assert held.get(place.slot, [])[: place.kept_tokens] == prompt[: place.kept_tokens]
         assert shares or place.kept_tokens == 0
         live.append((place.slot, prompt))
-        assert set(slots.contents) == set(range(count)) - {slot for slot, _ in live}
+        assert set(slots.shared_in(CPU)) == set(range(count)) - {slot for slot, _ in live}
 
 
 def test_a_text_goes_on_in_the_slot_that_holds_its_beginning() -> None:
     slots = FreeSlots(3)
-    slot, _ = slots.take([7])  # type: ignore[misc]
-    slots.give_back(slot, [1, 2, 3])
-    assert slots.take([1, 2, 3, 4]) == TakenSlot(slot, 3)
+    slot, _ = slots.take([7], CPU)  # type: ignore[misc]
+    slots.give_back(slot, computed([1, 2, 3]))
+    assert slots.take([1, 2, 3, 4], CPU) == TakenSlot(slot, 3)
 
 
 def test_a_long_text_is_not_given_up_for_the_few_tokens_that_another_shares_with_it() -> None:
     slots = FreeSlots(2)
-    long, _ = slots.take([7])  # type: ignore[misc]
-    slots.give_back(long, [1, 2, 3, 4, 5, 6, 7])
-    assert slots.take([1, 2, 3, 9]) == TakenSlot(1 - long, 0)
-    assert longest_match([1, 2, 3, 9], slots.contents) == Match(long, 3)
+    long, _ = slots.take([7], CPU)  # type: ignore[misc]
+    slots.give_back(long, computed([1, 2, 3, 4, 5, 6, 7]))
+    assert slots.take([1, 2, 3, 9], CPU) == TakenSlot(1 - long, 0)
+    assert longest_match([1, 2, 3, 9], slots.shared_in(CPU)) == Match(long, 3)
 
 
 def test_the_slot_used_least_recently_is_taken_first() -> None:
     slots = FreeSlots(3)
-    used = [slots.take([number]).slot for number in range(3)]  # type: ignore[union-attr]
+    used = [slots.take([number], CPU).slot for number in range(3)]  # type: ignore[union-attr]
     for slot in reversed(used):
-        slots.give_back(slot, [slot])
+        slots.give_back(slot, computed([slot]))
     slots.touch(used[2])
     slots.touch(99)
-    assert [slots.take([9]).slot for _ in range(3)] == [used[1], used[0], used[2]]  # type: ignore[union-attr]
-    assert slots.take([9]) is None
+    assert [slots.take([9], CPU).slot for _ in range(3)] == [used[1], used[0], used[2]]  # type: ignore[union-attr]
+    assert slots.take([9], CPU) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from("ab")), max_size=12))
+def test_who_computed_a_position_is_who_computed_it_last(steps: list[tuple[int, int, str]]) -> None:
+    """Each step goes back by so many positions and computes so many in one numerics."""
+    provenance, model = Provenance(), ""
+    for back, count, numerics in steps:
+        first = max(0, len(model) - back)
+        provenance.computed(first, first + count, numerics)
+        model = model[:first] + numerics * count
+    for numerics in "ab":
+        assert provenance.tokens_of(numerics) == len(model) - len(model.lstrip(numerics))
+    ends = [end for end, _ in provenance.runs]
+    assert ends == sorted(set(ends))
+    assert all(one[1] != other[1] for one, other in itertools.pairwise(provenance.runs))
+
+
+def test_only_what_was_computed_in_the_same_numerics_from_the_start_on_is_kept_or_shared() -> None:
+    slots = FreeSlots(1)
+    slot, _ = slots.take([7], CPU)  # type: ignore[misc]
+    content = SlotContent([1, 2, 3, 4, 5], Provenance([(2, CPU), (5, "onnx")]))
+    slots.give_back(slot, content)
+    assert slots.shared_in(CPU) == {slot: [1, 2]}
+    assert slots.shared_in("onnx") == {slot: []}
+    assert slots.take([1, 2, 3, 4, 9], CPU) == TakenSlot(slot, 2)
+    slots.give_back(slot, content)
+    assert slots.take([1, 2, 3, 4, 9], "onnx") == TakenSlot(slot, 0)
 
 
 def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else() -> None:

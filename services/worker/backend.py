@@ -1,0 +1,115 @@
+"""Who computes a process's share of steps: the interface, and the backends there are by name.
+
+A plan names a backend for each worker process as NAME or NAME:OPTIONS, the options in the backend's own words. The
+process makes it, asks whether it can compute this model, loads it once the weights are there, and calls `compute` for
+every step.
+
+`numerics` names a backend's arithmetic. Two backends with the same numerics compute the same bits, whatever the batch,
+the memory and who else takes part; with different numerics they agree within stated tolerances
+(launch/conformance/agreement.py). What one computed may stand for what another would have computed only where both have
+the same numerics: the coordinator keeps them with keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from array import array
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.job import Job
+from neuronpipe.services.memory import RunMemory
+
+Phase = Literal["decode", "prefill"]
+
+BACKENDS = {"cpu": "neuronpipe.services.worker.cpu:CpuBackend"}
+"""The class of each backend: called with its options, a text."""
+
+
+class Abandoned(Exception):
+    """The epoch changed: leave the step, its inputs are still there."""
+
+
+class Damaged(Exception):
+    """A cluster that the step needs cannot be read; the text names it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """One step as one participant gets it: the fields of np_step in native/neuronpipe.h.
+
+    sequences, positions, tokens: the KV slot, position and id of each token
+    logits_first, logits_count: whose logits are wanted; they go into logit rows 0..
+    participants, participant: how many compute the step, and which of them this is
+    first_block, end_block: whose neurons are this participant's, in every layer
+    sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
+    """
+
+    number: int
+    epoch: int
+    sequences: Sequence[int]
+    positions: Sequence[int]
+    tokens: Sequence[int]
+    logits_first: int
+    logits_count: int
+    first_block: int
+    end_block: int
+    participants: int = 1
+    participant: int = 0
+    sharers: int = 1
+    sharer: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a backend finds what it computes with.
+
+    job: the package, the plan and the process
+    memory: the run's segments
+    activity: uint32 [layers][blocks * block_neurons], for who wants to know which neurons fire: counts how often a
+        neuron's value was other than zero. One thread counts, so it is for a process with one participant
+    """
+
+    job: Job
+    memory: RunMemory
+    activity: array[int] | None = None
+
+
+class Backend(Protocol):
+    """One process's means to compute. One thread uses it."""
+
+    @property
+    def numerics(self) -> str:
+        """The name of its arithmetic."""
+
+    def supports(self, model: ModelSpec, phase: Phase) -> str | None:
+        """Why it cannot compute steps of this phase for this model, in words; None: it can."""
+
+    def load(self, placement: Placement) -> None:
+        """Get ready. The fixed tensors are in memory by now."""
+
+    def compute(self, work: StepWork) -> dict[str, float]:
+        """This process's share of a step, and its counters. Raises Abandoned, Damaged, and ValueError for arguments
+        out of range."""
+
+    def close(self) -> None:
+        """Let go of everything, before the segments are unmapped."""
+
+
+def create_backend(text: str) -> Backend:
+    """The backend that a plan names: NAME or NAME:OPTIONS. Raises UserError."""
+    name, _, options = text.partition(":")
+    if name not in BACKENDS:
+        raise UserError(f"backend {text!r}: the backends are {', '.join(BACKENDS)}")
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), cls)(options)
+    return backend
+
+
+def require(backend: Backend, model: ModelSpec, phase: Phase, where: str) -> None:
+    """Raises UserError when it cannot compute these steps; `where` names it."""
+    if (why := backend.supports(model, phase)) is not None:
+        raise UserError(f"{where}: {why}")
