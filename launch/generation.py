@@ -13,13 +13,12 @@ from typing import Any, Self
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import Elapsed
-from neuronpipe.launch.sampling import add_sampling_arguments, sampling_options
+from neuronpipe.launch.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
-from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.protocol.messages.request import RANGES, Generate
 
-MAX_TOKENS = 1 << 24
 MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
@@ -45,8 +44,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
-    if not 1 <= arguments.max_tokens <= MAX_TOKENS:
-        raise UserError(f"--max-tokens {arguments.max_tokens}: between 1 and {MAX_TOKENS:,}")
+    check_range("max_tokens", arguments.max_tokens, RANGES["max_tokens"])
     if arguments.logprobs is not None and not arguments.json:
         raise UserError("--logprobs: only with --json, which has a place for them")
     options = sampling_options(arguments)

@@ -1,4 +1,5 @@
-"""The arguments of `run` and `ask` that say how tokens are drawn."""
+"""The arguments of `run` and `ask` that say how tokens are sampled. `Generate` declares most of them: their names,
+defaults, ranges and help."""
 
 from __future__ import annotations
 
@@ -8,61 +9,19 @@ from typing import Any
 
 from neuronpipe.launch.formats import parse_text
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.request import Bias
+from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, SAMPLING_OPTIONS, Bias
+from neuronpipe.protocol.options import Option, Range
 
-DEFAULT_TEMPERATURE = 0.8
-DEFAULT_TOP_P = 0.95
-MAX_TOP_K = (1 << 31) - 1
-MAX_SEED = (1 << 63) - 1
-MAX_BIAS = 100
+DEFAULTS = {"temperature": 0.8, "top_p": 0.95}  # where `Generate` has others
+SEEDS = Range(0, (1 << 63) - 1)
 MAX_SCHEMA_CHARACTERS = 1 << 20
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Temperature, cuts, penalties, biases, the form of the answer."""
+    for option in SAMPLING_OPTIONS:
+        _add(parser, option)
     add = parser.add_argument
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help=f"0: always the likeliest token (default: {DEFAULT_TEMPERATURE}; 0 with --json)",
-    )
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: all)")
-    add(
-        "--top-p",
-        type=float,
-        default=DEFAULT_TOP_P,
-        metavar="P",
-        help="draw from the likeliest tokens that make up P (default: %(default)s)",
-    )
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="draw from tokens at least P times as likely as the likeliest (default: all)",
-    )
-    add(
-        "--repeat-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="make tokens of the text less likely: positive logits are divided by X (default: 1, off)",
-    )
-    add(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="take X off a token's logit for each time it was generated (default: 0, off)",
-    )
-    add(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="take X off the logit of a token that was generated (default: 0, off)",
-    )
     add(
         "--logit-bias",
         action="append",
@@ -76,45 +35,50 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|TEXT",
         help="the answer is JSON of this schema; 'json' for any object",
     )
-    add("--ignore-end", action="store_true", help="never draw an end token")
     add("--logprobs", type=int, metavar="N", help="with --json: log probabilities, and the N likeliest of each place")
-    add("--seed", type=int, default=0, help="of the draws; the same seed gives the same text (default: %(default)s)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: %(default)s)")
+
+
+def _add(parser: argparse.ArgumentParser, option: Option) -> None:
+    """The argument of one option."""
+    flag, meaning = _flag(option.name), option.meaning.replace("%", "%%")
+    if option.kind is bool:
+        parser.add_argument(flag, action="store_true", help=meaning)
+        return
+    default: float | None = DEFAULTS.get(option.name, option.default)
+    shown = f"{default:g}"
+    if option.name == "temperature":  # its default is known when --json is
+        default, shown = None, f"{shown}; 0 with --json"
+    metavar = "N" if option.kind is int else "X"
+    parser.add_argument(flag, type=option.kind, default=default, metavar=metavar, help=f"{meaning} (default: {shown})")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of `Generate`. Raises UserError when a value is out of range."""
-    temperature = arguments.temperature
-    if temperature is None:
-        temperature = 0.0 if arguments.json else DEFAULT_TEMPERATURE
-    for name, value, least, most in (
-        ("--temperature", temperature, 0, 100),
-        ("--top-k", arguments.top_k, 0, MAX_TOP_K),
-        ("--top-p", arguments.top_p, 0, 1),
-        ("--min-p", arguments.min_p, 0, 1),
-        ("--repeat-penalty", arguments.repeat_penalty, 0.01, 100),
-        ("--frequency-penalty", arguments.frequency_penalty, -100, 100),
-        ("--presence-penalty", arguments.presence_penalty, -100, 100),
-        ("--logprobs", arguments.logprobs or 0, 0, 20),
-        ("--seed", arguments.seed, 0, MAX_SEED),
-    ):
-        if not least <= value <= most:
-            raise UserError(f"{name} {value}: between {least} and {most}")
-    if arguments.top_p == 0:
-        raise UserError("--top-p 0: above 0, up to 1")
+    options = {option.name: getattr(arguments, option.name) for option in SAMPLING_OPTIONS}
+    if options["temperature"] is None:
+        options["temperature"] = 0.0 if arguments.json else DEFAULTS["temperature"]
+    for name, value in {**options, "logprobs": arguments.logprobs}.items():
+        if name in RANGES and value is not None:
+            check_range(name, value, RANGES[name])
+    check_range("seed", arguments.seed, SEEDS)
     return {
-        "temperature": temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "min_p": arguments.min_p,
-        "repetition_penalty": arguments.repeat_penalty,
-        "frequency_penalty": arguments.frequency_penalty,
-        "presence_penalty": arguments.presence_penalty,
+        **options,
         "logit_bias": tuple(map(_bias, arguments.logit_bias)),
         "grammar": None if arguments.json_schema is None else _schema(arguments.json_schema),
-        "ignore_end": arguments.ignore_end,
         "logprobs": arguments.logprobs,
         "seed": arguments.seed,
     }
+
+
+def check_range(name: str, value: float, allowed: Range) -> None:
+    """Raises UserError that names the option when the value is out of range."""
+    if value not in allowed:
+        raise UserError(f"{_flag(name)} {value}: {allowed}")
 
 
 def _bias(text: str) -> Bias:

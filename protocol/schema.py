@@ -7,6 +7,7 @@ What a field may hold is read once per class from its annotation and turned into
     Literal[...]                   one of the values
     tuple[T, ...]                  array of T
     dict[str, T]                   map
+    Annotated[T, ...]              T; what else it says is for protocol/options.py
     a dataclass                    map of its fields; fields that do not go together are a ValueError of __post_init__
 
 Messages are read patiently: a newer peer may send fields that are not known here. Files are read strictly: unknown and
@@ -16,8 +17,10 @@ plans/package/fields.py reads what somebody else laid out, field by field.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -74,6 +77,19 @@ def describe(annotation: object) -> str:
     if origin is types.UnionType:
         return f"{describe(present(annotation))} or nil"
     return getattr(annotation, "__name__", str(annotation))
+
+
+def documented(cls: Any) -> tuple[str, dict[str, str]]:
+    """The description of a dataclass and of each of its fields, from its docstring."""
+    text = inspect.getdoc(cls) or ""
+    description, _, rest = text.partition("\n\n")
+    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", rest, re.MULTILINE)
+    return one_line(description), {name: one_line(meaning) for name, meaning in entries}
+
+
+def one_line(text: str) -> str:
+    """The text with single spaces for its line ends and indents."""
+    return " ".join(text.split())
 
 
 def present(annotation: object) -> object:

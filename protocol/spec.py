@@ -19,7 +19,8 @@ from neuronpipe.protocol import codec, layouts, links, residency, run_directory,
 from neuronpipe.protocol.codec import MAGIC, VERSION, Message, Vocabulary
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY, BOARD_WORDS
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
-from neuronpipe.protocol.schema import describe
+from neuronpipe.protocol.options import ranges_of
+from neuronpipe.protocol.schema import describe, documented, one_line
 
 PATH = Path(__file__).parent / "SPEC.md"
 FILES: tuple[ModuleType, ...] = (lifecycle, worker, outcome, loader, cache, request, client, event, snapshot)
@@ -37,14 +38,6 @@ def messages_in(module: ModuleType) -> list[type[Message]]:
 def all_messages() -> list[type[Message]]:
     """Every message class, those nested in others included."""
     return [one for module in FILES for one in messages_in(module)]
-
-
-def documented(cls: type[Message]) -> tuple[str, dict[str, str]]:
-    """The description of a message and of each of its fields, from its docstring."""
-    text = inspect.getdoc(cls) or ""
-    description, _, rest = text.partition("\n\n")
-    entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", rest, re.MULTILINE)
-    return _one_line(description), {name: _one_line(meaning) for name, meaning in entries}
 
 
 def render(text: str) -> str:
@@ -95,18 +88,19 @@ def _links() -> str:
 def _messages() -> str:
     parts = []
     for module in FILES:
-        parts.append(f"### {_one_line((module.__doc__ or '').partition('.')[0])}\n")
+        parts.append(f"### {one_line((module.__doc__ or '').partition('.')[0])}\n")
         parts += [_message(cls) for cls in messages_in(module)]
     return "\n".join(parts)
 
 
 def _message(cls: type[Message]) -> str:
     description, meanings = documented(cls)
-    hints = get_type_hints(cls)
+    hints, ranges = get_type_hints(cls), ranges_of(cls)
     rows = []
     for field in fields(cls):  # type: ignore[arg-type]
         default = "" if field.default is MISSING else f"`{_literal(field.default)}`"
-        rows.append((f"`{field.name}`", describe(hints[field.name]), default, meanings.get(field.name, "")))
+        kind = describe(hints[field.name]) + (f", {ranges[field.name]}" if field.name in ranges else "")
+        rows.append((f"`{field.name}`", kind, default, meanings.get(field.name, "")))
     table = "\n" + _table(("field", "type", "default", "meaning"), rows) if rows else ""
     return f"#### {cls.__name__}\n\n{description}\n{table}"
 
@@ -137,7 +131,7 @@ def _segments() -> str:
             )
             for one in layout.fields
         ]
-        parts.append(f"#### {layout.name}, kind {layout.kind}\n\n{_one_line(inspect.getdoc(make) or '')}\n")
+        parts.append(f"#### {layout.name}, kind {layout.kind}\n\n{one_line(inspect.getdoc(make) or '')}\n")
         parts.append(_table(("field", "type", "shape", "written by", "read by", "ordering"), rows))
     return "\n".join(parts)
 
@@ -193,10 +187,6 @@ def _literal(default: object) -> str:
     if isinstance(default, str):
         return f'"{default}"'
     return plain[default] if type(default) in (bool, tuple, type(None)) else str(default)  # type: ignore[index]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from neuronpipe.protocol.codec import Message, message
+from neuronpipe.protocol.options import PENALTY, SAMPLING, Range, ranges_of, sampling_options_of
+
+MAX_TOKENS = 1 << 24
+MAX_BIAS = 100
 
 
 @message
@@ -12,11 +16,11 @@ class Bias(Message):
     """What is added to the logit of one token, in `Generate`.
 
     token: its id
-    bias: -100 to 100; -100 bans it
+    bias: -100 bans it
     """
 
     token: int
-    bias: float
+    bias: Annotated[float, Range(-MAX_BIAS, MAX_BIAS)]
 
 
 @message
@@ -28,18 +32,19 @@ class Generate(Message):
     tokens: the text as token ids, used as they are: no begin token is added
     frame: whether the tokenizer adds its begin and end tokens to the prompt; chat templates write them themselves
     max_tokens: most tokens to generate
-    temperature: 0 takes the most likely token
-    top_k: sample from the k most likely tokens; 0: from all
+    temperature: divides the logits; 0: always the most likely token
+    top_k: sample from this many most likely tokens; 0: from all
     top_p: sample from the smallest set of tokens whose probability reaches this; 1: from all
     min_p: sample from tokens at least this fraction as likely as the most likely one, at this temperature; 0: from all
-    repetition_penalty: for tokens of the prompt or the answer, positive logits are divided by it, others multiplied
+    repetition_penalty: for tokens of the prompt or the answer, positive logits are divided by it, others multiplied;
+        1: off
     frequency_penalty: subtracted from a token's logit for each time that it occurs in the answer
     presence_penalty: subtracted from a token's logit if it occurs in the answer
     logit_bias: added to the logits of these tokens, after the penalties
-    ignore_end: whether end tokens are never sampled
+    ignore_end: never sample an end token
     grammar: the form of the answer: "json" for any JSON object, or a JSON schema. Only tokens that can continue it are
         sampled, end tokens only where it may end; where nothing can follow, the answer ends with reason "end"
-    logprobs: how many of the most likely tokens to report with each token, up to 20, with logarithms of probabilities;
+    logprobs: how many of the most likely tokens to report with each token, with logarithms of probabilities;
         0: the token itself only; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
@@ -51,18 +56,18 @@ class Generate(Message):
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
     frame: bool = True
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    max_tokens: Annotated[int, Range(1, MAX_TOKENS)] = 128
+    temperature: Annotated[float, SAMPLING, Range(0, 100)] = 0.0
+    top_k: Annotated[int, SAMPLING, Range(0, (1 << 31) - 1)] = 0
+    top_p: Annotated[float, SAMPLING, Range(0, 1, above=True)] = 1.0
+    min_p: Annotated[float, SAMPLING, Range(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, PENALTY, Range(0.01, 100)] = 1.0
+    frequency_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
+    presence_penalty: Annotated[float, PENALTY, Range(-100, 100)] = 0.0
     logit_bias: tuple[Bias, ...] = ()
-    ignore_end: bool = False
+    ignore_end: Annotated[bool, SAMPLING] = False
     grammar: str | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Range(0, 20)] = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     share_prefix: bool = True
@@ -70,6 +75,10 @@ class Generate(Message):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):
             raise ValueError("prompt, tokens: expected exactly one of the two")
+
+
+RANGES = ranges_of(Generate)
+SAMPLING_OPTIONS = sampling_options_of(Generate)
 
 
 @message

@@ -6,13 +6,11 @@ import dataclasses
 from typing import Literal
 
 from neuronpipe.protocol.messages.client import RefusalCode, Refused
-from neuronpipe.protocol.messages.request import Bias, Generate, Score
+from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 
 QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
-MAX_LOGPROBS = 20
-MAX_BIAS = MAX_PENALTY = 100.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,19 +57,10 @@ class Admission:
 
     def _check_options(self, ask: Generate) -> None:
         """How the text is to be sampled."""
-        for name, good in (
-            ("max_tokens", ask.max_tokens >= 1),
-            ("temperature", 0 <= ask.temperature <= 100),
-            ("top_k", 0 <= ask.top_k < 2**31),
-            ("top_p", 0 < ask.top_p <= 1),
-            ("min_p", 0 <= ask.min_p <= 1),
-            ("repetition_penalty", 1 / MAX_PENALTY <= ask.repetition_penalty <= MAX_PENALTY),
-            ("frequency_penalty", abs(ask.frequency_penalty) <= MAX_PENALTY),
-            ("presence_penalty", abs(ask.presence_penalty) <= MAX_PENALTY),
-            ("logprobs", ask.logprobs is None or 0 <= ask.logprobs <= MAX_LOGPROBS),
-        ):
-            if not good:
-                raise _Refusal("bad_request", f"{name} is out of range: {getattr(ask, name)}")
+        for name, allowed in RANGES.items():
+            value = getattr(ask, name)
+            if value is not None and value not in allowed:
+                raise _Refusal("bad_request", f"{name} is out of range: {value}; it must be {allowed}")
         self._check_biases(ask.logit_bias)
         if ask.grammar is not None:
             try:

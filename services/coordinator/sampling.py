@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS
 from neuronpipe.services.coordinator.events import Logprobs, SampleRow, TokensSampled
+
+# Each has a field of its name in np_sampling; end tokens to ignore are among the biases.
+_NATIVE = [option.name for option in SAMPLING_OPTIONS if option.name != "ignore_end"]
 
 
 class Sampler:
@@ -41,9 +45,8 @@ class Sampler:
     def _options(self, row: SampleRow) -> list[Any]:
         """Put a row's options into `_how`; returns the arrays that it points to."""
         ask, how = row.ask, self._how
-        how.temperature, how.top_k, how.top_p, how.min_p = ask.temperature, ask.top_k, ask.top_p, ask.min_p
-        how.repetition_penalty = ask.repetition_penalty
-        how.frequency_penalty, how.presence_penalty = ask.frequency_penalty, ask.presence_penalty
+        for name in _NATIVE:
+            setattr(how, name, getattr(ask, name))
         how.text_tokens, how.prompt_tokens, how.biased_count, how.allowed = 0, 0, 0, ffi.NULL
         keep = []
         if row.text:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.messages.request import Bias, Generate
+from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Generate
 from neuronpipe.services.gateway.access import AccessControl, respond
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
@@ -23,7 +23,7 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
-from neuronpipe.services.gateway.requests import MAX_TEXTS, MAX_TOKENS, ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.requests import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -118,19 +118,12 @@ class Gateway:
                 tokens=None if isinstance(prompt, str) else tuple(prompt),
                 frame=frame,
                 max_tokens=max_tokens,
-                temperature=body.temperature,
-                top_k=max(0, body.top_k),
-                top_p=body.top_p,
                 seed=(seed + number) % (1 << 63),
-                min_p=body.min_p,
-                repetition_penalty=body.repetition_penalty,
-                frequency_penalty=body.frequency_penalty,
-                presence_penalty=body.presence_penalty,
                 logit_bias=biases,
-                ignore_end=body.ignore_eos,
                 grammar=grammar,
                 logprobs=body.rated,
                 stop=body.stops,
+                **body.options,
             )
             for prompt in prompts
             for number in range(body.n)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
+from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, SAMPLING_OPTIONS
+from neuronpipe.protocol.options import Option
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -19,6 +21,7 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -27,10 +30,12 @@ MAX_STOPS = 16
 MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_TEXTS = 1024
-MAX_TOKENS = 1 << 24
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = int(RANGES["logprobs"].most)
 MAX_BIASES = 4096
 OFF = -1
+NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
+DEFAULTS = {"temperature": 1.0}  # OpenAI's
+OFF_TOO = {"top_k"}  # where -1 counts as 0, as on other servers
 IGNORED = "accepted, and without effect"
 NOT_SERVED = "not_served"
 
@@ -72,7 +77,6 @@ Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
     _one_of("expected a text, or a list of texts", _text_or(TEXTS)),
 ]
-Penalty = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[
@@ -133,27 +137,33 @@ class SchemaFormat(Body):
     json_schema: JsonSchema
 
 
-class Sampling(Body):
+def _field(option: Option) -> tuple[Any, Any]:
+    """An option as a field of a body: its type, and its default, range and meaning."""
+    meaning, limits = option.meaning, dict[str, Any]()
+    if option.range is not None:
+        limits = {"gt" if option.range.above else "ge": option.range.least, "le": option.range.most}
+    if option.name in OFF_TOO:
+        meaning, limits = f"{meaning}; {OFF} counts as 0", limits | {"ge": OFF}
+    default = DEFAULTS.get(option.name, option.default)
+    return option.kind, Field(default, alias=NAMES.get(option.name), description=meaning, **limits)
+
+
+if TYPE_CHECKING:  # which fields these are is only known when this runs
+    SamplingOptions = Body
+else:
+    SamplingOptions = create_model(
+        "SamplingOptions", __base__=Body, **{option.name: _field(option) for option in SAMPLING_OPTIONS}
+    )
+
+
+class Sampling(SamplingOptions):
     """What chat and plain completions share."""
 
     model: str | None = Field(None, description="name of the model; the one that is served when not given")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="texts per prompt; with a seed, text i is drawn with seed + i")
-    temperature: float = Field(1.0, ge=0, le=100, description="0 takes the most likely token")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens that make up this probability")
-    top_k: int = Field(0, ge=OFF, lt=1 << 31, description="draw from this many likeliest tokens; 0 or -1: from all")
-    min_p: float = Field(0.0, ge=0, le=1, description="draw from tokens this fraction as likely as the likeliest")
-    repetition_penalty: float = Field(
-        1.0,
-        ge=0.01,
-        le=100,
-        description="positive logits of tokens of prompt or answer are divided, others multiplied",
-    )
-    frequency_penalty: Penalty = Field(0.0, description="off a token's logit for each time it stands in the answer")
-    presence_penalty: Penalty = Field(0.0, description="off a token's logit if it stands in the answer")
-    logit_bias: dict[TokenKey, Penalty] = Field(
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="texts per prompt; with a seed, text i uses seed + i")
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
         default={}, max_length=MAX_BIASES, description="token id to what is added to its logit; -100 bans it"
     )
-    ignore_eos: bool = Field(False, description="never draw an end token")
     response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
         None, description="what the answer is to be"
     )
@@ -176,6 +186,12 @@ class Sampling(Body):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream")
         return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The sampling options, as `Generate` has them."""
+        values = {option.name: getattr(self, option.name) for option in SAMPLING_OPTIONS}
+        return values | {name: 0 for name in OFF_TOO if values[name] == OFF}
 
     @property
     def grammar(self) -> str | None:

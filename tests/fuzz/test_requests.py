@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, Refused
-from neuronpipe.protocol.messages.request import Bias, Generate
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Bias, Generate
+from neuronpipe.protocol.options import Option
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 from neuronpipe.services.coordinator.events import (
@@ -63,28 +64,26 @@ anything = {
     "request": st.text(max_size=4),
     "prompt": st.text(min_size=1, max_size=6),
     "max_tokens": st.integers(-1, 6),
-    "temperature": any_float,
-    "top_k": any_int,
-    "top_p": any_float,
-    "min_p": any_float,
-    "repetition_penalty": any_float,
-    "frequency_penalty": any_float,
-    "presence_penalty": any_float,
+    **{option.name: {float: any_float, int: any_int, bool: st.booleans()}[option.kind] for option in SAMPLING_OPTIONS},
     "logit_bias": st.lists(st.builds(Bias, token=any_int, bias=any_float), max_size=3).map(tuple),
-    "ignore_end": st.booleans(),
     "grammar": grammars,
     "logprobs": st.none() | any_int,
     "seed": any_int,
     "stop": st.lists(st.text(max_size=2), max_size=2).map(tuple),
 }
+
+
+def allowed(option: Option) -> st.SearchStrategy[float]:
+    """Values of an option's whole range; often its default."""
+    if option.range is None:
+        return st.booleans()
+    least, most, above = option.range.least, option.range.most, option.range.above
+    inside = st.floats(least, most, exclude_min=above) if option.kind is float else st.integers(int(least), int(most))
+    return st.just(option.default) | inside
+
+
 plain = {
-    "temperature": st.sampled_from([0.0, 0.7]),
-    "top_k": st.integers(0, 50),
-    "top_p": st.just(0.9),
-    "min_p": st.sampled_from([0.0, 0.1]),
-    "repetition_penalty": st.sampled_from([1.0, 1.1]),
-    "frequency_penalty": st.sampled_from([0.0, -0.1]),
-    "presence_penalty": st.just(0.0),
+    **{option.name: allowed(option) for option in SAMPLING_OPTIONS},
     "logprobs": st.none() | st.integers(0, 20),
     "grammar": st.none() | schemas.map(json.dumps),
 }

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import pytest
+from neuronpipe.protocol.messages.request import MAX_TOKENS
 from neuronpipe.services.gateway.bodies import parse_body
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import (
     MAX_CHOICES,
     MAX_PROMPTS,
-    MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
     Sampling,

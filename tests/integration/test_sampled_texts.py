@@ -1,4 +1,4 @@
-"""How tokens are drawn, through real processes: penalties, biases, log probabilities, answers that follow a schema."""
+"""How tokens are sampled, in real processes: penalties, biases, log probabilities, answers that follow a schema."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_options_that_are_off_say_what_no_options_say(run: Run, plain: dict[str,
     assert run.ask(PROMPT, 24, **off)["token_ids"] == plain["token_ids"]
 
 
-def test_a_banned_token_is_never_drawn_and_a_favoured_one_always(run: Run, plain: dict[str, Any]) -> None:
+def test_a_banned_token_is_never_sampled_and_a_favoured_one_always(run: Run, plain: dict[str, Any]) -> None:
     token = plain["token_ids"][0]
     assert token not in run.ask(PROMPT, 24, logit_bias=(Bias(token=token, bias=-100),))["token_ids"]
     assert set(run.ask(PROMPT, 6, logit_bias=(Bias(token=token, bias=100),))["token_ids"]) == {token}
@@ -68,7 +68,7 @@ def test_a_penalty_that_is_high_enough_lets_no_token_come_twice(run: Run, penalt
     assert len(set(tokens)) == len(tokens)
 
 
-def test_an_end_token_ends_the_text_unless_it_is_not_to_be_drawn(run: Run) -> None:
+def test_an_end_token_ends_the_text_unless_it_is_to_be_ignored(run: Run) -> None:
     favoured = {"logit_bias": (Bias(token=END, bias=100),)}
     assert run.ask(PROMPT, 5, **favoured)["reason"] == "end"
     going_on = run.ask(PROMPT, 5, **favoured, ignore_end=True)
@@ -157,7 +157,7 @@ def test_an_answer_in_a_schema_goes_on_with_the_same_tokens_after_a_kill(run: Ru
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_drawn_is_refused_in_one_line(run: Run, options: dict[str, Any], reason: str) -> None:
+def test_what_cannot_be_sampled_is_refused_in_one_line(run: Run, options: dict[str, Any], reason: str) -> None:
     with attach(run.path) as client, pytest.raises(UserError, match=reason) as caught:
         list(client.request(Generate(request="r", prompt=PROMPT, **options)))
     assert "\n" not in str(caught.value)
@@ -170,10 +170,10 @@ def test_the_command_line_has_the_same_options(run: Run, long_shell: Shell, tmp_
     answer = long_shell.json(*where, "-n", "400", "--json-schema", tmp_path / "people.json", "--logprobs", "2")
     check_people(answer["text"])
     assert [len(token["top"]) for token in answer["logprobs"]] == [2] * answer["tokens"]
-    drawn = ("-n", "12", "--temperature", "1", "--seed", "3", "--top-p", "1")
-    options = ("--min-p", "0.2", "--repeat-penalty", "1.3", "--frequency-penalty", "0.2", "--presence-penalty", "-0.1")
-    said = long_shell.json(*where, *drawn, *options, "--logit-bias", "91=-100", "--ignore-end")["token_ids"]
+    sampled = ("-n", "12", "--temperature", "1", "--seed", "3", "--top-p", "1")
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.1}
+    options = ["--min-p=0.2", *(f"--{name.replace('_', '-')}={value}" for name, value in penalties.items())]
+    said = long_shell.json(*where, *sampled, *options, "--logit-bias", "91=-100", "--ignore-end")["token_ids"]
     bias = {"logit_bias": (Bias(token=91, bias=-100),), "ignore_end": True}
     assert said == run.ask("people = ", 12, temperature=1.0, seed=3, min_p=0.2, **penalties, **bias)["token_ids"]
     for wrong in (("--json-schema", "/nowhere"), ("--logit-bias", "a=1"), ("--logprobs", "1"), ("--min-p", "2")):
