@@ -24,7 +24,7 @@ enum {
     NP_E_CHECKSUM = -5, /* bytes read do not match their checksum */
     NP_E_DAMAGED = -6,  /* a cluster that the step needs is marked failed */
     NP_E_MEMORY = -7,   /* out of memory */
-    NP_E_BANNED = -8    /* no token may be drawn */
+    NP_E_BANNED = -8    /* no token may be sampled */
 };
 
 /* ---- weights ------------------------------------------------------------------------------------------- */
@@ -109,7 +109,7 @@ void np_add(const float *x, size_t n, float *y);
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
 
 /* ---- sampling (kernels/sample.c) ------------------------------------------------------------------------ */
-/* How one token is drawn. Applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. A logit that a
+/* How one token is sampled. Applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. A logit that a
  * penalty of 1 or 0, no bias and allowed = NULL leave as it is has the same bits as without them. */
 typedef struct {
     float temperature;              /* <= 0: greedy, the lowest id among equals */
@@ -125,12 +125,12 @@ typedef struct {
     const int32_t *biased;          /* ids whose logits get `biases` added; -INFINITY bans one */
     const float *biases;
     size_t biased_count;
-    const uint8_t *allowed;         /* NULL, or n bits: id may be drawn when bit id % 8 of byte id / 8 is set */
+    const uint8_t *allowed;         /* NULL, or n bits: id may be sampled when bit id % 8 of byte id / 8 is set */
 } np_sampling;
-/* The id drawn with `uniform` in [0, 1). NP_E_ARGUMENT when a logit is NaN, n is 0, or an id or option is out of range;
+/* The id sampled with `uniform` in [0, 1). NP_E_ARGUMENT when a logit is NaN, n is 0, or an id or option is out of range;
  * NP_E_BANNED when biases and allowed leave nothing. scratch: 3*n words of 4 bytes. */
 int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double uniform, int32_t *scratch);
-/* The uniform number of (seed, counter): counter-based, so that a repeated step draws the same number. */
+/* The uniform number of (seed, counter): counter-based, so that a repeated step gets the same number. */
 double np_uniform(uint64_t seed, uint64_t counter);
 /* The `count` <= n greatest logits' ids, greatest first, lowest id among equals. For small counts: n times count at worst. */
 void np_greatest(const float *logits, size_t n, size_t count, int32_t *ids);
@@ -288,7 +288,7 @@ enum {
     NP_SPAN_EVICT = 12,  /* cache: value: slots freed */
     NP_SPAN_SEND = 13,   /* coordinator: handing out a step; value: participants */
     NP_SPAN_AWAIT = 14,  /* coordinator: until the last answer; value: tokens */
-    NP_SPAN_SAMPLE = 15, /* coordinator: value: tokens drawn */
+    NP_SPAN_SAMPLE = 15, /* coordinator: value: tokens sampled */
     NP_SPAN_TELL = 16    /* coordinator: between a step's logits and the next step; value: messages to clients */
 };
 uint64_t np_trace_now(void);

@@ -45,7 +45,7 @@ KINDS = (
     Kind(12, "evict", "cache", "taking slots from clusters", "slots freed"),
     Kind(13, "send", "coordinator", "handing out a step", "participants"),
     Kind(14, "await", "coordinator", "from the last message sent to the last answer", "tokens"),
-    Kind(15, "sample", "coordinator", "reading logits and drawing tokens", "tokens"),
+    Kind(15, "sample", "coordinator", "reading logits and sampling tokens", "tokens"),
     Kind(16, "tell", "coordinator", "all work between a step's logits and the next step: text, clients", "messages"),
 )
 """In the order of their numbers."""

@@ -32,12 +32,12 @@ static double weight_of(float logit, float greatest, float temperature) {
     return logit == greatest ? 1.0 : np_exponential((logit - greatest) / temperature);
 }
 
-/* 0 for what is too unlikely to be drawn. A loop that knows that floor is 0 does without the comparison. */
+/* 0 for what is too unlikely to be sampled. A loop that knows that floor is 0 does without the comparison. */
 static double floored(double weight, double floor) { return floor > 0.0 && weight < floor ? 0.0 : weight; }
 
 /* The first of `ids` (NULL: 0, 1, 2...) at which the running sum of weights exceeds `target`. There is one, since target is less
  * than the whole sum, which was added up in the same order. */
-static int32_t draw(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double floor,
+static int32_t pick(const float *logits, const int32_t *ids, size_t count, float greatest, float temperature, double floor,
                     double target) {
     double sum = 0.0;
     int32_t id = 0;
@@ -93,7 +93,7 @@ static void forbid(const uint8_t *allowed, size_t n, float *logits) {
     }
 }
 
-/* The logits to draw from: as they are, or a copy behind scratch[2*n]; NULL when one is NaN that the copy may not show. */
+/* The logits to sample from: as they are, or a copy behind scratch[2*n]; NULL when one is NaN that the copy may not show. */
 static const float *adjusted(const float *logits, size_t n, const np_sampling *how, int32_t *scratch) {
     const int penalties = has_penalty(how);
     if (!penalties && !how->biased_count && !how->allowed) return logits;
@@ -153,7 +153,7 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
     if (most == n) {
         const double least = top_p >= 1.0f ? floor : 0.0;
         for (size_t i = 0; i < n; i++) total += floored(weight_of(from[i], greatest, temperature), least);
-        if (top_p >= 1.0f) return draw(from, NULL, n, greatest, temperature, floor, uniform * total);
+        if (top_p >= 1.0f) return pick(from, NULL, n, greatest, temperature, floor, uniform * total);
     }
     /* A heap gives the candidates in order at log n each: few are needed, and sorting all would cost more than the softmax. */
     int32_t *heap = scratch, *kept = scratch + n;
@@ -166,7 +166,7 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
             total += weight_of(from[kept[count]], greatest, temperature);
         }
     }
-    double sum = 0.0, reached = 0.0; /* of what may be drawn; of what top_p counts, the unlikely included */
+    double sum = 0.0, reached = 0.0; /* of what may be sampled; of what top_p counts, the unlikely included */
     size_t cut = 0;
     do {
         if (cut == count) kept[count++] = take(heap, &left, from);
@@ -174,7 +174,7 @@ int32_t np_sample(const float *logits, size_t n, const np_sampling *how, double 
         sum += floored(weight, floor);
         reached += weight;
     } while (cut < most && (top_p >= 1.0f || reached < top_p * total));
-    return draw(from, kept, cut, greatest, temperature, floor, uniform * sum);
+    return pick(from, kept, cut, greatest, temperature, floor, uniform * sum);
 }
 
 /* The output function of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output. */

@@ -157,7 +157,7 @@ class ChatForm(Form):
 
 
 def _with_itself(token: Token) -> Sequence[Likely]:
-    """The likeliest tokens, and after them the one that was drawn where it is none of these."""
+    """The likeliest tokens, and after them the one that was sampled where it is none of these."""
     if token.logprob is None or any(one.token == token.token for one in token.top):
         return token.top
     return (*token.top, Likely(token=token.token, piece=token.piece, logprob=token.logprob))

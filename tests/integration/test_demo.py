@@ -49,8 +49,8 @@ def test_it_is_idle_in_little_memory(shell: Shell) -> None:
 
 def test_drawn_texts_come_again_with_their_seed(shell: Shell) -> None:
     with shell.up(DEMO) as run:
-        drawn = [run.ask(PROMPT, 24, temperature=0.8, top_p=0.95, seed=seed)["text"] for seed in (1, 2, 1)]
+        sampled = [run.ask(PROMPT, 24, temperature=0.8, top_p=0.95, seed=seed)["text"] for seed in (1, 2, 1)]
         stopped = run.ask(PROMPT, 64, stop=("return",))
-    assert drawn[0] == drawn[2]
-    assert drawn[0] != drawn[1]
+    assert sampled[0] == sampled[2]
+    assert sampled[0] != sampled[1]
     assert "return" not in stopped["text"]

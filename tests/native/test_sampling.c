@@ -1,4 +1,4 @@
-/* Sampling: the sets that top-k and top-p keep, the frequencies drawn, and the numbers behind them. */
+/* Sampling: the sets that top-k and top-p keep, the frequencies of samples, and the numbers behind them. */
 #include "check.h"
 #include "neuronpipe.h"
 
@@ -22,7 +22,7 @@ static int by_logit(const void *a, const void *b) {
     return logits[i] != logits[j] ? (logits[i] < logits[j] ? 1 : -1) : (i > j) - (i < j);
 }
 
-/* The ids that may be drawn, most likely first: how many, and their probabilities. */
+/* The ids that may be sampled, most likely first: how many, and their probabilities. */
 static size_t kept_set(float temperature, size_t top_k, double top_p, double min_p, int32_t *ids, double *probability) {
     double total = 0, sum = 0, kept = 0;
     for (int32_t i = 0; i < N; i++) ids[i] = i;
@@ -38,25 +38,25 @@ static size_t kept_set(float temperature, size_t top_k, double top_p, double min
 }
 
 static void test_kept_sets_and_frequencies(float temperature, int32_t top_k, float top_p, float min_p) {
-    enum { DRAWS = 1000 };
+    enum { SAMPLES = 1000 };
     static int32_t ids[N];
     static double probability[N];
-    static long drawn[N];
+    static long counts[N];
     const size_t count = kept_set(temperature, (size_t)top_k, top_p, min_p, ids, probability);
     const np_sampling how = {.temperature = temperature, .top_k = top_k, .top_p = top_p, .min_p = min_p, .repetition_penalty = 1.0f};
-    memset(drawn, 0, sizeof drawn);
-    for (int i = 0; i < DRAWS; i++) { /* evenly spread numbers: frequencies are exact to one draw */
-        const int32_t id = np_sample(logits, N, &how, (i + 0.5) / DRAWS, scratch);
+    memset(counts, 0, sizeof counts);
+    for (int i = 0; i < SAMPLES; i++) { /* evenly spread numbers: frequencies are exact to one sample */
+        const int32_t id = np_sample(logits, N, &how, (i + 0.5) / SAMPLES, scratch);
         CHECK(id >= 0 && id < N, "id %d", id);
-        drawn[id]++;
+        counts[id]++;
     }
     long inside = 0;
     for (size_t i = 0; i < count; i++) {
-        inside += drawn[ids[i]];
-        CHECK(fabs((double)drawn[ids[i]] - probability[i] * DRAWS) <= 1.1, "t=%g k=%d p=%g min=%g rank %zu: %ld draws, want %g",
-              temperature, top_k, top_p, min_p, i, drawn[ids[i]], probability[i] * DRAWS);
+        inside += counts[ids[i]];
+        CHECK(fabs((double)counts[ids[i]] - probability[i] * SAMPLES) <= 1.1, "t=%g k=%d p=%g min=%g rank %zu: %ld samples, want %g",
+              temperature, top_k, top_p, min_p, i, counts[ids[i]], probability[i] * SAMPLES);
     }
-    CHECK(inside == DRAWS, "t=%g k=%d p=%g min=%g: %ld draws outside the set", temperature, top_k, top_p, min_p, DRAWS - inside);
+    CHECK(inside == SAMPLES, "t=%g k=%d p=%g min=%g: %ld samples outside the set", temperature, top_k, top_p, min_p, SAMPLES - inside);
 }
 
 static void test_edges(void) {
@@ -67,16 +67,16 @@ static void test_edges(void) {
     CHECK(sample(equal, 4, 1e-30f, 0, 1.0f, 0.999) == 2, "a tiny temperature leaves the equals");
     CHECK(sample(equal, 4, 1.0f, 99, 1.0f, 0.0) == 0, "top-k beyond n is all, in order of ids");
     CHECK(sample(poisoned, 3, 0.0f, 0, 1.0f, 0.0) == NP_E_ARGUMENT, "NaN, greedy");
-    CHECK(sample(poisoned, 3, 1.0f, 0, 1.0f, 0.0) == NP_E_ARGUMENT, "NaN, drawn");
-    CHECK(sample(equal, 0, 1.0f, 0, 1.0f, 0.0) == NP_E_ARGUMENT, "nothing to draw from");
+    CHECK(sample(poisoned, 3, 1.0f, 0, 1.0f, 0.0) == NP_E_ARGUMENT, "NaN, sampled");
+    CHECK(sample(equal, 0, 1.0f, 0, 1.0f, 0.0) == NP_E_ARGUMENT, "nothing to sample from");
     CHECK(sample(equal, 4, 1.0f, 0, 1.0f, 1.0) == NP_E_ARGUMENT, "uniform is below 1");
     CHECK(sample(equal, 4, NAN, 0, 1.0f, 0.5) == NP_E_ARGUMENT, "temperature NaN");
     const float tail[4] = {0, 0.3f, 0.1f, -INFINITY};
-    CHECK(sample(tail, 4, 1.0f, 0, 1.0f, 0x1.fffffffffffffp-1) == 2, "the last number draws a possible id");
+    CHECK(sample(tail, 4, 1.0f, 0, 1.0f, 0x1.fffffffffffffp-1) == 2, "the last number gives a possible id");
     const float masked[4] = {-INFINITY, 0, -INFINITY, 0};
     for (double u = 0; u < 1; u += 0.05) {
         const int32_t id = sample(masked, 4, 1.0f, 3, 1.0f, u), all = sample(masked, 4, 1.0f, 0, 1.0f, u);
-        CHECK(id % 2 == 1 && all % 2 == 1, "a masked id is never drawn: %d %d", id, all);
+        CHECK(id % 2 == 1 && all % 2 == 1, "a masked id is never sampled: %d %d", id, all);
     }
 }
 

@@ -103,7 +103,7 @@ class Load:
         assert not stream.broken, "the gateway is not among those that are killed"
 
     def _schema(self, draw: random.Random) -> None:
-        """An answer that follows a schema, whatever is drawn."""
+        """An answer that follows a schema, whatever is sampled."""
         form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": COLOURS}, "strict": True}}
         seed = draw.randrange(1 << 16)
         stream = Stream(self._server, prompt="colour", temperature=1.0, seed=seed, response_format=form)

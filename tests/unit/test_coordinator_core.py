@@ -449,7 +449,7 @@ def test_a_throttled_run_sends_the_next_step_after_its_pause_and_cancels_meanwhi
 
 
 class Driven:
-    """A scheduler whose steps are done at once; every drawn token is an x."""
+    """A scheduler whose steps are done at once; every sampled token is an x."""
 
     def __init__(self, **limits: int) -> None:
         self.scheduler = make_scheduler(**limits)

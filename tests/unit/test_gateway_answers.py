@@ -196,9 +196,9 @@ def test_a_whole_answer_that_grows_too_large_is_given_up(kind: type[Form], monke
 @pytest.mark.parametrize("kind", [ChatForm, TextForm])
 def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[Form]) -> None:
     likely = tuple(Likely(token=token, piece=piece, logprob=-0.5) for token, piece in ((1, b"one"), (2, b"two")))
-    drawn = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
+    sampled = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
     among = dataclasses.replace(TOKEN, token=2, piece=b"two", logprob=-0.5, top=likely)
-    ratings = json.loads(rated(kind, drawn, among).whole([DONE], {}))["choices"][0]["logprobs"]
+    ratings = json.loads(rated(kind, sampled, among).whole([DONE], {}))["choices"][0]["logprobs"]
     if kind is ChatForm:
         tops = [[one["token"] for one in entry["top_logprobs"]] for entry in ratings["content"]]
     else:

@@ -33,25 +33,25 @@ def row_of(row: int = 0, counter: int = 0, **options: Any) -> SampleRow:
     return SampleRow(row, Generate(request="r", prompt="", **options), counter, **extra)
 
 
-def changed(logits: np.ndarray, draw: SampleRow) -> np.ndarray:
-    """The logits that a draw looks at, token by token."""
-    ask, out = draw.ask, logits.astype(np.float64)
-    generated = draw.text[draw.prompt_tokens :]
+def changed(logits: np.ndarray, how: SampleRow) -> np.ndarray:
+    """The logits that a token is sampled from, token by token."""
+    ask, out = how.ask, logits.astype(np.float64)
+    generated = how.text[how.prompt_tokens :]
     for token in range(VOCABULARY):
-        if token in draw.text:
+        if token in how.text:
             out[token] = out[token] / ask.repetition_penalty if out[token] > 0 else out[token] * ask.repetition_penalty
         out[token] -= ask.frequency_penalty * generated.count(token) + ask.presence_penalty * (token in generated)
-    for token, bias in draw.biases:
+    for token, bias in how.biases:
         out[token] += bias
-    if draw.allowed is not None:
-        bits = np.unpackbits(np.frombuffer(draw.allowed, np.uint8), bitorder="little")[:VOCABULARY]
+    if how.allowed is not None:
+        bits = np.unpackbits(np.frombuffer(how.allowed, np.uint8), bitorder="little")[:VOCABULARY]
         out[bits == 0] = -math.inf
     return out
 
 
-def probabilities(logits: np.ndarray, draw: SampleRow) -> np.ndarray:
-    """What the draw makes of them: zero for what may not be drawn."""
-    ask, out = draw.ask, changed(logits, draw)
+def probabilities(logits: np.ndarray, how: SampleRow) -> np.ndarray:
+    """What sampling makes of them: zero for what may not be sampled."""
+    ask, out = how.ask, changed(logits, how)
     order = sorted(range(VOCABULARY), key=lambda token: (-out[token], token))
     weight = np.exp((out - out.max()) / ask.temperature)
     kept = order[: ask.top_k or VOCABULARY]
@@ -88,50 +88,50 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_are_drawn_as_often_as_the_reference_says(options: dict[str, Any]) -> None:
-    draws = 4000
+def test_tokens_are_sampled_as_often_as_the_reference_says(options: dict[str, Any]) -> None:
+    samples = 4000
     for temperature in (0.7, 2.0):
         logits = logits_of(1)
         sampler = sampler_of(logits)
-        draw = row_of(temperature=temperature, seed=5, **options)
-        chances = probabilities(logits, draw)
-        tokens = [sampler.sample(dataclasses.replace(draw, counter=n)) for n in range(draws)]
+        how = row_of(temperature=temperature, seed=5, **options)
+        chances = probabilities(logits, how)
+        tokens = [sampler.sample(dataclasses.replace(how, counter=n)) for n in range(samples)]
         counts = np.bincount(tokens, minlength=VOCABULARY)
         assert not counts[chances == 0].any()
-        deviation = np.sqrt(draws * chances * (1 - chances)) + 1e-9
-        assert (np.abs(counts - draws * chances) <= 5 * deviation + 1).all()
+        deviation = np.sqrt(samples * chances * (1 - chances)) + 1e-9
+        assert (np.abs(counts - samples * chances) <= 5 * deviation + 1).all()
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_greedy_takes_the_greatest_after_penalties_biases_and_grammar(options: dict[str, Any]) -> None:
     for seed in range(30):
         logits = logits_of(seed)
-        draw = row_of(temperature=0.0, **options)
-        assert sampler_of(logits).sample(draw) == int(changed(logits, draw).argmax())
+        how = row_of(temperature=0.0, **options)
+        assert sampler_of(logits).sample(how) == int(changed(logits, how).argmax())
 
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.floats(0.05, 5), st.integers(0, 60), st.floats(0.01, 1), st.integers(0, 2**64 - 1))
-def test_options_that_are_off_change_no_draw(
-    seed: int, temperature: float, top_k: int, top_p: float, draw_seed: int
+def test_options_that_are_off_change_no_token(
+    seed: int, temperature: float, top_k: int, top_p: float, sampling_seed: int
 ) -> None:
-    """The bits of the logits are not touched: a copy that is changed by nothing draws what no copy draws."""
+    """The bits of the logits are not touched: a copy that nothing changes gives the token that no copy gives."""
     sampler = sampler_of(logits_of(seed))
-    draw = row_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=draw_seed, counter=seed)
-    copied = dataclasses.replace(draw, biases=((3, 0.0),), allowed=b"\xff" * 7)
-    assert sampler.sample(draw) == sampler.sample(copied) == sampler.sample(draw)
+    how = row_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=sampling_seed, counter=seed)
+    copied = dataclasses.replace(how, biases=((3, 0.0),), allowed=b"\xff" * 7)
+    assert sampler.sample(how) == sampler.sample(copied) == sampler.sample(how)
 
 
-def test_a_row_of_several_is_drawn_from_alone() -> None:
+def test_a_row_of_several_is_sampled_alone() -> None:
     rows = [logits_of(n) for n in range(3)]
     together = sampler_of(*rows)
-    draw = row_of(temperature=1.0, repetition_penalty=1.5, text=(1, 2, 3))
-    assert [together.sample(dataclasses.replace(draw, row=n)) for n in range(3)] == [
-        sampler_of(row).sample(draw) for row in rows
+    how = row_of(temperature=1.0, repetition_penalty=1.5, text=(1, 2, 3))
+    assert [together.sample(dataclasses.replace(how, row=n)) for n in range(3)] == [
+        sampler_of(row).sample(how) for row in rows
     ]
 
 
-def test_a_draw_that_nothing_is_left_for_and_one_of_broken_logits_say_so() -> None:
+def test_a_row_with_no_token_left_and_one_of_broken_logits_say_so() -> None:
     logits = logits_of(0)
     sampler = sampler_of(logits)
     assert sampler.sample(row_of(allowed=bytes(7))) == TokensSampled.ALL_BANNED
@@ -144,9 +144,9 @@ def test_a_draw_that_nothing_is_left_for_and_one_of_broken_logits_say_so() -> No
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
 def test_logprobs_are_those_of_the_model_whatever_the_options(count: int) -> None:
     logits = np.round(logits_of(3))  # with equals among them
-    draw = row_of(temperature=0.3, logprobs=count, biases=((9, 50.0),), top_k=2)
-    token = sampler_of(logits).sample(draw)
-    logprobs = sampler_of(logits).logprobs(draw, token)
+    how = row_of(temperature=0.3, logprobs=count, biases=((9, 50.0),), top_k=2)
+    token = sampler_of(logits).sample(how)
+    logprobs = sampler_of(logits).logprobs(how, token)
     logs = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     order = sorted(range(VOCABULARY), key=lambda token: (-logits[token], token))[:count]
     assert token == 9
