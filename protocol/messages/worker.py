@@ -8,37 +8,19 @@ from neuronpipe.protocol.codec import Message, message
 
 
 @message
-class Share(Message):
-    """One participant of a `Step`, and which neurons are its own.
-
-    role: the participant's role
-    index: number among the processes of this role
-    first_block: first block of neurons that it computes, in every layer
-    end_block: the block after its last one
-    """
-
-    role: str
-    index: int
-    first_block: int
-    end_block: int
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The range [first, end)."""
-        return self.first_block, self.end_block
-
-
-@message
 class Step(Message):
     """To every participant: compute one token of each of these sequences, together. `sequences`, `positions` and
     `tokens` have one item per sequence, in the same order; the logits of item i go to row i of the exchange segment.
 
-    Participants may change from step to step. Together they have every block once: those with the same blocks take them
-    by turns, and at most one range of blocks is shared. Stages other than the feed-forward's blocks belong to all.
+    `participants`, `first_blocks` and `end_blocks` have one item per participant. Participants may change from step to
+    step. Together they have every block of neurons once: those with the same blocks take them by turns, and at most one
+    range of blocks is shared. Stages other than the feed-forward's blocks belong to all.
 
     step: number of the step; a step that is repeated after a failure keeps its number
     epoch: value of the epoch word for which this attempt is valid
-    participants: who computes the step; their order numbers them from 0
+    participants: who computes the step, by role and index: "decode.0"; their order numbers them from 0
+    first_blocks: first block of neurons that each computes, in every layer
+    end_blocks: the block after its last one
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
     tokens: the input tokens, one of each sequence
@@ -46,7 +28,9 @@ class Step(Message):
 
     step: int
     epoch: int
-    participants: tuple[Share, ...]
+    participants: tuple[str, ...]
+    first_blocks: tuple[int, ...]
+    end_blocks: tuple[int, ...]
     sequences: tuple[int, ...]
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -54,8 +38,8 @@ class Step(Message):
     def __post_init__(self) -> None:
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):
             raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
-        if not self.participants:
-            raise ValueError("participants: expected at least one")
+        if not 0 < len(self.participants) == len(self.first_blocks) == len(self.end_blocks):
+            raise ValueError("participants, first_blocks and end_blocks: expected the same length, at least 1")
 
 
 @message

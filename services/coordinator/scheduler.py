@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
-from neuronpipe.protocol.messages.worker import Prefill, Share, Step
+from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
@@ -194,7 +194,7 @@ class Scheduler:
         if not participants and step.sequences:
             return []
         if step.sequences and self._workers.numerics_of(participants) == step.numerics:
-            return self._send(step.again(self.epoch, self._builder.shares(participants)))
+            return self._send(step.again(self.epoch, self._builder, participants))
         self._step = None  # everybody in it was refused or went away; or what it was to copy was computed otherwise
         return self._proceed(now)
 
@@ -275,12 +275,11 @@ class OutstandingStep:
         """Whether it counts, and every participant is done."""
         return not self._void and not self._busy
 
-    def again(self, epoch: int, shares: tuple[Share, ...]) -> OutstandingStep:
+    def again(self, epoch: int, builder: StepBuilder, participants: tuple[ProcessKey, ...]) -> OutstandingStep:
         """The same step under the present epoch, computed by these."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
-            message = dataclasses.replace(message, participants=shares)
-        participants = tuple((share.role, share.index) for share in shares)
+            message = dataclasses.replace(message, **builder.shares(participants))
         return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
@@ -352,11 +351,13 @@ class StepBuilder:
         batch = self._decode_batch(decodes)
         return self._decode(batch, epoch, decoders) if batch else None
 
-    def shares(self, participants: tuple[ProcessKey, ...]) -> tuple[Share, ...]:
-        """What is whose: all have all blocks, and take them by turns."""
-        return tuple(
-            Share(role=role, index=index, first_block=0, end_block=self._limits.blocks) for role, index in participants
-        )
+    def shares(self, participants: tuple[ProcessKey, ...]) -> dict[str, Any]:
+        """The fields of `Step` that say what is whose: all have all blocks, and take them by turns."""
+        return {
+            "participants": tuple(f"{role}.{index}" for role, index in participants),
+            "first_blocks": (0,) * len(participants),
+            "end_blocks": (self._limits.blocks,) * len(participants),
+        }
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""
@@ -400,7 +401,7 @@ class StepBuilder:
         message = Step(
             step=self.steps,
             epoch=epoch,
-            participants=self.shares(participants),
+            **self.shares(participants),
             sequences=tuple(one.slot for one in batch),
             positions=tuple(one.computed_tokens for one in batch),
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),

@@ -37,15 +37,29 @@ class Damaged(Exception):
     """A cluster that the step needs cannot be read; the text names it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of a step is one participant's.
+
+    first_block, end_block: whose neurons it computes, in every layer
+    participants, participant: how many compute the step, and which of them this is
+    sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
+    """
+
+    first_block: int
+    end_block: int
+    participants: int = 1
+    participant: int = 0
+    sharers: int = 1
+    sharer: int = 0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
 class StepWork:
-    """One step as one participant gets it: the fields of np_step in native/neuronpipe.h.
+    """One step as one participant gets it: np_step in native/neuronpipe.h.
 
     sequences, positions, tokens: the KV slot, position and id of each token
     logits_first, logits_count: whose logits are wanted; they go into logit rows 0..
-    participants, participant: how many compute the step, and which of them this is
-    first_block, end_block: whose neurons are this participant's, in every layer
-    sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
     """
 
     number: int
@@ -55,12 +69,7 @@ class StepWork:
     tokens: Sequence[int]
     logits_first: int
     logits_count: int
-    first_block: int
-    end_block: int
-    participants: int = 1
-    participant: int = 0
-    sharers: int = 1
-    sharer: int = 0
+    share: Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

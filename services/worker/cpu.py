@@ -22,7 +22,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.services.memory import Rings
 from neuronpipe.services.trace import Trace
-from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, StepWork
+from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from neuronpipe.services.worker.pinning import pin
 
@@ -121,13 +121,12 @@ class CpuBackend:
         claims = self._stage("claims")
         claims[:] = bytes(len(claims))
         lib.np_barrier_reset(ffi.cast("np_barrier *", ffi.from_buffer(self._stage("barriers"))))
-        count = len(self._participants)
         self._working = {
             self._threads.submit(
                 _compute_pinned,
                 participant,
                 self._core(number),
-                dataclasses.replace(work, participants=count, participant=number, sharers=count, sharer=number),
+                dataclasses.replace(work, share=self._share_of(work.share, number)),
             )
             for number, participant in enumerate(self._participants)
         }
@@ -135,6 +134,11 @@ class CpuBackend:
         failures = [error for future in ended if (error := future.exception()) is not None]
         for error in sorted(failures, key=lambda error: isinstance(error, Abandoned)):
             raise error
+
+    def _share_of(self, all_blocks: Share, number: int) -> Share:
+        """The participants here take all blocks by turns."""
+        count = len(self._participants)
+        return dataclasses.replace(all_blocks, participants=count, participant=number, sharers=count, sharer=number)
 
     def _core(self, number: int) -> int | None:
         """The core of a thread, where the process may use several: that of the decode worker of the same number, which

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
@@ -10,7 +11,7 @@ from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Backend, StepWork, create_backend
+from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 
@@ -21,7 +22,7 @@ class DecodeService:
     """
 
     def __init__(self, job: Job, activity: array[int] | None = None) -> None:
-        self._key = (job.process.role, job.process.index)
+        self._name = f"{job.process.role}.{job.process.index}"
         backend = self.backend(job)
         self._worker = Worker(job, backend, activity)
         self._context = open_context()
@@ -40,7 +41,7 @@ class DecodeService:
 
     def compute(self, step: Step) -> Outcome:
         """This worker's share of one step, and how it went."""
-        return self._worker.answer(share_of(step, *self._key), StepDone)
+        return self._worker.answer(work_of(step, self._name), StepDone)
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Step):
@@ -48,12 +49,8 @@ class DecodeService:
             self._service.answer(self.compute(message))
 
 
-def share_of(step: Step, role: str, index: int) -> StepWork:
-    """A step as the participant of this role and index gets it. Raises ValueError when it is not among them."""
-    keys = [(share.role, share.index) for share in step.participants]
-    participant = keys.index((role, index))
-    own = step.participants[participant]
-    sharers = [key for key, one in zip(keys, step.participants, strict=True) if one.blocks == own.blocks]
+def work_of(step: Step, name: str) -> StepWork:
+    """A step as the participant of this name gets it. Raises ValueError when it is not among them."""
     return StepWork(
         number=step.step,
         epoch=step.epoch,
@@ -62,10 +59,20 @@ def share_of(step: Step, role: str, index: int) -> StepWork:
         tokens=step.tokens,
         logits_first=0,
         logits_count=len(step.tokens),
-        first_block=own.first_block,
-        end_block=own.end_block,
-        participants=len(keys),
-        participant=participant,
+        share=_share_of(step.participants, step.first_blocks, step.end_blocks, name),
+    )
+
+
+@lru_cache(maxsize=8)  # of the participants of one step, who are mostly those of the last
+def _share_of(participants: tuple[str, ...], first: tuple[int, ...], end: tuple[int, ...], name: str) -> Share:
+    own = participants.index(name)
+    ranges = list(zip(first, end, strict=True))
+    sharers = [number for number, blocks in enumerate(ranges) if blocks == ranges[own]]
+    return Share(
+        first_block=first[own],
+        end_block=end[own],
+        participants=len(participants),
+        participant=own,
         sharers=len(sharers),
-        sharer=sharers.index((role, index)),
+        sharer=sharers.index(own),
     )

@@ -180,9 +180,10 @@ class Participant:
         arrays = [ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)]
         step = self._step
         step.number, step.epoch = work.number, work.epoch
-        step.participants, step.participant = work.participants, work.participant
-        step.first_block, step.end_block = work.first_block, work.end_block
-        step.sharers, step.sharer = work.sharers, work.sharer
+        share = work.share
+        step.participants, step.participant = share.participants, share.participant
+        step.first_block, step.end_block = share.first_block, share.end_block
+        step.sharers, step.sharer = share.sharers, share.sharer
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
         step.sequences, step.positions, step.tokens = arrays
         self._check(lib.np_engine_step(self._engine, step))

@@ -13,7 +13,7 @@ from neuronpipe.protocol.messages.outcome import Prefilled
 from neuronpipe.protocol.messages.worker import Prefill
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Backend, StepWork, create_backend
+from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 
@@ -58,8 +58,7 @@ class PrefillService:
             tokens=ask.tokens,
             logits_first=first,
             logits_count=wanted,
-            first_block=0,
-            end_block=self._blocks,
+            share=Share(first_block=0, end_block=self._blocks),
         )
         return self._worker.answer(work, Prefilled)
 

@@ -11,7 +11,7 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.services.worker.backend import StepWork
+from neuronpipe.services.worker.backend import Share, StepWork
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from numpy.typing import NDArray
 
@@ -128,12 +128,14 @@ def _work(first: int, tokens: list[int], shares: Ranges, own: int) -> StepWork:
         tokens=tokens,
         logits_first=0,
         logits_count=len(tokens),
-        first_block=shares[own][0],
-        end_block=shares[own][1],
-        participants=len(shares),
-        participant=own,
-        sharers=len(sharers),
-        sharer=sharers.index(own),
+        share=Share(
+            first_block=shares[own][0],
+            end_block=shares[own][1],
+            participants=len(shares),
+            participant=own,
+            sharers=len(sharers),
+            sharer=sharers.index(own),
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from neuronpipe.protocol.codec import MAGIC
 from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.links import CACHE, CONTROL
 from neuronpipe.protocol.messages.loader import Reset
-from neuronpipe.protocol.messages.worker import Share, Step
+from neuronpipe.protocol.messages.worker import Step
 
 from tests.pipeline import SLOWER, Shell
 
@@ -83,8 +83,8 @@ def test_garbage_is_garbage_and_an_unknown_field_is_not() -> None:
                 if len(frames) == 2 and frames[0] == MAGIC:
                     with pytest.raises((WireError, UnknownType)):
                         direction.carries.decode(frames[1])
-    share = Share(role="decode", index=0, first_block=0, end_block=1)
-    step = Step(step=1, epoch=2, participants=(share,), sequences=(0,), positions=(3,), tokens=(4,))
+    shares: dict[str, Any] = {"participants": ("decode.0",), "first_blocks": (0,), "end_blocks": (1,)}
+    step = Step(step=1, epoch=2, **shares, sequences=(0,), positions=(3,), tokens=(4,))
     assert CONTROL.outward.carries.decode(with_unknown_field(step)) == step
     assert CACHE.inward.carries.decode(with_unknown_field(Reset(generation=7))) == Reset(generation=7)
     assert b"unheard!" in with_unknown_field(step)

@@ -17,7 +17,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.worker.backend import StepWork
+from neuronpipe.services.worker.backend import Share, StepWork
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants, Ranges
@@ -123,10 +123,11 @@ def test_a_step_that_contradicts_itself_is_refused(wrong: dict[str, Any], packag
         tokens=[1],
         logits_first=0,
         logits_count=1,
-        first_block=0,
-        end_block=package.manifest.layout.blocks,
+        share=Share(first_block=0, end_block=package.manifest.layout.blocks),
     )
     participant.compute(right)
+    if wrong.keys() & Share.__annotations__.keys():
+        wrong = {"share": dataclasses.replace(right.share, **wrong)}
     with pytest.raises(ValueError, match="refused"):
         participant.compute(dataclasses.replace(right, **wrong))
 

@@ -20,7 +20,6 @@ from neuronpipe.protocol.errors import NotRunning, UserError, WireError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import Drained
-from neuronpipe.protocol.messages.worker import Share
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
@@ -71,7 +70,8 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     fields = {name: draw(of(hint)) for name, hint in get_type_hints(cls).items()}
     if "sequences" in fields and "positions" in fields:
         fields["sequences"] = fields["positions"] = fields["tokens"] = (*fields["tokens"], 1)
-        fields["participants"] = (*fields["participants"], Share(role="decode", index=0, first_block=0, end_block=1))
+        blocks = (*fields["first_blocks"], 1)
+        fields |= {"participants": ("decode.0",) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]

@@ -7,15 +7,16 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
-from neuronpipe.protocol.messages.worker import Share, Step
+from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.memory import Epoch
 from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.decode import share_of
+from neuronpipe.services.worker.decode import work_of
 from neuronpipe.services.worker.worker import Worker
 
 from tests.service_job import make_job
@@ -34,13 +35,14 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     tails, epoch = memory.view("residency", "request_tails"), Epoch(memory)
     loaded[0] = 1
     tails[0] = full = REQUEST_ENTRIES  # of which a loader that does not listen has taken none
-    share = Share(role="decode", index=0, first_block=0, end_block=package.manifest.layout.blocks)
-    step = Step(step=7, epoch=0, participants=(share,), sequences=(0,), positions=(0,), tokens=(1,))
+    blocks = package.manifest.layout.blocks
+    shares: dict[str, Any] = {"participants": ("decode.0",), "first_blocks": (0,), "end_blocks": (blocks,)}
+    step = Step(step=7, epoch=0, **shares, sequences=(0,), positions=(0,), tokens=(1,))
     worker = Worker(job, CpuBackend())
     worker.load()
     fill(0, package.manifest.layout.clusters)  # the first layer, so that there is something to count
     with ThreadPoolExecutor(1) as pool:
-        left = pool.submit(worker.answer, share_of(step, "decode", 0), StepDone)
+        left = pool.submit(worker.answer, work_of(step, "decode.0"), StepDone)
         assert not wait([left], timeout=0.1).done
         epoch.advance()
         assert left.result(10) == StepAbandoned(step=7, epoch=0, index=0)
@@ -49,7 +51,7 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     fill(0, package.manifest.clusters)
     memory.view("exchange", "claims")[:] = array("I", bytes(4 * len(memory.view("exchange", "claims"))))  # coordinator
     step = dataclasses.replace(step, epoch=1)
-    done = worker.answer(share_of(step, "decode", 0), StepDone)
+    done = worker.answer(work_of(step, "decode.0"), StepDone)
     assert isinstance(done, StepDone)
     assert done.counters["trigger_missed"] == 0
     assert done.counters["trigger_clusters"] == package.manifest.clusters

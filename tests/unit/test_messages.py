@@ -13,10 +13,10 @@ from neuronpipe.protocol.messages.client import Likely, ProcessStatus, WarmUp
 from neuronpipe.protocol.messages.loader import Grant, Warm
 from neuronpipe.protocol.messages.request import Bias, Generate, Score
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, StripRow
-from neuronpipe.protocol.messages.worker import Prefill, Share, Step
+from neuronpipe.protocol.messages.worker import Prefill, Step
 
 MESSAGES = spec.all_messages()
-PARTS = {Bias, Likely, ProcessStatus, ProcessView, Region, Share, StripRow, WarmUp}
+PARTS = {Bias, Likely, ProcessStatus, ProcessView, Region, StripRow, WarmUp}
 DOCUMENTED = [*MESSAGES, run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunFacts]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from neuronpipe.protocol.messages.event import StepEvent
-from neuronpipe.protocol.messages.worker import Prefill, Share, Step
+from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, DoneStep, StepEvents
 
 MS = 1_000_000
-SHARE = Share(role="decode", index=0, first_block=0, end_block=1)
+SHARES: dict[str, Any] = {"participants": ("decode.0",), "first_blocks": (0,), "end_blocks": (1,)}
 COUNTERS = {"trigger_clusters": 8.0, "value_clusters": 4.0, "value_missed": 3.0, "up_rows": 5.0, "flash_ms": 4.0}
 
 
@@ -26,7 +26,7 @@ class Heard:
 
 def decode(step: int, sent_ms: float, gap_ms: float = 1.0) -> DoneStep:
     """A step of two sequences that two participants answered."""
-    message = Step(step=step, epoch=1, participants=(SHARE,), sequences=(0, 1), positions=(9, 19), tokens=(5, 6))
+    message = Step(step=step, epoch=1, **SHARES, sequences=(0, 1), positions=(9, 19), tokens=(5, 6))
     took = {"ms": 0.75, "read_bytes": 4096, "reads": 2}
     return DoneStep(message, int(sent_ms * MS), took, {**COUNTERS, "answers": 2.0}, 2, gap_ms)
 
