@@ -201,59 +201,94 @@ def take_tensors(
 ) -> tuple[Stack, Stack]:
     """(matrices, vectors) of a checkpoint, by what its source calls them. orders: of the rows of `query` and `key`,
     where they are not stored as the engine rotates them. Raises UserError where one is missing or has another shape."""
-    orders = orders or {}
-    width = model.width
-    rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
-    shapes = {"gate": (model.neurons, width), "up": (model.neurons, width), "down": (width, model.neurons)}
-    matrices: dict[str, tuple[StoredMatrix, ...]] = {}
-    vectors: dict[str, tuple[StoredMatrix, ...]] = {}
+    taken = _Tensors(inventory, model, names, orders or {})
+    taken.take_around_layers()
+    for number in range(model.layers):
+        taken.take_layer(number)
+    return taken.matrices, taken.vectors
 
-    def norm(name: str, stored: str) -> None:
-        vectors[name] = (inventory.take(f"{stored}.weight", width),)
-        if model.norm == "layer":
-            vectors[f"{name}.bias"] = (inventory.take(f"{stored}.bias", width),)
 
-    def named(field: str) -> str:
-        name = getattr(names, field)
-        assert name is not None, f"a family whose models have {field} names it"
-        return str(name)
+class _Tensors:
+    """What take_tensors has taken so far, by its own names."""
 
-    matrices["embedding"] = (inventory.take(f"{names.embedding}.weight", model.vocabulary, width),)
-    if not model.tied_embeddings:
-        matrices["output"] = (inventory.take(f"{names.output}.weight", model.vocabulary, width),)
-    if model.positions == "learned":
-        table = inventory.take_rows(f"{named('positions')}.weight", width)
-        vectors["position_embedding"] = (table.rows_from(names.first_position, model.context_tokens),)
-    norm("output_norm", names.output_norm)
-    for n in range(model.layers):
-        here, layer = f"layers.{n}", names.layer.format(n)
-        norm(f"{here}.attention_norm", f"{layer}{names.attention_norm}")
-        norm(f"{here}.ffn_norm", f"{layer}{names.ffn_norm}")
-        stored = {part: f"{layer}{getattr(names, part)}" for part in rows}
-        matrices[f"{here}.qkv"] = tuple(
-            inventory.take(f"{stored[part]}.weight", rows[part], width).reordered(orders.get(part)) for part in rows
+    def __init__(
+        self, inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers]
+    ) -> None:
+        self.matrices: dict[str, tuple[StoredMatrix, ...]] = {}
+        self.vectors: dict[str, tuple[StoredMatrix, ...]] = {}
+        self._inventory, self._model, self._names, self._orders = inventory, model, names, orders
+
+    def take_around_layers(self) -> None:
+        """What comes before the first layer and after the last one."""
+        model, names = self._model, self._names
+        self.matrices["embedding"] = (self._weight(names.embedding, model.vocabulary, model.width),)
+        if not model.tied_embeddings:
+            self.matrices["output"] = (self._weight(names.output, model.vocabulary, model.width),)
+        if model.positions == "learned":
+            table = self._inventory.take_rows(f"{self._name('positions')}.weight", model.width)
+            self.vectors["position_embedding"] = (table.rows_from(names.first_position, model.context_tokens),)
+        self._take_norm("output_norm", names.output_norm)
+
+    def take_layer(self, number: int) -> None:
+        """One layer. `here`: what its tensors' names begin with in a package; `layer`: in the source."""
+        here, layer = f"layers.{number}", self._names.layer.format(number)
+        self._take_norm(f"{here}.attention_norm", f"{layer}{self._names.attention_norm}")
+        self._take_norm(f"{here}.ffn_norm", f"{layer}{self._names.ffn_norm}")
+        self._take_projections(here, layer)
+        self._take_attention_output(here, layer)
+        if self._model.head_norm:
+            self._take_head_norms(here, layer)
+        self._take_ffn(here, layer)
+
+    def _take_projections(self, here: str, layer: str) -> None:
+        """The matrices that make queries, keys and values, one below the other, and their biases."""
+        model, orders = self._model, self._orders
+        rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
+        stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
+        self.matrices[f"{here}.qkv"] = tuple(
+            self._weight(stored[part], rows[part], model.width).reordered(orders.get(part)) for part in rows
         )
         if model.qkv_bias:
-            vectors[f"{here}.qkv.bias"] = tuple(
-                inventory.take(f"{stored[part]}.bias", rows[part]).as_column().reordered(orders.get(part))
-                for part in rows
+            self.vectors[f"{here}.qkv.bias"] = tuple(
+                self._bias(stored[part], rows[part]).as_column().reordered(orders.get(part)) for part in rows
             )
-        output = f"{layer}{names.attention_output}"
-        matrices[f"{here}.attention_output"] = (inventory.take(f"{output}.weight", width, model.query_width),)
+
+    def _take_attention_output(self, here: str, layer: str) -> None:
+        model, stored = self._model, f"{layer}{self._names.attention_output}"
+        self.matrices[f"{here}.attention_output"] = (self._weight(stored, model.width, model.query_width),)
         if model.output_bias:
-            vectors[f"{here}.attention_output.bias"] = (inventory.take(f"{output}.bias", width),)
-        if model.head_norm:
-            for part in ("query", "key"):
-                stored_norm = inventory.take(f"{layer}{named(f'{part}_norm')}.weight", model.head_width).as_column()
-                vectors[f"{here}.{part}_norm"] = (stored_norm.reordered(_of_one_head(orders, part, model)),)
-        for matrix in model.ffn_matrices:
-            matrices[f"{here}.{matrix}"] = (inventory.take(f"{layer}{named(matrix)}.weight", *shapes[matrix]),)
-        if model.ffn_bias:
-            vectors[f"{here}.up.bias"] = (inventory.take(f"{layer}{names.up}.bias", model.neurons).as_column(),)
-            vectors[f"{here}.down.bias"] = (inventory.take(f"{layer}{names.down}.bias", width),)
-    return matrices, vectors
+            self.vectors[f"{here}.attention_output.bias"] = (self._bias(stored, model.width),)
 
+    def _take_head_norms(self, here: str, layer: str) -> None:
+        """The weights by which queries and keys are normed; every head has the same, in the same order."""
+        head_width = self._model.head_width
+        for part in ("query", "key"):
+            weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
+            of_one_head = self._orders[part][:head_width] if part in self._orders else None
+            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head),)
 
-def _of_one_head(orders: Mapping[str, RowNumbers], part: str, model: ModelSpec) -> RowNumbers | None:
-    """The order of a head's elements, where heads are reordered: every head alike."""
-    return orders[part][: model.head_width] if part in orders else None
+    def _take_ffn(self, here: str, layer: str) -> None:
+        neurons, width = self._model.neurons, self._model.width
+        shapes = {"gate": (neurons, width), "up": (neurons, width), "down": (width, neurons)}
+        for matrix in self._model.ffn_matrices:
+            self.matrices[f"{here}.{matrix}"] = (self._weight(f"{layer}{self._name(matrix)}", *shapes[matrix]),)
+        if self._model.ffn_bias:
+            self.vectors[f"{here}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
+            self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
+
+    def _take_norm(self, name: str, stored: str) -> None:
+        self.vectors[name] = (self._weight(stored, self._model.width),)
+        if self._model.norm == "layer":
+            self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
+
+    def _weight(self, stored: str, *shape: int) -> StoredMatrix:
+        return self._inventory.take(f"{stored}.weight", *shape)
+
+    def _bias(self, stored: str, length: int) -> StoredMatrix:
+        return self._inventory.take(f"{stored}.bias", length)
+
+    def _name(self, field: str) -> str:
+        """What the source calls a tensor that not every model has."""
+        name = getattr(self._names, field)
+        assert name is not None, f"a family whose models have {field} names it"
+        return str(name)
