@@ -14,18 +14,7 @@ from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenize
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
 from neuronpipe.plans.models.family import SAY_WHICH, GgufArchitecture, TensorNames, named_activation, sounds_like_relu
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
-from neuronpipe.plans.models.spec import (
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_NEURONS,
-    MAX_WIDTH,
-    Activation,
-    LayerKind,
-    ModelSpec,
-    SpecError,
-)
+from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
 from neuronpipe.plans.package.fields import Record, one_line
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.protocol.errors import quoted
@@ -129,23 +118,23 @@ def _model(
 
     if integer("expert_count", 0, 1 << 16, 0):
         metadata.fail(f"{name}.expert_count", "mixtures of experts are not supported")
-    width, query_heads = integer("embedding_length", 1, MAX_WIDTH), integer("attention.head_count", 1, MAX_HEADS)
-    head_width = integer("attention.key_length", 2, MAX_HEAD_WIDTH, width // query_heads)
+    width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
+    head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if integer(key, 1, MAX_HEAD_WIDTH, head_width) != head_width:
+        if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
-    most_tokens = integer("context_length", 1, MAX_CONTEXT_TOKENS)
+    most_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= most_tokens:
         metadata.fail(f"{name}.context_length", f"is {most_tokens}, so {context_tokens} tokens are impossible")
-    window_tokens = integer("attention.sliding_window", 0, MAX_CONTEXT_TOKENS, 0)
+    window_tokens = integer("attention.sliding_window", 0, MAX.context_tokens, 0)
     try:
         return ModelSpec(
             family=family,
             width=width,
-            neurons=integer("feed_forward_length", 1, MAX_NEURONS),
-            layer_kinds=(LayerKind(integer("block_count", 1, MAX_LAYERS), window_tokens),),
+            neurons=integer("feed_forward_length", 1, MAX.neurons),
+            layer_kinds=(LayerKind(integer("block_count", 1, MAX.layers), window_tokens),),
             query_heads=query_heads,
-            key_heads=integer("attention.head_count_kv", 1, MAX_HEADS, query_heads),
+            key_heads=integer("attention.head_count_kv", 1, MAX.key_heads, query_heads),
             head_width=head_width,
             vocabulary=inventory.shape("token_embd.weight")[0],
             context_tokens=context_tokens or most_tokens,

@@ -5,19 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
-from neuronpipe.plans.models.spec import (
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_NEURONS,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
-    Activation,
-    ModelSpec,
-    SpecError,
-    runs_of,
-)
+from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError, runs_of
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -61,7 +49,7 @@ GATED_DEFAULTS = {
 
 def context_tokens(config: Record, wanted: int | None) -> int:
     """Most positions of a text: what was asked for, if the model has so many, else all it has."""
-    most_tokens = config.integer("max_position_embeddings", 1, MAX_CONTEXT_TOKENS)
+    most_tokens = config.integer("max_position_embeddings", 1, MAX.context_tokens)
     if wanted is not None and not 1 <= wanted <= most_tokens:
         config.fail("max_position_embeddings", f"is {most_tokens}, so a context of {wanted} tokens is impossible")
     return wanted or most_tokens
@@ -70,10 +58,10 @@ def context_tokens(config: Record, wanted: int | None) -> int:
 def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
     """Each layer's window by `sliding_window`, which counts from a first layer on, unless `layer_types` says where, in
     classes that read it."""
-    layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has("sliding_window"):
         return [0] * layers
-    window = config.integer("sliding_window", 1, MAX_CONTEXT_TOKENS)
+    window = config.integer("sliding_window", 1, MAX.context_tokens)
     kinds = [SLIDING if layer >= first_layer else FULL for layer in range(layers)]
     if config.has("layer_types"):
         said = config.items("layer_types")
@@ -87,10 +75,10 @@ def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: 
 
 def windows_of_qwen(config: Record) -> list[int]:
     """Sliding windows that count with use_sliding_window only, and only from layer max_window_layers on."""
-    layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not (config.has("use_sliding_window") and config.boolean("use_sliding_window")):
         return [0] * layers
-    first = config.integer("max_window_layers", 0, MAX_LAYERS)
+    first = config.integer("max_window_layers", 0, MAX.layers)
     return sliding_windows(config, first_layer=first, reads_layer_types=True)
 
 
@@ -129,8 +117,8 @@ def gated_model(
     head_norm: bool = False,
 ) -> ModelSpec:
     """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share."""
-    width = config.integer("hidden_size", 1, MAX_WIDTH)
-    query_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    width = config.integer("hidden_size", 1, MAX.width)
+    query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:
         config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
     key_heads = "num_key_value_heads"
@@ -138,14 +126,14 @@ def gated_model(
         return ModelSpec(
             family=family,
             width=width,
-            neurons=config.integer("intermediate_size", 1, MAX_NEURONS),
+            neurons=config.integer("intermediate_size", 1, MAX.neurons),
             layer_kinds=runs_of(windows),
             query_heads=query_heads,
-            key_heads=config.integer(key_heads, 1, MAX_HEADS) if config.has(key_heads) else query_heads,
-            head_width=config.integer("head_dim", 2, MAX_HEAD_WIDTH)
+            key_heads=config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
+            head_width=config.integer("head_dim", 2, MAX.head_width)
             if config.has("head_dim")
             else width // query_heads,
-            vocabulary=config.integer("vocab_size", 1, MAX_VOCABULARY),
+            vocabulary=config.integer("vocab_size", 1, MAX.vocabulary),
             context_tokens=context_tokens(config, choices.context_tokens),
             norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
             head_norm=head_norm,

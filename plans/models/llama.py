@@ -21,7 +21,7 @@ from neuronpipe.plans.models.configuration import (
     windows_of_qwen,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
-from neuronpipe.plans.models.spec import MAX_LAYERS, Activation, ModelSpec
+from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -36,7 +36,7 @@ def _llama(config: Record, has: Has, choices: Choices) -> ModelSpec:
         config.fail(
             "attention_bias", "is not true, but the checkpoint has biases of self_attn.q_proj; say which is right"
         )
-    windows = [0] * config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    windows = [0] * config.integer("num_hidden_layers", 1, MAX.layers)
     activation = gated_activation(config, has, choices.activation)
     return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=biased)
 

@@ -6,16 +6,7 @@ from collections.abc import Callable
 
 from neuronpipe.plans.models.configuration import context_tokens
 from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
-from neuronpipe.plans.models.spec import (
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_NEURONS,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
-    LayerKind,
-    ModelSpec,
-    SpecError,
-)
+from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec, SpecError
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -67,10 +58,10 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     ):
         if config.boolean(field) != wanted:
             config.fail(field, f"only models with {str(wanted).lower()} are supported")
-    width = config.integer("hidden_size", 1, MAX_WIDTH)
-    if config.has("word_embed_proj_dim") and config.integer("word_embed_proj_dim", 1, MAX_WIDTH) != width:
+    width = config.integer("hidden_size", 1, MAX.width)
+    if config.has("word_embed_proj_dim") and config.integer("word_embed_proj_dim", 1, MAX.width) != width:
         config.fail("word_embed_proj_dim", f"differs from hidden_size, {width}: not supported")
-    heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if width % heads:
         config.fail("num_attention_heads", f"{heads} does not divide hidden_size, {width}")
     activation = choices.activation or config.text("activation_function")
@@ -81,12 +72,12 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         return ModelSpec(
             family=NAME,
             width=width,
-            neurons=config.integer("ffn_dim", 1, MAX_NEURONS),
-            layer_kinds=(LayerKind(config.integer("num_hidden_layers", 1, MAX_LAYERS)),),
+            neurons=config.integer("ffn_dim", 1, MAX.neurons),
+            layer_kinds=(LayerKind(config.integer("num_hidden_layers", 1, MAX.layers)),),
             query_heads=heads,
             key_heads=heads,
             head_width=width // heads,
-            vocabulary=config.integer("vocab_size", 1, MAX_VOCABULARY),
+            vocabulary=config.integer("vocab_size", 1, MAX.vocabulary),
             context_tokens=context_tokens(config, choices.context_tokens),
             norm="layer",
             norm_epsilon=LAYER_NORM_EPSILON,

@@ -12,7 +12,7 @@ run takes. Nothing else asks which family a model is of.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
 NormKind = Literal["rms", "layer"]
@@ -21,13 +21,22 @@ ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
 NORMS: tuple[NormKind, ...] = ("rms", "layer")
 POSITIONS: tuple[Positions, ...] = ("rotary", "learned")
 
-MAX_WIDTH = 1 << 20
-MAX_NEURONS = 1 << 22
-MAX_LAYERS = 4096
-MAX_HEADS = 4096
-MAX_HEAD_WIDTH = 4096
-MAX_VOCABULARY = 1 << 24
-MAX_CONTEXT_TOKENS = 1 << 24
+
+class Limits(NamedTuple):
+    """The largest value of a ModelSpec's fields; every reader of models keeps to them. layers: of all kinds."""
+
+    width: int = 1 << 20
+    neurons: int = 1 << 22
+    experts: int = 1
+    layers: int = 4096
+    query_heads: int = 4096
+    key_heads: int = 4096
+    head_width: int = 4096
+    vocabulary: int = 1 << 24
+    context_tokens: int = 1 << 24
+
+
+MAX = Limits()
 
 
 class SpecError(ValueError):
@@ -96,22 +105,14 @@ class ModelSpec:
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field, most in (
-            ("width", MAX_WIDTH),
-            ("neurons", MAX_NEURONS),
-            ("experts", 1),
-            ("query_heads", MAX_HEADS),
-            ("key_heads", MAX_HEADS),
-            ("head_width", MAX_HEAD_WIDTH),
-            ("vocabulary", MAX_VOCABULARY),
-            ("context_tokens", MAX_CONTEXT_TOKENS),
-        ):
-            value = getattr(self, field)
-            self._require(field, 1 <= value <= most, f"{value} is not between 1 and {most}")
+        for field, most in MAX._asdict().items():
+            if field != "layers":
+                value = getattr(self, field)
+                self._require(field, 1 <= value <= most, f"{value} is not between 1 and {most}")
         self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
-        self._require("layer_kinds", 1 <= self.layers <= MAX_LAYERS, f"{self.layers} layers, not 1 to {MAX_LAYERS}")
-        windows = (0 <= kind.window_tokens <= MAX_CONTEXT_TOKENS for kind in self.layer_kinds)
-        self._require("layer_kinds", all(windows), f"a window is not between 0 and {MAX_CONTEXT_TOKENS} tokens")
+        self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
+        windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
+        self._require("layer_kinds", all(windows), f"a window is not between 0 and {MAX.context_tokens} tokens")
         pairs = self.positions != "rotary" or self.head_width % 2 == 0
         self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
         multiple = self.query_heads % self.key_heads == 0

@@ -9,13 +9,7 @@ from typing import cast
 from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import (
     ACTIVATIONS,
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_WIDTH,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_NEURONS,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
+    MAX,
     NORMS,
     POSITIONS,
     Activation,
@@ -127,15 +121,15 @@ def _parse_model(record: Record) -> ModelSpec:
     try:
         model = ModelSpec(
             family=record.choice("family", *FAMILIES),
-            width=record.integer("width", 1, MAX_WIDTH),
-            neurons=record.integer("neurons", 1, MAX_NEURONS),
-            experts=record.integer("experts", 1, 1),
+            width=record.integer("width", 1, MAX.width),
+            neurons=record.integer("neurons", 1, MAX.neurons),
+            experts=record.integer("experts", 1, MAX.experts),
             layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
-            query_heads=record.integer("query_heads", 1, MAX_HEADS),
-            key_heads=record.integer("key_heads", 1, MAX_HEADS),
-            head_width=record.integer("head_width", 1, MAX_HEAD_WIDTH),
-            vocabulary=record.integer("vocabulary", 1, MAX_VOCABULARY),
-            context_tokens=record.integer("context_tokens", 1, MAX_CONTEXT_TOKENS),
+            query_heads=record.integer("query_heads", 1, MAX.query_heads),
+            key_heads=record.integer("key_heads", 1, MAX.key_heads),
+            head_width=record.integer("head_width", 1, MAX.head_width),
+            vocabulary=record.integer("vocabulary", 1, MAX.vocabulary),
+            context_tokens=record.integer("context_tokens", 1, MAX.context_tokens),
             norm=cast(NormKind, record.choice("norm", *NORMS)),
             norm_epsilon=record.number("norm_epsilon", 0.0, 1.0),
             positions=cast(Positions, record.choice("positions", *POSITIONS)),
@@ -154,7 +148,7 @@ def _parse_model(record: Record) -> ModelSpec:
 
 
 def _parse_layer_kind(record: Record) -> LayerKind:
-    kind = LayerKind(record.integer("layers", 1, MAX_LAYERS), record.integer("window_tokens", 0, MAX_CONTEXT_TOKENS))
+    kind = LayerKind(record.integer("layers", 1, MAX.layers), record.integer("window_tokens", 0, MAX.context_tokens))
     record.finish()
     return kind
 
@@ -174,11 +168,11 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
     matrices = record.record("matrices")
     layout = Layout(
         cluster_neurons=record.integer("cluster_neurons", 1, 1 << 16),
-        clusters=record.integer("clusters", 1, MAX_NEURONS),
+        clusters=record.integer("clusters", 1, MAX.neurons),
         trigger_part_bytes=record.integer("trigger_part_bytes", PAGE_BYTES, MAX_PART_BYTES),
         value_part_bytes=record.integer("value_part_bytes", PAGE_BYTES, MAX_PART_BYTES),
-        block_neurons=record.integer("block_neurons", 1, 2 * MAX_NEURONS),
-        blocks=record.integer("blocks", 1, MAX_NEURONS),
+        block_neurons=record.integer("block_neurons", 1, 2 * MAX.neurons),
+        blocks=record.integer("blocks", 1, MAX.neurons),
         neuron_order=cast(NeuronOrder, record.choice("neuron_order", "source", "frequency")),
         matrices=tuple(_parse_matrix(matrices.record(name), name, model.trigger) for name in model.ffn_matrices),
     )

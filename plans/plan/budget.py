@@ -5,10 +5,9 @@ It is the sum of the layouts that sizes.py makes, and of what has none.
 
 from __future__ import annotations
 
-import dataclasses
-
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import MemoryBudget
 from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, slots_layout
 
 MIB = 1 << 20
@@ -31,30 +30,6 @@ NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round u
 # The smallest limit is reckoned with these; a larger one buys more.
 MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryBudget:
-    """Bytes, by the names of the plan's memory fields. Each layout has a field of its own, named after it."""
-
-    # segments
-    fixed_bytes: int  # with the predictor
-    residency_bytes: int
-    kv_bytes: int
-    exchange_bytes: int
-    board_bytes: int
-    trace_bytes: int
-    # what a process maps for itself
-    prefill_stage_bytes: int
-    # what has no layout
-    interpreters_bytes: int
-    private_bytes: int  # engines, sampling
-    bookkeeping_bytes: int  # the loader's and the cache's of clusters
-    staging_bytes: int
-
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(dataclasses.astuple(self))
 
 
 def largest_read_bytes(layout: Layout, *, bundle: bool) -> int:

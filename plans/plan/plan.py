@@ -63,49 +63,45 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What is resident. All sizes in bytes; slots hold one cluster part each.
+class MemoryBudget:
+    """What a run takes besides neurons, in bytes; budget.py computes it. Each layout has a field named after it."""
 
-    The first ones, down to staging_bytes, are the budget of plans/plan/budget.py, by the same names; slots_bytes is
-    of the segment.
-    """
-
-    limit_bytes: int
-    fixed_bytes: int
+    # segments
+    fixed_bytes: int  # with the predictor
     residency_bytes: int
     kv_bytes: int
     exchange_bytes: int
     board_bytes: int
     trace_bytes: int
+    # what a process maps for itself
     prefill_stage_bytes: int
+    # what has no layout
     interpreters_bytes: int
-    private_bytes: int
-    bookkeeping_bytes: int
+    private_bytes: int  # engines, sampling
+    bookkeeping_bytes: int  # the loader's and the cache's of clusters
     staging_bytes: int  # where the loader's reads land
+
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(MemoryBudget))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory(MemoryBudget):
+    """All that a run takes, and its limits. Slots hold one cluster part each; slots_bytes is of their segment."""
+
+    limit_bytes: int
+    least_bytes: int  # the smallest limit this package accepts with these processes
     trigger_slots: int
     value_slots: int
     slots_bytes: int
     ffn_bytes: int  # of slots, were everything resident
     pinned_triggers_per_layer: int  # the first clusters of each layer stay for good
     pinned_values_per_layer: int
-    least_bytes: int  # the smallest limit this package accepts with these processes
 
     def total_bytes(self) -> int:
         """What the run takes at most, by the planner's budget."""
-        return (
-            self.fixed_bytes
-            + self.residency_bytes
-            + self.kv_bytes
-            + self.exchange_bytes
-            + self.board_bytes
-            + self.trace_bytes
-            + self.prefill_stage_bytes
-            + self.interpreters_bytes
-            + self.private_bytes
-            + self.bookkeeping_bytes
-            + self.staging_bytes
-            + self.slots_bytes
-        )
+        return super().total_bytes() + self.slots_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,13 @@ from neuronpipe.plans.plan.activity import rates
 from neuronpipe.plans.plan.budget import (
     MIB,
     MIN_CHUNK_TOKENS,
-    MemoryBudget,
     least_budget,
     least_limit_bytes,
     least_slots_bytes,
     memory_budget,
     usable_bytes,
 )
-from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, Mode, Plan, ProcessSpec
+from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
@@ -253,15 +252,15 @@ class _Planning:
 
     def _memory(self, others: MemoryBudget, regions: Regions) -> Memory:
         return Memory(
-            limit_bytes=self._limit_bytes,
             **dataclasses.asdict(others),
+            limit_bytes=self._limit_bytes,
+            least_bytes=least_limit_bytes(self._manifest, self._shape),
             trigger_slots=regions.triggers,
             value_slots=regions.values,
             slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
             ffn_bytes=slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes,
             pinned_triggers_per_layer=regions.pinned_triggers,
             pinned_values_per_layer=regions.pinned_values,
-            least_bytes=least_limit_bytes(self._manifest, self._shape),
         )
 
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
