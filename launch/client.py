@@ -126,7 +126,7 @@ def described(directory: RunDirectory, run_file: RunFile) -> dict[str, Any]:
     return {
         "run": str(directory.path),
         "id": run_file.run,
-        "model": "" if run_file.facts is None else run_file.facts.model,
+        "model": "" if run_file.summary is None else run_file.summary.model,
         "package": run_file.package,
         "plan": run_file.plan,
         "supervisor_pid": run_file.supervisor_pid,

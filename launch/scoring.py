@@ -1,4 +1,4 @@
-"""Scoring a text with a run, window by window, and keeping the logits on the way."""
+"""Scoring a text with a run, one context window after the other, and keeping the logits on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
 
 Keep = Callable[[int, Scored], None]
-"""(index of the window's first token, message): called while the logit rows are ours to read."""
+"""(index of the context window's first token, message): called while the logit rows are ours to read."""
 
 
 def score(
@@ -27,7 +27,7 @@ def score(
     keep: Keep | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[float]:
-    """Nats of every token but the first of each window."""
+    """Nats of every token but the first of each context window."""
     nll: list[float] = []
     for first in range(0, len(tokens), window_tokens):
         window = tuple(tokens[first : first + window_tokens])

@@ -55,7 +55,7 @@ def describe(package: Package) -> dict[str, Any]:
             "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
         "quantization_error": dict(manifest.quantization_error),
-        "activity_by_layer": None if manifest.activity_by_layer is None else list(manifest.activity_by_layer),
+        "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "workload": None if manifest.workload is None else asdict(manifest.workload),
@@ -113,7 +113,7 @@ def render(description: dict[str, Any]) -> str:
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
     windows = sorted({kind["window_tokens"] for kind in model["layer_kinds"]} - {0})
-    window = f", window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
+    window = f", attention window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
     lines = [
         f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['quantization']}, "
         f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",

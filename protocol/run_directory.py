@@ -55,8 +55,8 @@ class SegmentHandle(Message):
 
 
 @message
-class RunFacts(Message):
-    """What does not change while a run lives, for monitors.
+class RunSummary(Message):
+    """Names, counts and sizes that stay the same while a run lives; monitors need them.
 
     model: name of the package
     mode: "exact" or "predicted"
@@ -113,7 +113,7 @@ class RunFile(Message):
     private: the layouts of what processes map for themselves, by name, as texts; offsets count from where it is mapped
     plan: id of the plan, which lies beside this file as plan.json
     package: path of the package
-    facts: see `RunFacts`
+    summary: names, counts and sizes of the run, for monitors; see `RunSummary`
     """
 
     protocol: str
@@ -125,7 +125,7 @@ class RunFile(Message):
     private: dict[str, str]
     plan: str
     package: str = ""
-    facts: RunFacts | None = None
+    summary: RunSummary | None = None
 
     def open_segment(self, name: str) -> Segment:
         """The segment of this name, laid out as stands here, to be read. Raises UserError when the run has none, or

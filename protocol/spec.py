@@ -106,7 +106,7 @@ def _message(cls: type[Message]) -> str:
 
 
 def _run_file() -> str:
-    parts = (run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunFacts)
+    parts = (run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunSummary)
     return "\n".join(_message(part) for part in parts)
 
 

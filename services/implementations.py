@@ -39,7 +39,7 @@ SWAPPABLE = ("decode", "prefill", "loader", "cache")
 
 PROGRAM = "argv:"
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_SEAT = re.compile(r"([a-z]+)(?:\.(\d+))?")
+_PROCESS = re.compile(r"([a-z]+)(?:\.(\d+))?")
 
 
 class Service(Protocol):
@@ -89,11 +89,11 @@ class Implementation:
             raise UserError(f"{self.text}: module {module} has no {name}") from None
 
     def _execute(self, job: Job) -> NoReturn:
-        facts = job.facts()
+        variables = job.variables()
         words = shlex.split(self.text[len(PROGRAM) :])
-        for name, value in facts.items():
+        for name, value in variables.items():
             words = [word.replace(f"{{{name}}}", value) for word in words]
-        environment = os.environ | {f"NEURONPIPE_{name.upper()}": value for name, value in facts.items()}
+        environment = os.environ | {f"NEURONPIPE_{name.upper()}": value for name, value in variables.items()}
         if job.listener is not None:
             os.set_inheritable(job.listener.descriptor, True)
             environment |= {} if job.listener.key is None else {KEY_VARIABLE: job.listener.key}
@@ -124,7 +124,7 @@ class Use:
 
 def parse_process(text: str) -> tuple[str, int | None]:
     """`decode` or `decode.1`. Raises UserError naming the roles there are."""
-    found = _SEAT.fullmatch(text)
+    found = _PROCESS.fullmatch(text)
     if not found or found[1] not in OURS:
         raise UserError(f"{text!r} is no role; the roles are {', '.join(OURS)}, one process of them ROLE.INDEX")
     return found[1], None if found[2] is None else int(found[2])

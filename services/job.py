@@ -36,8 +36,8 @@ class Job:
         """The FIFO whose bytes wake the loader."""
         return self.directory.doorbell
 
-    def facts(self) -> dict[str, str]:
-        """The same in words, for a program in another language, which finds the rest in the run directory."""
+    def variables(self) -> dict[str, str]:
+        """The same as texts, by name, for a program in another language; it finds the rest in the run directory."""
         return {
             "run": str(self.directory.path),
             "role": self.process.role,

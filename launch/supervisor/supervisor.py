@@ -44,11 +44,11 @@ from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
-from neuronpipe.services.facts import run_facts
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
 from neuronpipe.services.worker.pinning import pin
 
@@ -166,7 +166,7 @@ class Supervisor:
                 private={
                     name: layout.text for name, layout in private_layouts(self._package.manifest, self._plan).items()
                 },
-                facts=run_facts(self._package, self._plan, self._segments),
+                summary=run_summary(self._package, self._plan, self._segments),
             ),
             self._plan.to_json(),
         )

@@ -17,7 +17,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
 from neuronpipe.services.monitor.groups import GROUP_OF, GROUPS, NUMBER
 from neuronpipe.services.monitor.rings import Row, Span
-from neuronpipe.services.monitor.window import Window, last_steps
+from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
 EDGE = 0.8
@@ -65,20 +65,20 @@ def draw(rows: Sequence[Row], title: str) -> str:
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 
 
-def _steps_title(rows: Sequence[Row], window: Window) -> str:
+def _steps_title(rows: Sequence[Row], window: TimeWindow) -> str:
     count = len(_sent(rows, window))
     what = f"the last {count} steps" if count > 1 else "the last step" if count else "no whole step"
     return f"{what}, {window.ns / 1e6:.1f} ms"
 
 
-def _sent(rows: Sequence[Row], window: Window) -> list[Span]:
+def _sent(rows: Sequence[Row], window: TimeWindow) -> list[Span]:
     """The sending of each step that the window shows to its last answer; the next one is sent before its end."""
     spans = [span for row in rows for span in row.spans]
     answered = {s.step for s in spans if s.kind == NUMBER["await"] and s.end_ns <= window.to_ns}
     return sorted(s for s in spans if s.kind == NUMBER["send"] and s.start_ns >= window.from_ns and s.step in answered)
 
 
-def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int, title: str) -> int:
+def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, y: int, title: str) -> int:
     """One stretch of time; returns where the next thing may start."""
     scale = (WIDTH - LEFT - RIGHT) / window.ns
     top, bottom = y + HEAD, y + HEAD + len(rows) * (ROW + GAP)
@@ -125,7 +125,7 @@ def _is_whole(span: Span) -> bool:
 
 
 def _span(
-    svg: ElementTree.Element, span: Span, window: Window, scale: float, y: float, height: float, *, named: bool
+    svg: ElementTree.Element, span: Span, window: TimeWindow, scale: float, y: float, height: float, *, named: bool
 ) -> None:
     group = GROUP_OF.get(span.kind)
     from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
@@ -153,7 +153,7 @@ def _span(
     )
 
 
-def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> None:
+def _shares(svg: ElementTree.Element, row: Row, window: TimeWindow, y: float) -> None:
     """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
     spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in GROUP_OF]
     waits = [span for span in spans if not GROUP_OF[span.kind].works]
@@ -168,7 +168,7 @@ def _shares(svg: ElementTree.Element, row: Row, window: Window, y: float) -> Non
         _text(svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT)
 
 
-def _covered_ns(spans: Sequence[Span], window: Window) -> int:
+def _covered_ns(spans: Sequence[Span], window: TimeWindow) -> int:
     """Time in which at least one of the spans is under way."""
     total = 0
     reached = window.from_ns
@@ -185,7 +185,7 @@ def _percent(share: float) -> str:
 
 
 def _step_marks(
-    svg: ElementTree.Element, rows: Sequence[Row], window: Window, scale: float, top: int, bottom: int
+    svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, scale: float, top: int, bottom: int
 ) -> None:
     """Where a step is sent: a line through all rows, and its number, where the next one leaves room for it."""
     marks = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
@@ -196,7 +196,7 @@ def _step_marks(
             _text(svg, x + 4, top - 6, name, size=11, fill=FAINT)
 
 
-def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: Window, y: int) -> int:
+def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
     """What the colours mean, of those that occur."""
     there = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
     x = float(LEFT)
@@ -255,7 +255,7 @@ def _line(
     ElementTree.SubElement(svg, "line", attributes)
 
 
-def middle_layers(rows: Sequence[Row], window: Window) -> Window | None:
+def middle_layers(rows: Sequence[Row], window: TimeWindow) -> TimeWindow | None:
     """A few layers in the middle of the window's last step, as the first decode worker computed them; None where its
     spans do not tell."""
     for row in rows:
@@ -268,5 +268,5 @@ def middle_layers(rows: Sequence[Row], window: Window) -> Window | None:
             from_ns = max(span.end_ns for span in spans if span.layer == before)
             to_ns = max(span.end_ns for span in spans if span.layer == last)
             margin = int(CLOSE_MARGIN * (to_ns - from_ns))
-            return Window(from_ns - margin, to_ns + margin)
+            return TimeWindow(from_ns - margin, to_ns + margin)
     return None

@@ -1,6 +1,6 @@
 """`neuronpipe perplexity [PACKAGE] --text FILE`: how well a package predicts a text, through the pipeline itself.
 
-The text is cut into windows of the context length; the first token of a window is not rated. With --logits-out the
+The text is cut into context windows; the first token of each is not rated. With --logits-out the
 logits after every token are written as float32 [tokens, vocabulary], read from shared memory while the run waits.
 """
 

@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         "id": manifest.id,
         "predictor": asdict(manifest.predictor),
         "predictor_bytes": manifest.files["predictor.safetensors"].bytes,
-        "activity_by_layer": manifest.activity_by_layer,
+        "activity_by_layer": manifest.fired_by_layer,
         "trigger_fired_by_layer": manifest.trigger_fired_by_layer,
         "candidates": [
             {

@@ -51,9 +51,9 @@ def main(arguments: argparse.Namespace) -> int:
             write_twin(arguments.gguf, package.manifest.model, arguments.seed, progress)
     manifest = package.manifest
     size_bytes = sum(entry.bytes for entry in manifest.files.values())
-    assert manifest.activity_by_layer is not None
+    assert manifest.fired_by_layer is not None
     assert manifest.workload is not None
-    activity = sum(manifest.activity_by_layer) / len(manifest.activity_by_layer)
+    activity = sum(manifest.fired_by_layer) / len(manifest.fired_by_layer)
     if arguments.json:
         result = {
             "package": str(package.path),

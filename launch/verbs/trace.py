@@ -84,8 +84,8 @@ def _watch(trace: RunTrace, seconds: float) -> list[Row]:
 
 
 def _title(run_file: RunFile) -> str:
-    facts = run_file.facts
-    model = f"{facts.model} {facts.quantization} {facts.mode}, " if facts else ""
+    summary = run_file.summary
+    model = f"{summary.model} {summary.quantization} {summary.mode}, " if summary else ""
     return f"{model}run {run_file.run}"
 
 

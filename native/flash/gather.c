@@ -203,7 +203,7 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
     }
     uint64_t first, end;
     range_of(loader, *entry, &first, &end);
-    /* Neither part may wait for the other's slots: windows may hold them all. And both may be more than a read. */
+    /* Neither part may wait for the other's slots: block windows may hold them all. And both may be more than a read. */
     if (kind == NP_QUEUE_BOTH && (slots_lack || end - first > loader->reading.most_read_bytes)) {
         for (int part = 0; part < NP_LOADER_PARTS; part++)
             if ((*entry & part_bits[part]) && np_loader_enqueue(&loader->queues[part][priority], *entry & ~(PARTS ^ part_bits[part]), 0))

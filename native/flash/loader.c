@@ -9,7 +9,7 @@
  *   bytes in staging -> checksum, copy  the reader's completion is an acquire
  *   bytes in the slot -> word           the word's store is a release
  *   word -> arrivals                    release; a waiter reads arrivals (acquire) before it looks at words
- *   slot free -> slot written           the cache took it after no window covered it (residency/clock.c); its grant comes after */
+ *   slot free -> slot written           the cache took it after no read window covered it (residency/clock.c); its grant comes after */
 #include <errno.h>
 #include <string.h>
 #include <sys/uio.h>

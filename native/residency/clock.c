@@ -1,18 +1,18 @@
 /* CLOCK, the replacement rule, and why a slot is never taken from under a worker.
  *
  *   worker                                        cache
- *   W  window := [first, end)                     C  clear the reference bit of a present word
+ *   W  read window := [first, end)                C  clear the reference bit of a present word
  *   L  look: present and referenced, or           ...                  (one turn of the hand later, perhaps in a new process)
  *      R  present: set the reference bit          P  the word is present and unreferenced
- *   ...read the slot...                           S  no window covers it
- *   Z  window := another or none                  E  present, unreferenced -> absent, if the word is still as in P
+ *   ...read the slot...                           S  no read window covers it
+ *   Z  read window := another or none             E  present, unreferenced -> absent, if the word is still as in P
  *
  * All of these are sequentially consistent, so they have one order, and E replaces a word without the bit.
  *   Looked and found it referenced (L): the clearing C that E builds on comes after L, or L would not have seen the bit. So
- *     W < L < C < P < S: the cache sees the window, or a later one.
+ *     W < L < C < P < S: the cache sees the read window, or a later one.
  *   Set the bit (R): R comes after E and sees absent; or before it, and then a clearing C lies between them (E would fail
  *     otherwise): W < R < C < P < S again.
- * When S sees a later window, Z has happened, and with it all reading of the slot: only then may the slot be written again.
+ * When S sees a later read window, Z has happened, and with it all reading of the slot: only then may the slot be written again.
  * No word ever turns absent and back, so that neither worker nor loader meets a state which does not last. */
 #include "neuronpipe.h"
 

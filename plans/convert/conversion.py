@@ -71,7 +71,7 @@ def convert(
             files={},
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
-            activity_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
+            fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
         )
         with PackageWriter(target, manifest, overwrite=overwrite) as writer:
             work = _Work(checkpoint, manifest, writer, progress or (lambda done, total: None))

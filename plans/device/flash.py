@@ -28,7 +28,7 @@ FULL_POINTS = tuple(
     (size * KIB, depth) for size in (4, 8, 64, 256, 1024) for depth in (1, 8, 32, 128) if size * depth <= 32 * KIB
 )
 FULL_BUDGET_S = 1.0
-WINDOWS, MAX_MORE_WINDOWS = 3, 3  # of each point; more of those that are not steady
+ROUNDS, MAX_MORE_ROUNDS = 3, 3  # of each point; more of those that are not steady
 NOISE = 0.15
 # In a smaller file, reads fall on the same few blocks and the storage's own cache answers.
 MIN_FILE_BYTES = 1 << 20
@@ -63,16 +63,16 @@ def measure(path: Path, *, brief: bool) -> FlashCurve | None:
         raise UserError(f"{path}: cannot be opened ({os.strerror(error[0])}); check the path and its permissions")
     try:
         memory = ffi.from_buffer("uint8_t[]", mmap.mmap(-1, max(size * depth for size, depth in points)))
-        window_s = budget_s / len(points) / WINDOWS
-        windows = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, window_s))
+        round_s = budget_s / len(points) / ROUNDS
+        rounds = repeated(points, lambda size, depth: _measure_point(reader, path, memory, size, depth, round_s))
         return FlashCurve(
             engine=ffi.string(lib.np_reader_engine(reader)).decode(),
             direct=bool(lib.np_reader_direct(reader)),
             points=tuple(
-                FlashPoint(request_bytes=size, depth=depth, bytes_per_s=statistics.median(windows[size, depth]))
+                FlashPoint(request_bytes=size, depth=depth, bytes_per_s=statistics.median(rounds[size, depth]))
                 for size, depth in points
             ),
-            spread=round(max(_spread(speeds) for speeds in windows.values()), 3),
+            spread=round(max(_spread(speeds) for speeds in rounds.values()), 3),
         )
     finally:
         lib.np_reader_close(reader)
@@ -84,21 +84,21 @@ def repeated(
     """Bytes per second of every (request_bytes, depth), several times: all points by turns, so that what disturbs one
     repetition disturbs few of another; then again those that lie apart, or that more bytes at once seem to slow down.
     """
-    windows: dict[tuple[int, int], list[float]] = {point: [] for point in points}
-    for turn in range(WINDOWS + MAX_MORE_WINDOWS):
-        for point in points if turn < WINDOWS else _unsteady(windows):
-            windows[point].append(measure_point(*point))
-    return windows
+    rounds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for turn in range(ROUNDS + MAX_MORE_ROUNDS):
+        for point in points if turn < ROUNDS else _unsteady(rounds):
+            rounds[point].append(measure_point(*point))
+    return rounds
 
 
-def _unsteady(windows: Mapping[tuple[int, int], Sequence[float]]) -> list[tuple[int, int]]:
-    speeds = {point: statistics.median(measured) for point, measured in windows.items()}
-    found = {point for point, measured in windows.items() if _spread(measured) > NOISE}
+def _unsteady(rounds: Mapping[tuple[int, int], Sequence[float]]) -> list[tuple[int, int]]:
+    speeds = {point: statistics.median(measured) for point, measured in rounds.items()}
+    found = {point for point, measured in rounds.items() if _spread(measured) > NOISE}
     for small, large in itertools.permutations(speeds, 2):
         larger = small[0] <= large[0] and small[1] <= large[1]
         if larger and (small[0] == large[0] or small[1] == large[1]) and speeds[large] < (1 - NOISE) * speeds[small]:
             found |= {small, large}
-    return [point for point in windows if point in found]
+    return [point for point in rounds if point in found]
 
 
 def _spread(measured: Sequence[float]) -> float:

@@ -19,8 +19,8 @@ from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle
 EVERY = 8  # a piece of so many is read: about the share of a layer's neurons that fire
 SEQUENTIAL_PIECE_BYTES = 1 << 20
-WINDOWS, MAX_WINDOWS = 3, 6
-NOISE = 0.1  # between the best two windows
+ROUNDS, MAX_ROUNDS = 3, 6
+NOISE = 0.1  # between the best two rounds
 MIN_BYTES, MAX_BYTES = 64 << 20, 256 << 20  # well beyond the caches of phones and of most servers
 BRIEF_BUDGET_S, FULL_BUDGET_S = 0.25, 1.0
 HUGE_PAGE_BYTES = 2 << 20
@@ -31,7 +31,7 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
     that while they are not steady), besides touching the memory once; None when a sixteenth of what is available is too
     little to measure on.
 
-    Each figure is the best of a few windows: what else runs here can only make it smaller.
+    Each figure is the best of a few rounds: what else runs here can only make it smaller.
     """
     size = min(MAX_BYTES // 2 if brief else MAX_BYTES, available_bytes // 16) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if size < MIN_BYTES:
@@ -40,7 +40,7 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
     pointer = ffi.from_buffer("uint8_t[]", memory)
     lib.np_memory_advise_huge(pointer, size)
     memory[::4096] = b"\1" * (size // 4096)  # pages that nobody has written are all the same page of zeros
-    budget_s = (BRIEF_BUDGET_S if brief else FULL_BUDGET_S) / (2 + len(PIECE_BYTES)) / WINDOWS
+    budget_s = (BRIEF_BUDGET_S if brief else FULL_BUDGET_S) / (2 + len(PIECE_BYTES)) / ROUNDS
 
     spreads: list[float] = []
 
@@ -61,11 +61,11 @@ def measure_memory(cores: Sequence[int | None], available_bytes: int, *, brief: 
     )
 
 
-def best_of(window: Callable[[], float]) -> tuple[float, float]:
-    """The best of some windows, and how far the second best is below it; of more windows while that is far."""
-    speeds = sorted(window() for _ in range(WINDOWS))
-    while len(speeds) < MAX_WINDOWS and speeds[-2] < (1 - NOISE) * speeds[-1]:
-        speeds = sorted([*speeds, window()])
+def best_of(measure: Callable[[], float]) -> tuple[float, float]:
+    """The best of some rounds, and how far the second best is below it; of more rounds while that is far."""
+    speeds = sorted(measure() for _ in range(ROUNDS))
+    while len(speeds) < MAX_ROUNDS and speeds[-2] < (1 - NOISE) * speeds[-1]:
+        speeds = sorted([*speeds, measure()])
     return speeds[-1], 1 - speeds[-2] / speeds[-1]
 
 

@@ -1,4 +1,4 @@
-"""What many classes of transformers say alike in config.json: sizes, windows, the context."""
+"""What many classes of transformers say alike in config.json: sizes, attention windows, the context."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def context_tokens(config: Record, wanted: int | None) -> int:
 
 
 def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: bool) -> list[int]:
-    """Each layer's window by `sliding_window`, which counts from a first layer on, unless `layer_types` says where, in
-    classes that read it."""
+    """Each layer's attention window by `sliding_window`, which counts from a first layer on, unless `layer_types` says
+    where, in classes that read it."""
     layers = config.integer("num_hidden_layers", 1, MAX.layers)
     if not config.has("sliding_window"):
         return [0] * layers
@@ -66,7 +66,7 @@ def sliding_windows(config: Record, *, first_layer: int = 0, reads_layer_types: 
     if config.has("layer_types"):
         said = config.items("layer_types")
         if not reads_layer_types and said != kinds:
-            config.fail("layer_types", "layers with different windows are not supported in this class")
+            config.fail("layer_types", "layers with different attention windows are not supported in this class")
         if len(said) != layers or not all(kind in (SLIDING, FULL) for kind in said):
             config.fail("layer_types", f"{quoted(said)} is not {SLIDING} or {FULL} for each of {layers} layers")
         kinds = said

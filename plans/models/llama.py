@@ -1,8 +1,8 @@
 """Llama and what is built like it: Mistral, Qwen2, Bamboo. RMS norms, rotary positions, a gated feed-forward.
 
 transformers writes every key it knows into config.json, but files made by hand or by other programs do not, and what is
-missing decides results: a Mistral without `sliding_window` has a window of 4096. The defaults below are compared with
-transformers' own (tests/conformance/golden).
+missing decides results: a Mistral without `sliding_window` has an attention window of 4096. The defaults below are
+compared with transformers' own (tests/conformance/golden).
 """
 
 from __future__ import annotations

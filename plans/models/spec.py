@@ -52,7 +52,7 @@ class LayerKind:
     """A run of layers that are alike.
 
     layers: how many
-    window_tokens: a token attends to so many, itself among them; 0: to all before it
+    window_tokens: the attention window: a token attends to so many, itself among them; 0: to all before it
     """
 
     layers: int
@@ -112,7 +112,7 @@ class ModelSpec:
         self._require("layer_kinds", all(kind.layers >= 1 for kind in self.layer_kinds), "a run of no layers")
         self._require("layer_kinds", 1 <= self.layers <= MAX.layers, f"{self.layers} layers, not 1 to {MAX.layers}")
         windows = (0 <= kind.window_tokens <= MAX.context_tokens for kind in self.layer_kinds)
-        self._require("layer_kinds", all(windows), f"a window is not between 0 and {MAX.context_tokens} tokens")
+        self._require("layer_kinds", all(windows), f"attention windows are 0 to {MAX.context_tokens} tokens")
         pairs = self.positions != "rotary" or self.head_width % 2 == 0
         self._require("head_width", pairs, f"{self.head_width} is odd; rotary positions need pairs")
         multiple = self.query_heads % self.key_heads == 0
@@ -133,7 +133,7 @@ class ModelSpec:
 
     @property
     def windows_tokens(self) -> tuple[int, ...]:
-        """Each layer's window; 0: none."""
+        """Each layer's attention window; 0: none."""
         return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
 
     @property
@@ -163,7 +163,7 @@ class ModelSpec:
 
 
 def runs_of(windows_tokens: list[int]) -> tuple[LayerKind, ...]:
-    """The layer kinds of a model whose layers have these windows, from the first to the last."""
+    """The layer kinds of a model whose layers have these attention windows, from the first to the last."""
     kinds: list[LayerKind] = []
     for window in windows_tokens:
         if kinds and kinds[-1].window_tokens == window:

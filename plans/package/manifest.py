@@ -114,8 +114,8 @@ class Manifest:
     layout: Layout
     files: Mapping[str, FileEntry]
     quantization_error: Mapping[str, float]  # kind of tensor -> |w - w'| / |w|
-    activity_by_layer: tuple[float, ...] | None  # mean share of active neurons, when it was measured
-    trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share of gates above zero, measured on the same text
+    fired_by_layer: tuple[float, ...] | None  # mean share of neurons that fire, when measured; `activity` in the file
+    trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, measured on the same text
     predictor: Predictor | None = None
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
@@ -186,8 +186,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         },
         "quantization_error": dict(manifest.quantization_error),
     }
-    if manifest.activity_by_layer is not None:
-        values["activity"] = {"mean_by_layer": list(manifest.activity_by_layer)}
+    if manifest.fired_by_layer is not None:
+        values["activity"] = {"mean_by_layer": list(manifest.fired_by_layer)}
         if manifest.trigger_fired_by_layer is not None:
             values["activity"]["trigger_fired_by_layer"] = list(manifest.trigger_fired_by_layer)
     if manifest.predictor is not None:

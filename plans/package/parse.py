@@ -92,7 +92,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         layout=_parse_layout(record.record("layout"), model, quantization),
         files=_parse_files(record.record("files"), predicted=predictor is not None, chats=chat is not None),
         quantization_error=_parse_errors(record.record("quantization_error")),
-        activity_by_layer=activity[0],
+        fired_by_layer=activity[0],
         trigger_fired_by_layer=activity[1],
         predictor=predictor,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,

@@ -37,15 +37,15 @@ class LayerFactors:
 
 
 @dataclass(frozen=True)
-class Activity:
-    """Shares 0..1 by layer, measured on the text that the predictor was judged on."""
+class FiringShares:
+    """Mean shares of neurons that fire, and whose trigger fires, on the text that the predictor was judged on."""
 
-    mean_by_layer: tuple[float, ...]
+    fired_by_layer: tuple[float, ...]
     trigger_fired_by_layer: tuple[float, ...]
 
 
 def write_predictor(
-    package: Package, predictor: Predictor, layers: Sequence[LayerFactors], activity: Activity
+    package: Package, predictor: Predictor, layers: Sequence[LayerFactors], shares: FiringShares
 ) -> Package:
     """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor.
 
@@ -62,8 +62,8 @@ def write_predictor(
             manifest,
             files={**manifest.files, PREDICTOR: entry},
             predictor=predictor,
-            activity_by_layer=activity.mean_by_layer,
-            trigger_fired_by_layer=activity.trigger_fired_by_layer,
+            fired_by_layer=shares.fired_by_layer,
+            trigger_fired_by_layer=shares.trigger_fired_by_layer,
         )
         _write(complete, with_it.sealed().to_bytes())
         if manifest.predictor is not None:

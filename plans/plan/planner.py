@@ -10,7 +10,6 @@ from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.activity import rates
 from neuronpipe.plans.plan.budget import (
     MIB,
     MIN_CHUNK_TOKENS,
@@ -20,6 +19,7 @@ from neuronpipe.plans.plan.budget import (
     memory_budget,
     usable_bytes,
 )
+from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
 PREFILL_SHARE = 1 / 8
 STAGING_SHARE = 1 / 32
-WINDOW_TOKENS = 5  # of the baseline: what so many tokens used stays
+BASELINE_CACHE_TOKENS = 5  # of the baseline: what so many tokens used stays
 
 Technique = Literal["bundle", "cache", "pipeline", "predictor", "prefetch"]
 TECHNIQUES: tuple[Technique, ...] = ("bundle", "cache", "pipeline", "predictor", "prefetch")
@@ -156,7 +156,7 @@ class _Planning:
         chunk = self._chunk(read.staging_bytes, least_slots)
         others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
         regions = self._regions(others, least_slots)
-        if regions.window < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
+        if regions.window_blocks < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
             # Sums by turns need a whole layer's neurons in place.
             chunk = PARTIAL_TOKENS
             others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
@@ -170,8 +170,8 @@ class _Planning:
             prefill_chunk_tokens=chunk,
             prefill_threads=shape.prefill_threads,
             logit_rows=shape.logit_rows,
-            decode_window_blocks=regions.window,
-            prefill_window_blocks=regions.window,
+            decode_window_blocks=regions.window_blocks,
+            prefill_window_blocks=regions.window_blocks,
             spin_us=50,
             pipeline="pipeline" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
@@ -208,7 +208,7 @@ class _Planning:
         return reading(
             self._manifest.layout,
             self._device.flash,
-            values_per_trigger=self._rates.ups / self._rates.gates if self._rates.gates else 1.0,
+            values_per_trigger=self._rates.value_read / self._rates.trigger_read if self._rates.trigger_read else 1.0,
             bundle=self._shape.mode == "predicted" and "bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(room, int(STAGING_SHARE * self._usable_bytes)),
@@ -238,7 +238,7 @@ class _Planning:
             workers=self._shape.workers,
             budget=budget,
             cache="cache" not in wanted.without,
-            window_tokens=0 if wanted.baseline is None else WINDOW_TOKENS,
+            cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
         )
         if regions is not None:
             return regions
@@ -277,8 +277,8 @@ class _Planning:
         wanted, reasons = self._wanted, []
         if self._shape.mode == "predicted":
             reasons.append(
-                f"the predictor names {self._rates.gates:.1%} of the neurons; the gates of these decide, "
-                f"and {self._rates.ups / max(self._rates.gates, 1e-9):.0%} of them are expected to fire"
+                f"the predictor names {self._rates.trigger_read:.1%} of the neurons; the gates of these decide, "
+                f"and {self._rates.value_read / max(self._rates.trigger_read, 1e-9):.0%} of them are expected to fire"
             )
         else:
             reasons.append("exact: every gate is computed, and decides which up and down rows are")

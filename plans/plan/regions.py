@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.activity import Rates
+from neuronpipe.plans.plan.firing import Rates
 from neuronpipe.plans.plan.plan import Mode
 
 # What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
@@ -30,7 +30,7 @@ class Regions:
     values: int
     pinned_triggers: int  # of each layer
     pinned_values: int
-    window: int  # blocks open at once, of a layer
+    window_blocks: int  # the block window: blocks of a layer that a worker has open at once
     reserved_triggers: int
     reserved_values: int
     reasons: tuple[str, ...]
@@ -42,13 +42,13 @@ def touched(share: float, neurons: int) -> float:
 
 
 def fill(
-    manifest: Manifest, rates: Rates, *, mode: Mode, workers: int, budget: int, cache: bool, window_tokens: int
+    manifest: Manifest, rates: Rates, *, mode: Mode, workers: int, budget: int, cache: bool, cache_tokens: int
 ) -> Regions | None:
     """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
-    cache: False keeps only what a step needs. window_tokens: keep no more than so many tokens use (0: whatever fits).
+    cache: False keeps only what a step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits).
     """
-    return _Filling(manifest, rates, mode, workers).fill(budget, cache=cache, window_tokens=window_tokens)
+    return _Filling(manifest, rates, mode, workers).fill(budget, cache=cache, cache_tokens=cache_tokens)
 
 
 class _Filling:
@@ -59,21 +59,21 @@ class _Filling:
         self._trigger_bytes, self._value_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
         self._both_bytes = self._trigger_bytes + self._value_bytes
 
-    def fill(self, budget: int, *, cache: bool, window_tokens: int) -> Regions | None:
-        if cache and not window_tokens and budget >= self._all * self._both_bytes:
+    def fill(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
+        if cache and not cache_tokens and budget >= self._all * self._both_bytes:
             return self._everything()
-        window, moving = self._window(budget if cache else 0)
+        window_blocks, moving = self._block_window(budget if cache else 0)
         if budget < moving * self._both_bytes:
             return None
         blocks = self._layout.blocks
-        reasons = [f"{window} of {blocks} blocks of a layer open at once: {moving} clusters may be moving"]
+        reasons = [f"{window_blocks} of {blocks} blocks of a layer open at once: {moving} clusters may be moving"]
         if not cache:
             triggers = values = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
-        elif window_tokens:
-            used = touched(self._rates.used_by(window_tokens), self._layout.cluster_neurons)
+        elif cache_tokens:
+            used = touched(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
             triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
-            reasons.append(f"slots for what {window_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
+            reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
         elif self._mode == "predicted":
             triggers = values = min(budget // self._both_bytes, self._all)
         elif budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
@@ -82,18 +82,18 @@ class _Filling:
         else:
             triggers, values = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
         pinned_triggers, pinned_values = (
-            self._pinned(triggers, values, moving) if cache and not window_tokens else (0, 0)
+            self._pinned(triggers, values, moving) if cache and not cache_tokens else (0, 0)
         )
-        if cache and not window_tokens:
+        if cache and not cache_tokens:
             reasons.append(self._said(triggers, values, pinned_triggers, pinned_values))
         return Regions(
             triggers=triggers,
             values=values,
             pinned_triggers=pinned_triggers,
             pinned_values=pinned_values,
-            window=window,
-            reserved_triggers=self._reserved(triggers, self._rates.gates, moving),
-            reserved_values=self._reserved(values, self._rates.ups, moving),
+            window_blocks=window_blocks,
+            reserved_triggers=self._reserved(triggers, self._rates.trigger_read, moving),
+            reserved_values=self._reserved(values, self._rates.value_read, moving),
             reasons=tuple(reasons),
         )
 
@@ -103,27 +103,27 @@ class _Filling:
             values=self._all,
             pinned_triggers=self._layout.clusters,
             pinned_values=self._layout.clusters,
-            window=self._layout.blocks,
+            window_blocks=self._layout.blocks,
             reserved_triggers=0,
             reserved_values=0,
             reasons=("everything is resident: nothing is read after start-up",),
         )
 
-    def _window(self, budget: int) -> tuple[int, int]:
+    def _block_window(self, budget: int) -> tuple[int, int]:
         """Blocks of a layer that are open at once, and clusters that may be moving: open for any worker, as many again
-        free or arriving. A whole layer, where memory holds two; less only where it must be, since a window's reads wait
-        for the window before it. Workers may have neighbouring windows open, but not of two layers."""
+        free or arriving. A whole layer, where memory holds two; less only where it must be, since the reads of a
+        block window wait for the one before it. Workers may have neighbouring ones open, but not of two layers."""
         per_block, workers, blocks = self._layout.block_clusters, self._workers, self._layout.blocks
         moving = 2 * self._layout.clusters
         if 2 * moving * self._both_bytes <= budget:
             return blocks, moving
-        window = max(1, blocks // (2 * workers))
-        while window > 1 and 2 * window * workers * per_block * self._both_bytes > budget // 3:
-            window = (window + 1) // 2
-        moving = 2 * window * workers * per_block
+        window_blocks = max(1, blocks // (2 * workers))
+        while window_blocks > 1 and 2 * window_blocks * workers * per_block * self._both_bytes > budget // 3:
+            window_blocks = (window_blocks + 1) // 2
+        moving = 2 * window_blocks * workers * per_block
         if moving >= self._all:
-            moving, window = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
-        return window, moving
+            moving, window_blocks = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
+        return window_blocks, moving
 
     def _pinned(self, triggers: int, values: int, moving: int) -> tuple[int, int]:
         """Clusters of each layer that stay for good, of either part."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.activity import Rates
+from neuronpipe.plans.plan.firing import Rates
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 from neuronpipe.plans.plan.regions import touched
 
@@ -33,13 +33,13 @@ def expected(
     if not manifest.model.tied_embeddings:
         sequential -= model.vocabulary * row_bytes  # of the embedding one row is read
     half = compute.context_tokens // 2
-    seen_tokens = sum(min(half, window or half) for window in model.windows_tokens)  # of all layers
+    seen_tokens = sum(min(half, window or half) for window in model.windows_tokens)  # attention windows of all layers
     sequential += seen_tokens * model.key_heads * 2 * model.head_width * 2
-    value_rows = rates.downs + (rates.ups if model.gated else 0)
-    trigger_bytes, value_bytes = rates.gates * neurons * row_bytes, value_rows * neurons * row_bytes
-    triggers_wanted = touched(rates.gates, layout.cluster_neurons) * manifest.clusters
-    values_wanted = touched(rates.ups, layout.cluster_neurons) * manifest.clusters
-    if rates.gates == 1.0:  # all of them, one after the other
+    value_rows = rates.down_read + (rates.value_read if model.gated else 0)
+    trigger_bytes, value_bytes = rates.trigger_read * neurons * row_bytes, value_rows * neurons * row_bytes
+    triggers_wanted = touched(rates.trigger_read, layout.cluster_neurons) * manifest.clusters
+    values_wanted = touched(rates.value_read, layout.cluster_neurons) * manifest.clusters
+    if rates.trigger_read == 1.0:  # all of them, one after the other
         sequential, in_pieces, pieces = sequential + int(trigger_bytes), int(value_bytes), values_wanted
     else:
         in_pieces, pieces = int(trigger_bytes + value_bytes), triggers_wanted + values_wanted
@@ -83,9 +83,9 @@ def expected(
     )
 
 
-def _missed(rates: Rates, slots: int, words: int, mode: str) -> float:
+def _missed(rates: Rates, slots: int, clusters: int, mode: str) -> float:
     """Of the parts that a token wants, the share without a slot. Exact mode wants every gate, hot or not."""
-    resident = slots / words
+    resident = slots / clusters
     return 1 - (resident if mode == "exact" else rates.activations_within(resident))
 
 

@@ -96,7 +96,7 @@ class _Check:
                 if tokens > PARTIAL_TOKENS:
                     self._fail(
                         f"compute.{name}",
-                        f"{tokens}, but where a window is less than a layer, {PARTIAL_TOKENS} at most",
+                        f"{tokens}, but where a block window is less than a layer, {PARTIAL_TOKENS} at most",
                     )
         self._within("compute.spin_us", compute.spin_us, 0, MAX_SPIN_US)
         if compute.mode == "predicted" and self._manifest.predictor is None:
@@ -124,11 +124,13 @@ class _Check:
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        words, layers = self._manifest.clusters, self._manifest.model.layers * self._manifest.model.experts
+        clusters, layers = self._manifest.clusters, self._manifest.model.layers * self._manifest.model.experts
         open_clusters = max(
-            # Participants meet between layers: windows of a whole layer are one window.
-            layout.clusters if window == layout.blocks else min(words, participants * window * layout.block_clusters)
-            for participants, window in (
+            # Participants meet between layers: block windows of a whole layer are one.
+            layout.clusters
+            if window_blocks == layout.blocks
+            else min(clusters, participants * window_blocks * layout.block_clusters)
+            for participants, window_blocks in (
                 (len(compute.decode_workers()), compute.decode_window_blocks),
                 (compute.prefill_threads, compute.prefill_window_blocks),
             )
@@ -137,11 +139,11 @@ class _Check:
             ("trigger", memory.trigger_slots, memory.pinned_triggers_per_layer, flash.reserved_triggers),
             ("value", memory.value_slots, memory.pinned_values_per_layer, flash.reserved_values),
         ):
-            self._within(f"memory.{part}_slots", slots, 1, words)
+            self._within(f"memory.{part}_slots", slots, 1, clusters)
             self._within(f"memory.pinned_{part}s_per_layer", pinned, 0, layout.clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
             needed = open_clusters + pinned * layers + reserved
-            if slots < min(words, needed) or (slots == words and reserved):
+            if slots < min(clusters, needed) or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",
                     f"{slots}, but {open_clusters} clusters may be open, "

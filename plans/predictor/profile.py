@@ -11,13 +11,13 @@ from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
-from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL, Activity, LayerFactors, write_predictor
+from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL, FiringShares, LayerFactors, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import Calibration, fit_layer, thresholds
 from neuronpipe.plans.predictor.imported import ImportedPredictor
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
-from neuronpipe.plans.predictor.texts import Texts, Window
+from neuronpipe.plans.predictor.texts import ContextWindow, Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -129,7 +129,7 @@ def profile(
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
     return Profiled(
-        write_predictor(package, predictor, best.factors, Activity(tuple(mean), tuple(trigger_fired))),
+        write_predictor(package, predictor, best.factors, FiringShares(tuple(mean), tuple(trigger_fired))),
         candidates,
         _perplexity(exact, hidden[cut:], texts.held_out),
         _perplexity(exact, predicted_hidden, texts.held_out),
@@ -161,8 +161,8 @@ def _calibration(
     )
 
 
-def _perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[Window]) -> float:
-    """Of every token but the first of each window."""
+def _perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[ContextWindow]) -> float:
+    """Of every token but the first of each context window."""
     total, rated, start = 0.0, 0, 0
     for window in texts:
         logits = engine.logits(hidden[start : start + len(window) - 1]).astype(np.float64)

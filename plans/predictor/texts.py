@@ -1,4 +1,4 @@
-"""What a predictor is fitted and judged on: windows of token ids, and which of them are held out."""
+"""What a predictor is fitted and judged on: context windows of token ids, and which of them are held out."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
 
 MAX_WINDOW_TOKENS = 512
-HELD_OUT_PART = 4  # one in so many windows is held out
+HELD_OUT_PART = 4  # one in so many context windows is held out
 MIN_TOKENS = 512
 
-Window = Sequence[int]
+ContextWindow = Sequence[int]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Windows of token ids, each computed from its own start."""
+    """Context windows of token ids, each computed from its own start."""
 
-    calibration: Sequence[Window]
-    held_out: Sequence[Window]
+    calibration: Sequence[ContextWindow]
+    held_out: Sequence[ContextWindow]
 
     @property
     def calibration_tokens(self) -> int:
-        """Tokens of all calibration windows."""
+        """Tokens of all context windows for calibration."""
         return sum(map(len, self.calibration))
 
 
 def from_file(package: Package, path: Path, tokens: int) -> Texts:
-    """The first tokens of a UTF-8 text; its last windows are held out."""
+    """The first tokens of a UTF-8 text; its last context windows are held out."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -51,13 +51,13 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
 
 
 def from_demo(package: Package, tokens: int) -> Texts:
-    """The demo model's corpus: a window from each of evenly spread documents, of the training and the held-out side."""
+    """The demo model's corpus, training and held-out side: a context window from each of evenly spread documents."""
     from neuronpipe.plans.demo.corpus import documents
 
     tokenizer = open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
     length = _window_tokens(package.manifest)
 
-    def windows(wanted_tokens: int, *, held_out: bool) -> Sequence[Window]:
+    def windows(wanted_tokens: int, *, held_out: bool) -> Sequence[ContextWindow]:
         texts = list(documents(held_out=held_out))
         count = max(1, wanted_tokens // length)
         chosen = [tokenizer.encode(text).ids for text in texts[:: max(1, len(texts) // count)]]

@@ -1,8 +1,8 @@
 """Replacement policies over one pool of clusters, a layer's step at a time. Pure; numpy only.
 
 A step is a set of distinct clusters that are looked up. `step` returns how many of them were absent; afterwards all of
-them are resident, and none was evicted in the same step, as a worker's window sees to. Clusters are numbered hottest
-first within each layer; a pool starts filled with the most frequent ones.
+them are resident, and none was evicted in the same step, as the worker's read window ensures. Clusters are numbered
+hottest first within each layer; a pool starts filled with the most frequent ones.
 """
 
 from __future__ import annotations

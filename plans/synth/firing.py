@@ -25,9 +25,9 @@ BISECTIONS = 40
 Shares = NDArray[np.float64]
 
 
-def activity_by_layer(layers: int, random: np.random.Generator) -> Shares:
-    """Mean activity of each layer: within the published range, the least in the first layer, the most in the last, mean
-    MEAN_ACTIVITY over all."""
+def firing_by_layer(layers: int, random: np.random.Generator) -> Shares:
+    """Mean share of neurons that fire, by layer: within the published range, the least in the first, the most in the
+    last, mean MEAN_ACTIVITY over all."""
     inner = np.sort(random.beta(1.0, 3.4, layers))
     middle = random.permutation(inner[1:-1]) if layers > 2 else inner[1:-1]
     low, high = 0.0, 4.0

@@ -17,13 +17,13 @@ from neuronpipe.plans.package.manifest import (
     Source,
     Workload,
 )
-from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, write_predictor
+from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
 from neuronpipe.plans.predictor.fit import Calibration, fit_layer
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.reference.engine import rms_norm
-from neuronpipe.plans.synth.firing import active_shares, activity_by_layer
+from neuronpipe.plans.synth.firing import active_shares, firing_by_layer
 from neuronpipe.plans.synth.layer import Drawn, LayerMaker
 from neuronpipe.plans.synth.shapes import coordinates, rank_of
 from neuronpipe.plans.synth.tokens import STATE_POWER, embeddings, tokenizer_json, workload
@@ -55,11 +55,11 @@ def synthesize(
     them. Raises UserError for what the disk refuses."""
     places, work = coordinates(model.width), workload(model, seed)
     random = np.random.default_rng(seed)
-    requested = activity_by_layer(model.layers, random)
+    requested = firing_by_layer(model.layers, random)
     layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "frequency")
     manifest = Manifest(
         name=name, source=Source("synthetic", name, "drelu"), model=model, quantization="q4", end_tokens=(),
-        layout=layout, files={}, quantization_error={}, activity_by_layer=None, workload=work,
+        layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
     )  # fmt: skip
     frequency = (ROPE_BASE ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
     texts = _calibration_texts(work)
@@ -121,7 +121,7 @@ def synthesize(
         predictor = Predictor(
             rank_of(model.width), predictor_quantization, reads, ("gate",), "none", calibrated, tuple(quality)
         )
-        write_predictor(package, predictor, factors, Activity(tuple(mean), tuple(fired)))
+        write_predictor(package, predictor, factors, FiringShares(tuple(mean), tuple(fired)))
         return writer.publish()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.predictions import StoredPredictor, judge
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
-from neuronpipe.plans.synth.firing import active_shares, activity_by_layer, overlap
+from neuronpipe.plans.synth.firing import active_shares, firing_by_layer, overlap
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
     most = min(most, model.context_tokens)
     if not 2 * WARM_UP_TOKENS <= tokens <= most:
         raise UserError(f"--tokens {tokens}: takes {2 * WARM_UP_TOKENS} to {most}")
-    requested = activity_by_layer(model.layers, np.random.default_rng(work.seed))
+    requested = firing_by_layer(model.layers, np.random.default_rng(work.seed))
     predictor = StoredPredictor(package) if manifest.predictor is not None else None
     earlier: deque[NDArray[np.float32]] = deque(maxlen=EARLIER_LAYERS)
     layers: list[dict[str, Any]] = []

@@ -66,7 +66,9 @@ def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | Non
 
 def _require(path: Path, model: ModelSpec) -> None:
     if any(model.windows_tokens):
-        raise UserError(f"{path}: layer_kinds: has windows of {max(model.windows_tokens)} tokens: a twin has none")
+        raise UserError(
+            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a twin has none"
+        )
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; a twin's tokenizer needs {MIN_VOCABULARY}")
     for field, columns, encoding in (

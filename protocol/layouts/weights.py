@@ -85,7 +85,7 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         "windows",
         "u64",
         "participants",
-        by="each participant its own, of both parts",
+        by="each participant its own read window, of both parts",
         to="cache",
         ordering="sequentially consistent, with a full fence after the store, before the words are looked up",
     )

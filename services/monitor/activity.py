@@ -9,7 +9,7 @@ import numpy as np
 from neuronpipe.protocol.messages.snapshot import StripRow
 from neuronpipe.services.monitor.groups import GROUPS, NUMBER
 from neuronpipe.services.monitor.rings import SPANS, Row, Span
-from neuronpipe.services.monitor.window import Window, last_steps
+from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 CELLS = 360
 LATE_NS = 1_000_000_000
@@ -44,7 +44,7 @@ class Activity:
         covered = _coverage(late, edges)[:, 0] / max(1, edges[1] - edges[0])
         return {group.label: round(float(share), 4) for group, share in zip(SHOWN, covered, strict=True) if share > 0}
 
-    def strip(self) -> tuple[Window, tuple[int, ...], tuple[StripRow, ...]]:
+    def strip(self) -> tuple[TimeWindow, tuple[int, ...], tuple[StripRow, ...]]:
         """The last steps: when, which, and a row for every process that did something meanwhile."""
         window = last_steps(self._rows())
         edges = window.from_ns + np.arange(CELLS + 1) * (window.ns / CELLS)
@@ -95,7 +95,7 @@ class Activity:
             rows.append(Row(role, index, 0, [Span(*one) for one in keep.tolist()], 0))
         return rows
 
-    def _steps_in(self, window: Window) -> tuple[int, ...]:
+    def _steps_in(self, window: TimeWindow) -> tuple[int, ...]:
         steps = set()
         for spans in self._of("coordinator"):
             done = spans[(spans["kind"] == NUMBER["await"]) & (spans["start_ns"] >= window.from_ns)]

@@ -1,8 +1,8 @@
 """A monitor's bookkeeping, without sockets or clock: events, status and counts in, snapshots out.
 
-Rates are over the last WINDOW_S seconds, tokens per second over the steps in them; figures per token, of the cache and
-of waiting over as many seconds before the last step, so that a run at rest still shows how its last text went. Times
-are seconds of the monotonic clock.
+Rates are over the last TIME_WINDOW_S seconds, tokens per second over the steps in them. Figures per token, of the cache
+and of waiting are over as many seconds before the last step, so that a run at rest still shows how its last text went.
+Times are seconds of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
-from neuronpipe.protocol.run_directory import RunFacts
+from neuronpipe.protocol.run_directory import RunSummary
 from neuronpipe.services.monitor.regions import Residency
 
-WINDOW_S = 3.0
+TIME_WINDOW_S = 3.0
 MAX_EVENTS = 512  # at most two kinds, forty times a second
 FlashCount = tuple[float, int, int]  # when, bytes, reads
 
@@ -26,8 +26,8 @@ FlashCount = tuple[float, int, int]  # when, bytes, reads
 class Monitor:
     """What is known of one run."""
 
-    def __init__(self, run: str, plan: str, facts: RunFacts) -> None:
-        self._run, self._plan, self._facts = run, plan, facts
+    def __init__(self, run: str, plan: str, summary: RunSummary) -> None:
+        self._run, self._plan, self._summary = run, plan, summary
         self._status: Status | None = None
         self._heard_at: float | None = None
         self._flash: deque[FlashCount] = deque()
@@ -57,7 +57,7 @@ class Monitor:
         if self._flash and read_bytes < self._flash[-1][1]:
             self._flash.clear()
         self._flash.append((now_s, read_bytes, reads))
-        _forget(self._flash, now_s - WINDOW_S)
+        _forget(self._flash, now_s - TIME_WINDOW_S)
 
     def take_warm_up(self, warm_up: WarmUp | None) -> None:
         """How far the loader is with what is loaded ahead of need."""
@@ -80,8 +80,8 @@ class Monitor:
         since_s = 0.0 if self._heard_at is None else now_s - self._heard_at
         strip_ms, strip_steps, strip_rows = strip
         last_s = self._events[-1][0] if self._events else now_s
-        busy = [event for at, event in self._events if at >= last_s - WINDOW_S]
-        late = [event for event in busy if last_s >= now_s - WINDOW_S]
+        busy = [event for at, event in self._events if at >= last_s - TIME_WINDOW_S]
+        late = [event for event in busy if last_s >= now_s - TIME_WINDOW_S]
         known: dict[str, Any] = {}
         if status is not None:
             known = {
@@ -101,9 +101,9 @@ class Monitor:
             }
         return Snapshot(
             run=self._run,
-            model=self._facts.model,
-            mode=self._facts.mode,
-            quantization=self._facts.quantization,
+            model=self._summary.model,
+            mode=self._summary.mode,
+            quantization=self._summary.quantization,
             plan=self._plan,
             at_s=round(at_s, 3),
             silent_s=round(since_s, 1) if since_s >= 1 else 0.0,
@@ -118,7 +118,7 @@ class Monitor:
             flash_in_flight=int(self._loader.get("in_flight", 0)),
             flash_bytes_per_s=_rate([(at, size) for at, size, _ in self._flash], now_s),
             flash_reads_per_s=_rate([(at, reads) for at, _, reads in self._flash], now_s),
-            dram_bytes_per_s=round(sum(map(self._dram_bytes, late)) / WINDOW_S),
+            dram_bytes_per_s=round(sum(map(self._dram_bytes, late)) / TIME_WINDOW_S),
             **known,
             **self._of_steps(busy),
             **self._of_regions(),
@@ -148,23 +148,23 @@ class Monitor:
 
     def _dram_bytes(self, event: StepEvent) -> int:
         """A neuron's row is taken to be read once in a step, however many tokens want it."""
-        facts = self._facts
-        rows = min(event.rows, 3 * facts.layers * facts.neurons * event.steps)
-        return event.steps * facts.step_bytes + rows * facts.row_bytes + event.positions * facts.position_bytes
+        summary = self._summary
+        rows = min(event.rows, 3 * summary.layers * summary.neurons * event.steps)
+        return event.steps * summary.step_bytes + rows * summary.row_bytes + event.positions * summary.position_bytes
 
     def _of_regions(self) -> dict[str, Any]:
-        facts, there = self._facts, self._residency
+        summary, there = self._summary, self._residency
         if there is None:
             return {}
-        sizes = (facts.trigger_slot_bytes, facts.value_slot_bytes)
-        slots = (facts.trigger_slots, facts.value_slots)
+        sizes = (summary.trigger_slot_bytes, summary.value_slot_bytes)
+        slots = (summary.trigger_slots, summary.value_slots)
         hot_bytes = sum(size * count for size, count in zip(sizes, there.pinned, strict=True))
         cold_bytes = sum(size * count for size, count in zip(sizes, there.cold, strict=True))
         slots_bytes = sum(size * count for size, count in zip(sizes, slots, strict=True))
         return {
             "regions": (
-                Region(name="fixed", total_bytes=facts.fixed_bytes, used_bytes=facts.fixed_bytes),
-                Region(name="kv", total_bytes=facts.kv_bytes, used_bytes=facts.kv_bytes),
+                Region(name="fixed", total_bytes=summary.fixed_bytes, used_bytes=summary.fixed_bytes),
+                Region(name="kv", total_bytes=summary.kv_bytes, used_bytes=summary.kv_bytes),
                 Region(name="hot", total_bytes=hot_bytes, used_bytes=hot_bytes),
                 Region(name="cold", total_bytes=slots_bytes - hot_bytes, used_bytes=cold_bytes),
             ),
@@ -182,7 +182,7 @@ def _forget(samples: deque[Any], before_s: float) -> None:
 
 def _rate(samples: Sequence[tuple[float, int]], now_s: float) -> float:
     """Growth per second over the samples."""
-    if len(samples) < 2 or samples[-1][0] <= samples[0][0] or samples[-1][0] < now_s - WINDOW_S:
+    if len(samples) < 2 or samples[-1][0] <= samples[0][0] or samples[-1][0] < now_s - TIME_WINDOW_S:
         return 0.0
     return round((samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0]), 1)
 

@@ -21,7 +21,7 @@ from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages.client import ProcessStatus, Status, WarmUp
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
-from neuronpipe.protocol.run_directory import RunDirectory, RunFacts, RunFile
+from neuronpipe.protocol.run_directory import RunDirectory, RunFile, RunSummary
 from neuronpipe.protocol.segments import Closing, Mapping
 from neuronpipe.services.monitor.activity import Activity
 from neuronpipe.services.monitor.core import Monitor
@@ -40,11 +40,11 @@ class Observer(Closing):
 
     def __init__(self, path: Path | None) -> None:
         self.directory, run_file = RunDirectory.find(path)
-        facts = run_file.facts
-        if facts is None:
+        summary = run_file.summary
+        if summary is None:
             raise UserError(f"{self.directory.path}: an older neuronpipe started this run; watch it with that one")
-        self.run_file, self.facts = run_file, facts
-        self._monitor = Monitor(run_file.run, run_file.plan, facts)
+        self.run_file, self.summary = run_file, summary
+        self._monitor = Monitor(run_file.run, run_file.plan, summary)
         self._processes = Processes()
         self._context = open_context()
         self._control = Connection(
@@ -56,17 +56,17 @@ class Observer(Closing):
         self._open = ExitStack()  # what is open, closed in reverse
         self._open.callback(self._context.close)
         try:
-            self._map(run_file, facts)
+            self._map(run_file, summary)
         except BaseException:
             self.close()
             raise
 
-    def _map(self, run_file: RunFile, facts: RunFacts) -> None:
-        self._planned = tuple(_planned(name) for name in facts.processes.split())
+    def _map(self, run_file: RunFile, summary: RunSummary) -> None:
+        self._planned = tuple(_planned(name) for name in summary.processes.split())
         self._trace = RunTrace.open(run_file, self._planned)
         self._open.callback(self._trace.close)
-        self._activity = Activity(facts.processes.split(), TRACE_SPANS)
-        self._regions = Regions(run_file, facts)
+        self._activity = Activity(summary.processes.split(), TRACE_SPANS)
+        self._regions = Regions(run_file, summary)
         self._open.callback(self._regions.close)
         with run_file.open_segment("board") as segment:
             self._board: Mapping = segment.map()
@@ -100,7 +100,7 @@ class Observer(Closing):
             self._counted_at = now_s
         processes = self._see(now_s)
         window, steps, rows = self._activity.strip()
-        fired = self._activity.fired(self.facts.layers, self.facts.neurons)
+        fired = self._activity.fired(self.summary.layers, self.summary.neurons)
         return self._monitor.snapshot(now_s, time.time(), processes, fired, (window.ns / 1e6, steps, rows))
 
     def _ask(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
-from neuronpipe.protocol.run_directory import RunFacts, RunFile
+from neuronpipe.protocol.run_directory import RunFile, RunSummary
 from neuronpipe.protocol.segments import Closing
 
 PARTS = ("trigger", "value")
@@ -30,10 +30,10 @@ class Residency:
 class Regions(Closing):
     """The residency segment of a run. `count` looks at every word: a millisecond for a million."""
 
-    def __init__(self, run_file: RunFile, facts: RunFacts) -> None:
+    def __init__(self, run_file: RunFile, summary: RunSummary) -> None:
         with run_file.open_segment("residency") as segment:
             self._mapping = segment.map()
-        self._layers = facts.layers
+        self._layers = summary.layers
         self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_entries"), np.uint32) for part in PARTS]
         self._tails, self._heads = (
             np.frombuffer(self._mapping.view(f"request_{name}"), np.uint32) for name in ("tails", "heads")

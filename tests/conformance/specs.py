@@ -11,7 +11,7 @@ from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout
 from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorQuality, Source
-from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, SideFactor, write_predictor
+from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
 from neuronpipe.plans.package.writer import PackageWriter
@@ -67,7 +67,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
     layout = compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, "source")
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
-        end_tokens=(), layout=layout, files={}, quantization_error={}, activity_by_layer=None,
+        end_tokens=(), layout=layout, files={}, quantization_error={}, fired_by_layer=None,
     )  # fmt: skip
     with PackageWriter(target, manifest, overwrite=False) as writer:
         for name, length in fixed_vectors(model):
@@ -122,7 +122,7 @@ def give_predictor(package: Package, text: Sequence[int]) -> tuple[Package, Arra
     quality = tuple(PredictorQuality(0.5, 0.5, 0.5) for _ in range(model.layers))
     predictor = Predictor(RANK, "f16", "feed_forward", (model.trigger,), "none", 0, quality)
     shares = (0.5,) * model.layers
-    return write_predictor(package, predictor, layers, Activity(shares, shares)), logits
+    return write_predictor(package, predictor, layers, FiringShares(shares, shares)), logits
 
 
 def _in_a_gap(raw: Array) -> Array:

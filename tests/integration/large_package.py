@@ -33,7 +33,7 @@ def write_large_package(target: Path, *, neurons: int = SHAPE.neurons) -> Packag
     draw = np.random.default_rng(5)
     manifest = Manifest(
         name="large", source=Source("huggingface", "random", "LlamaForCausalLM"), model=model,
-        quantization=QUANTIZATION, end_tokens=(), files={}, quantization_error={}, activity_by_layer=None,
+        quantization=QUANTIZATION, end_tokens=(), files={}, quantization_error={}, fired_by_layer=None,
         layout=compute_layout(QUANTIZATION, model.width, model.neurons, model.ffn_matrices, "source"),
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ def test_neurons_are_stored_hot_first_and_mean_the_same(source: Path, tmp_path: 
     np.save(tmp_path / "shares.npy", frequencies)
     package = convert(source, tmp_path / "hot", quantization="f16", frequencies=tmp_path / "shares.npy")
     assert package.manifest.layout.neuron_order == "frequency"
-    assert package.manifest.activity_by_layer == pytest.approx(frequencies.mean(axis=(1, 2)))
+    assert package.manifest.fired_by_layer == pytest.approx(frequencies.mean(axis=(1, 2)))
     stored = dict(tensors(TINY))
     for layer in range(TINY.layers):
         order = sorted(range(TINY.neurons), key=lambda n, layer=layer: (-frequencies[layer, 0, n], n))

@@ -225,7 +225,7 @@ def test_a_flash_point_is_the_median_of_repetitions_that_are_spread_over_time() 
 def test_a_point_whose_repetitions_lie_apart_is_measured_until_it_is_steady() -> None:
     drawn: Iterator[float] = iter([100.0, 50.0, 10.0, 96.0, 101.0, 104.0])
     windows = flash.repeated(((4, 1), (8, 1)), lambda size, depth: next(drawn) if size == 4 else 200.0)
-    assert len(windows[8, 1]) == flash.WINDOWS
+    assert len(windows[8, 1]) == flash.ROUNDS
     assert statistics.median(windows[4, 1]) == 96.0
     assert list(drawn) == [104.0]
 
@@ -242,7 +242,7 @@ def test_a_curve_that_falls_with_larger_or_more_reads_is_measured_again(slower: 
 
     windows = flash.repeated(tuple(turns), measure_point)
     assert statistics.median(windows[slower]) == 100.0 + sum(slower)
-    assert turns[4, 32] > flash.WINDOWS  # either of the two may be the wrong one
+    assert turns[4, 32] > flash.ROUNDS  # either of the two may be the wrong one
 
 
 def test_memory_is_measured_until_two_windows_come_to_the_best() -> None:

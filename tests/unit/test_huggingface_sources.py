@@ -356,7 +356,7 @@ def test_layers_may_differ_in_their_windows(tmp_path: Path) -> None:
 def test_layers_with_different_windows_are_refused(source: Path) -> None:
     configure(source, architectures=["MistralForCausalLM"], sliding_window=9)
     configure(source, layer_types=["sliding_attention", "full_attention"])
-    refuse(source, "layer_types: layers with different windows")
+    refuse(source, "layer_types: layers with different attention windows")
 
 
 def test_generation_config_knows_the_end_tokens_best(source: Path) -> None:

@@ -17,7 +17,7 @@ from neuronpipe.protocol.messages.worker import Prefill, Step
 
 MESSAGES = spec.all_messages()
 PARTS = {Bias, Likely, ProcessStatus, ProcessView, Region, StripRow, WarmUp}
-DOCUMENTED = [*MESSAGES, run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunFacts]
+DOCUMENTED = [*MESSAGES, run_directory.RunFile, run_directory.SegmentHandle, run_directory.RunSummary]
 
 
 @pytest.mark.parametrize("cls", DOCUMENTED, ids=lambda cls: cls.__name__)

@@ -14,7 +14,7 @@ from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import Beat
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT
-from neuronpipe.protocol.run_directory import RunFacts, RunFile, SegmentHandle, started
+from neuronpipe.protocol.run_directory import RunFile, RunSummary, SegmentHandle, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.monitor.activity import CELLS, Activity
 from neuronpipe.services.monitor.core import MAX_EVENTS, Monitor
@@ -23,7 +23,7 @@ from neuronpipe.services.monitor.processes import Processes
 from neuronpipe.services.monitor.regions import Regions, Residency
 from neuronpipe.services.monitor.rings import SPANS
 
-FACTS = RunFacts(
+SUMMARY = RunSummary(
     model="m",
     mode="exact",
     quantization="q8",
@@ -47,7 +47,7 @@ STRIP: Any = (0.0, (), ())
 
 
 def monitor() -> Monitor:
-    return Monitor("r", "p", FACTS)
+    return Monitor("r", "p", SUMMARY)
 
 
 def shot(watched: Monitor, now_s: float) -> Snapshot:
@@ -186,7 +186,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
             private={},
             plan="p",
         )
-        with Regions(run_file, FACTS) as regions:
+        with Regions(run_file, SUMMARY) as regions:
             counted = regions.count()
         triggers.release()
         values.release()
@@ -195,7 +195,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
 
 def seen_activity() -> Activity:
     """Two decode steps of a worker that waits inside its neurons, and a third one under way; times in us."""
-    activity = Activity(FACTS.processes.split(), 100)
+    activity = Activity(SUMMARY.processes.split(), 100)
     coordinator = spans(
         (0, 5, "send", 0, 1, 1),
         (5, 100, "await", 0, 1, 1),

@@ -17,7 +17,7 @@ from neuronpipe.plans.package import predictor_writer
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Predictor, PredictorQuality, Side, identity
 from neuronpipe.plans.package.parse import parse_manifest
-from neuronpipe.plans.package.predictor_writer import Activity, LayerFactors, SideFactor, write_predictor
+from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.protocol.errors import UserError
@@ -54,7 +54,7 @@ def with_predictor(package: Package, quantization: Quantization, *sides: Side, s
     quality = (PredictorQuality(recall=0.97, precision=0.5, predicted=0.2),) * model.layers
     predictor = Predictor(RANK, quantization, "feed_forward", sides, "none", 1000, quality)
     shares = (0.1,) * model.layers
-    return write_predictor(package, predictor, layers, Activity(shares, tuple(2 * share for share in shares)))
+    return write_predictor(package, predictor, layers, FiringShares(shares, tuple(2 * share for share in shares)))
 
 
 def tensor(package: Package, name: str) -> bytes:
@@ -75,7 +75,7 @@ def test_a_predictor_is_read_back_as_it_was_written(quantization: Quantization, 
         assert tensor(predicted, "layers.0.predictor.input.scales") == expected.scales.tobytes()
     assert np.isfinite(decode(quantization, expected)).all()
     assert np.frombuffer(tensor(predicted, "layers.1.predictor.up.bias"), "<f4").tolist() == [1.0] * model.neurons
-    assert predicted.manifest.activity_by_layer == (0.1, 0.1)
+    assert predicted.manifest.fired_by_layer == (0.1, 0.1)
     assert predicted.manifest.trigger_fired_by_layer == (0.2, 0.2)
     data = (predicted.path / "manifest.json").read_bytes()
     assert parse_manifest(data, "manifest.json").to_bytes() == data

@@ -246,5 +246,7 @@ def test_a_step_of_more_tokens_than_sums_by_turns_needs_windows_of_whole_layers(
     good = made(ffn_resident_share=0.2)
     assert good.compute.prefill_window_blocks < manifest().layout.blocks
     read = parse_plan(resealed(good, f"compute.{name}", PARTIAL_TOKENS + 1).encode(), "plan.json")
-    with pytest.raises(UserError, match=f"'compute.{name}': 65, but where a window is less than a layer, 64 at most"):
+    with pytest.raises(
+        UserError, match=f"'compute.{name}': 65, but where a block window is less than a layer, 64 at most"
+    ):
         validate(read, manifest(), "plan.json")

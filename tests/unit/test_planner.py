@@ -65,7 +65,7 @@ def manifest(*, width: int = 320, neurons: int = 1024, layers: int = 8, order: s
         layout=compute_layout("q8", width, neurons, model.ffn_matrices, order),  # type: ignore[arg-type]
         files={"fixed.safetensors": FileEntry(3 * MIB, "0" * 64), "tokenizer.json": FileEntry(MIB // 4, "0" * 64)},
         quantization_error={},
-        activity_by_layer=None,
+        fired_by_layer=None,
     ).sealed()
 
 

@@ -142,7 +142,7 @@ def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], 
         active.append(float((run.inner != 0).mean()))
 
     ReferenceEngine(package, observe=observe).hidden(windows)
-    assert profiled.package.manifest.activity_by_layer == pytest.approx(active, abs=1e-4)
+    assert profiled.package.manifest.fired_by_layer == pytest.approx(active, abs=1e-4)
 
 
 def test_without_a_gate_the_sign_of_up_is_predicted(converted: Callable[[str, str], Package], tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_the_published_curve_comes_out_of_the_recipe() -> None:
     assert p.mean() == pytest.approx(firing.CURVES_MEAN_ACTIVITY, abs=1e-3)
     for least, share in ((0.9, 0.033), (0.5, 0.067), (0.2, 0.159), (0.1, 0.376), (0.05, 0.727)):
         assert (p > least).mean() == pytest.approx(share, abs=0.03)
-    layers = firing.activity_by_layer(32, np.random.default_rng(0))
+    layers = firing.firing_by_layer(32, np.random.default_rng(0))
     assert layers.mean() == pytest.approx(0.10, abs=1e-3)
     assert (layers.min(), layers.max()) == pytest.approx((0.06, 0.22))
 

@@ -79,7 +79,7 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_pat
         ({"width": 288}, "width is 288, no multiple of 256 as Q6_K needs"),
         ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
         ({"vocabulary": 200}, "vocabulary is 200; a twin's tokenizer needs 270"),
-        ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has windows of 128 tokens"),
+        ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has attention windows .128 tokens"),
     ],
 )
 def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

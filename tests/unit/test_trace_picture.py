@@ -16,7 +16,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
 from neuronpipe.services.monitor.groups import GROUPS, NUMBER
 from neuronpipe.services.monitor.rings import Row, Span
-from neuronpipe.services.monitor.window import Window, last_steps
+from neuronpipe.services.monitor.time_window import TimeWindow, last_steps
 
 SVG = "{http://www.w3.org/2000/svg}"
 MS = 1_000_000
@@ -54,7 +54,7 @@ def test_every_kind_of_span_has_a_colour() -> None:
 
 def test_the_last_three_steps_are_shown_whole() -> None:
     rows = a_run()
-    assert last_steps(rows) == Window(1000 * MS + 2 * 7 * MS, 1000 * MS + 5 * 7 * MS - MS + 100)
+    assert last_steps(rows) == TimeWindow(1000 * MS + 2 * 7 * MS, 1000 * MS + 5 * 7 * MS - MS + 100)
 
 
 def test_a_step_that_was_overwritten_in_part_is_not_shown() -> None:

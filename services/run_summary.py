@@ -1,4 +1,4 @@
-"""What monitors may know of a run without asking: for its run.json."""
+"""Names, counts and sizes of a run, which monitors find in its run.json."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.protocol.run_directory import RunFacts
+from neuronpipe.protocol.run_directory import RunSummary
 from neuronpipe.protocol.segments import Segment
 
 
-def run_facts(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunFacts:
-    """The facts of a run of this plan."""
+def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:
+    """The summary of a run of this plan."""
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
     model = manifest.model
-    return RunFacts(
+    return RunSummary(
         model=manifest.name,
         mode=compute.mode,
         quantization=manifest.quantization,

@@ -13,7 +13,7 @@ MIN_NS = 1000
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeWindow:
     """A stretch of time, in ns of the monotonic clock."""
 
     from_ns: int
@@ -29,7 +29,7 @@ class Window:
         return span.end_ns > self.from_ns and span.start_ns < self.to_ns
 
 
-def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> Window:
+def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> TimeWindow:
     """The last steps whose spans all rings still hold: from the sending of the first to the end of the last. The last
     one alone when they do not hold even that; everything when no step was handed out."""
     kept_ns = max((row.spans[0].start_ns for row in rows if row.role == "decode" and row.spans), default=0)
@@ -38,7 +38,7 @@ def last_steps(rows: Sequence[Row], most: int = MAX_STEPS) -> Window:
     steps = sorted(sent.keys() & ended.keys())
     if not steps:
         spans = [span for row in rows for span in row.spans]
-        return Window(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=MIN_NS))
+        return TimeWindow(min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=MIN_NS))
     whole = [step for step in steps if sent[step].start_ns >= kept_ns] or steps[-1:]
     shown = whole[-most:]
-    return Window(sent[shown[0]].start_ns, ended[shown[-1]].end_ns)
+    return TimeWindow(sent[shown[0]].start_ns, ended[shown[-1]].end_ns)

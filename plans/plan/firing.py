@@ -26,17 +26,17 @@ HOTTEST = (
     (0.70, 0.925),
     (1.0, 1.0),
 )
-ASSUMED_ACTIVITY = 0.1  # when the package does not state a measurement
+ASSUMED_FIRED = 0.1  # when the package does not state a measurement
 UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Shares of all neurons, means over layers and tokens: whose gate, whose up row and whose down row is read."""
+    """Shares of all neurons, means over layers and tokens: those whose rows a token reads."""
 
-    gates: float
-    ups: float
-    downs: float
+    trigger_read: float  # the row of Gate, or of Up where there is no gate
+    value_read: float  # rows of the value part, because the trigger fired
+    down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
 
     def activations_within(self, share: float) -> float:
@@ -52,7 +52,7 @@ class Rates:
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
         return sum(
-            (x1 - x0) * (1 - (1 - min(1.0, self.gates * (y1 - y0) / (x1 - x0))) ** tokens)
+            (x1 - x0) * (1 - (1 - min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
             for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
         )
 
@@ -63,24 +63,29 @@ class Rates:
         hot = (
             x1
             for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
-            if self.downs * (y1 - y0) / (x1 - x0) >= token_share
+            if self.down_read * (y1 - y0) / (x1 - x0) >= token_share
         )
         return max(hot, default=0.0)
 
 
 def rates(manifest: Manifest, mode: Mode) -> Rates:
     """What one token reads in this mode."""
-    active = _mean(manifest.activity_by_layer) or ASSUMED_ACTIVITY
-    fired = active
+    fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
+    trigger_fired = fired
     if manifest.model.activation == "silu":
-        active = fired = 1.0
+        fired = trigger_fired = 1.0
     elif manifest.model.activation == "drelu":
-        fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, active / UP_POSITIVE)
-    gates = 1.0
+        trigger_fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, fired / UP_POSITIVE)
+    triggers = 1.0
     if mode == "predicted" and manifest.predictor is not None:
-        gates = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))
-        fired, active = min(fired, gates), min(active, gates)
-    return Rates(gates=gates, ups=fired, downs=active, by_frequency=manifest.layout.neuron_order == "frequency")
+        triggers = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))
+        trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
+    return Rates(
+        trigger_read=triggers,
+        value_read=trigger_fired,
+        down_read=fired,
+        by_frequency=manifest.layout.neuron_order == "frequency",
+    )
 
 
 def _mean(values: tuple[float, ...] | None) -> float:
