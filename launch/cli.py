@@ -31,7 +31,7 @@ VERBS = {
     "down": "stop a run",
     "throttle": "watch the device's temperature, and slow a run down while it is too hot",
     "swap": "replace a process of a live run, also by another implementation; the output does not change",
-    "conformance": "try whether an implementation does what its role must, with peers that behave badly",
+    "conformance": "test whether an implementation does what its role must, also with faulty peers",
     "convert": "make a package from a Hugging Face directory or a GGUF file",
     "inspect": "show what a package holds and how it lies on flash",
     "profile": "count which neurons fire on a text, and give a package a predictor of them",
@@ -39,7 +39,7 @@ VERBS = {
     "plan": "show or write the plan for a package on this device",
     "perplexity": "measure how well a package predicts a text",
     "bench": "measure how fast a package runs here, and where the time goes",
-    "trace": "write down what a live run's processes do when, for Perfetto or as a picture",
+    "trace": "record what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
 }
 
@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("neuronpipe: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _silence()  # nobody reads: not an error worth a word
+        _silence()  # nobody reads: not an error to report
         return 141
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

@@ -1,8 +1,8 @@
-"""Channels: typed, bounded, unexcitable ends of a link. The only module that knows ZeroMQ.
+"""Channels: typed, bounded, robust ends of a link. The only module that sends over ZeroMQ.
 
     Listener    the bound end of a ROUTER link: sends to a named peer
     Connection  the other end: a DEALER
-    Publisher   the bound end of an XPUB link: whoever does not keep up misses messages
+    Publisher   the bound end of an XPUB link: a subscriber that does not keep up misses messages
     Subscriber  the other end: a SUB
     Poller      waits for several channels and plain file descriptors at once
 
@@ -135,8 +135,8 @@ class Channel:
             self.traffic.sent += 1
 
     def _receive(self, timeout_ms: int, route_frames: int) -> tuple[list[bytes], Message] | None:
-        """The next legal message and the frames before it. A flood of garbage ends the call, so that whoever polls
-        several channels gets round to the others."""
+        """The next legal message and the frames before it. A flood of garbage ends the call, so that a process that
+        polls several channels can serve the others."""
         if timeout_ms > 0 and not self._socket.poll(timeout_ms):
             return None
         for _ in range(BAD_FRAMES_PER_CALL):
@@ -214,7 +214,7 @@ class Listener(Channel):
         self._send([peer.encode("latin-1")], content)
 
     def send_frames(self, peer: str, *frames: bytes) -> None:
-        """What no peer should send, to try how a peer bears it. Raises like `send`."""
+        """Frames that no peer should send, to test how the other side copes. Raises like `send`."""
         self._send_frames([peer.encode("latin-1"), *frames])
 
     def receive(self, timeout_ms: int = 0) -> tuple[str, Message] | None:
@@ -239,7 +239,7 @@ class Connection(Channel):
         self._send([], content)
 
     def send_frames(self, *frames: bytes) -> None:
-        """What no peer should send, to try how a peer bears it. Raises like `send`."""
+        """Frames that no peer should send, to test how the other side copes. Raises like `send`."""
         self._send_frames(frames)
 
     def receive(self, timeout_ms: int = 0) -> Message | None:

@@ -1,6 +1,6 @@
-"""The watch link's ends over TCP, guarded by keys (CurveZMQ): whoever lacks them is turned away before any message.
+"""The watch link's ends over TCP, guarded by keys (CurveZMQ): a client without them is refused before any message.
 
-An invitation is the server's public key and the secret key of whoever is invited, 64 bytes in all, as base64 that an
+An invitation is the server's public key and the secret key for the guest, 64 bytes in all, as base64 that an
 address can hold. The server lets in the one public key that belongs to it.
 """
 
@@ -20,7 +20,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 KEY_BYTES = 32
-RECONNECT_MS = 200  # a server with another key is no failure to connect: this often it would be asked again
+RECONNECT_MS = 200  # to a server with another key ZeroMQ connects again and again, this often
 MAX_RECONNECT_MS = 2000
 Standing = Literal["alone", "stranger", "refused", "let in"]
 """How a guest stands: nobody answers, who answers is not the server of the invitation, the server turns the guest's key
@@ -53,7 +53,7 @@ class WatchKeys:
 
     @property
     def invitation(self) -> str:
-        """For whoever is invited."""
+        """What a guest needs."""
         return base64.urlsafe_b64encode(z85.decode(self.public) + z85.decode(self.guest_secret)).decode().rstrip("=")
 
 

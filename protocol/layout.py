@@ -45,7 +45,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str, kind: int, text: str, total_bytes: int) -> Layout:
-        """The layout of this `text`, as far as a text tells. Raises ValueError where it is not one, or where a field
+        """The layout that this text describes. Raises ValueError where it is not one, or where a field
         does not lie within `total_bytes`."""
         fields, end_bytes = [], PAGE_BYTES
         for line in text.splitlines():

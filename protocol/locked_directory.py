@@ -1,10 +1,10 @@
-"""A directory that lives for as long as its lock is held, and is nobody's afterwards.
+"""A directory that is in use for as long as its lock is held; afterwards anyone may remove it.
 
-The lock (flock) tells who lives, and not a process id: containers that share a folder do not see each other's
-processes. A run's supervisor alone holds it, exclusively. Without the supervisor there is no run, the kernel lets go of
-a lock however its holder ends, and a service that hangs keeps nothing alive. The command that forks the supervisor
-takes it for it, so that a directory is never without it once it can be found. Whoever looks takes it shared, for a
-moment.
+The lock (flock) shows whether its run lives. A process id would not: containers that share a folder do not see each
+other's processes. A run's supervisor alone holds it, exclusively. Without the supervisor there is no run, the kernel
+releases a lock however its holder ends, and a service that hangs keeps nothing alive. The command that forks the
+supervisor takes the lock first, so that a directory that can be found is always locked. To test the lock, a process
+takes it shared for a moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from neuronpipe.protocol.errors import NotRunning, UserError
 
 LOCK_FILE = "neuronpipe.lock"
-MAX_CLAIM_S = 0.5  # whoever looks lets go of the lock at once
+MAX_CLAIM_S = 0.5  # a process that tests the lock releases it at once
 LOOK_AGAIN_S = 0.01
 
 

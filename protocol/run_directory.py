@@ -1,7 +1,7 @@
 """The run directory: where a run's sockets, its logs and the file that describes it live, and nothing outlives it.
 
     run.json    what a client needs to attach (`RunFile`); written last, atomically
-    plan.json   the plan that the run obeys
+    plan.json   the run's plan
     neuronpipe.lock
                 locked for as long as the run lives: see locked_directory.py
     control, cache, events
@@ -9,7 +9,7 @@
     doorbell    a FIFO: a byte in it wakes the loader
     supervisor  a socket of the supervisor's: a person asks for changes to the run, or for its end
 
-Only its user can enter it. Whoever wants to attach reads run.json, checks that the lock is held, and connects to the
+Only its user can enter it. To attach, a client reads run.json, checks that the lock is held, and connects to the
 endpoints; segments are opened through the supervisor's descriptors.
 """
 

@@ -66,7 +66,7 @@ def from_json(cls: type[T], values: dict[str, Any], where: str) -> T:
 
 
 def describe(annotation: object) -> str:
-    """An annotation in the words of the specification: 'int', 'array of int', '"none" or "last"', ..."""
+    """An annotation as the specification writes it: 'int', 'array of int', '"none" or "last"', ..."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in arguments)

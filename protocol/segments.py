@@ -1,8 +1,8 @@
 """Shared segments: anonymous memory files with a header page, and their mappings.
 
 The supervisor creates all segments and keeps their descriptors, so that no worker's death loses one. Children inherit
-descriptors; others open them through /proc/<pid>/fd/<n>. Whoever is only to read gets a descriptor that cannot be
-mapped for writing.
+descriptors; others open them through /proc/<pid>/fd/<n>. A process that may only read gets a descriptor that cannot
+be mapped for writing.
 
     header page, little-endian, the rest zero
     offset  bytes  what

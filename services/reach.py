@@ -1,5 +1,5 @@
-"""Under which addresses others reach a server that listens at every address of this machine. Nobody is asked: no packet
-is sent."""
+"""The addresses at which others reach a server that listens at every address of this machine. Found without sending a
+packet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is measured, and on which text: `pp512` is a prompt of 512 tokens, `tg128` 128 generated tokens, `pp512+tg128`
 both in one request.
 
-Each repetition has another prompt: a cache that has just seen a text would flatter itself. A synthetic package says
+Each repetition has another prompt: a cache that has just seen a text would look too good. A synthetic package says
 which tokens walk through which preset of its workload. Any other one gets the held-out part of the demo's corpus, cut
 at the tokens of the package's own tokenizer.
 """

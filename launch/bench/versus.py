@@ -1,6 +1,6 @@
 """Two implementations in one run: its processes are replaced between requests, so that both see the same machine, the
 same caches and nearly the same moments. Which one goes first alternates, and every request has a text of its own: a
-cache that has just seen one flatters.
+cache that has just seen one would look too good.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Versus:
         return rows
 
     def _ask(self, side: Contender, case: Case, number: int, progress: Callable[[], None]) -> Repetition:
-        self._employ(side)
+        self._replace_processes(side)
         answer = self._bench.ask(case, number)
         progress()
         return answer
 
-    def _employ(self, side: Contender) -> None:
+    def _replace_processes(self, side: Contender) -> None:
         """Replace the processes that differ, those of one implementation together."""
         wanted: dict[Implementation, list[str]] = {}
         for role, index in self._keys:

@@ -156,12 +156,12 @@ def _span(
 def _shares(svg: ElementTree.Element, row: Row, window: TimeWindow, y: float) -> None:
     """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
     spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in GROUP_OF]
-    waits = [span for span in spans if not GROUP_OF[span.kind].works]
-    works_ns = _covered_ns(spans, window) - _covered_ns(waits, window)
+    waiting = [span for span in spans if not GROUP_OF[span.kind].works]
+    works_ns = _covered_ns(spans, window) - _covered_ns(waiting, window)
     lines = [f"{'reading' if row.role == 'loader' else 'working'} {_percent(works_ns / window.ns)}"]
     words = []
     for kind, name in ((NUMBER["flash"], "flash"), (NUMBER["barrier"], "participants")):
-        ns = _covered_ns([span for span in waits if span.kind == kind], window)
+        ns = _covered_ns([span for span in waiting if span.kind == kind], window)
         words += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
     lines += ["waits: " + ", ".join(words)] * bool(words)
     for n, text in enumerate(lines):
@@ -188,8 +188,8 @@ def _step_marks(
     svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, scale: float, top: int, bottom: int
 ) -> None:
     """Where a step is sent: a line through all rows, and its number, where the next one leaves room for it."""
-    marks = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
-    for (x, step), (after, _) in itertools.zip_longest(marks, marks[1:], fillvalue=(math.inf, 0)):
+    step_starts = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
+    for (x, step), (after, _) in itertools.zip_longest(step_starts, step_starts[1:], fillvalue=(math.inf, 0)):
         _line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
         name = f"step {step}"
         if after - x > 8 + 6.2 * len(name):

@@ -129,7 +129,7 @@ def battery_status() -> str:
 
 def render(heat: Heat, share: float) -> str:
     """One line for a person."""
-    shown = [f"{s.name} {s.celsius:.0f} of {s.bears_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
+    shown = [f"{s.name} {s.celsius:.0f} of {s.limit_celsius:.0f} C" for s in heat.sensors[:SENSORS_SHOWN]]
     parts = [f"{heat.state}: {', '.join(shown)}"] if shown else ["no temperature can be read here"]
     if heat.throttled:
         parts.append(f"the system has lowered the clocks to {heat.clock_share:.0%}")

@@ -183,8 +183,8 @@ def _invite(places: list[str], host: str, port: int) -> int:
         server = WatchServer(observer, host, port)
         try:
             print(f"neuronpipe watch '{server.address}'", flush=True)
-            reach = "this machine alone; see --host" if host == LOOPBACK else f"whoever reaches {host}"
-            print(f"whoever has this line may watch, from {reach}; Ctrl-C ends that", file=sys.stderr)
+            reach = "this machine alone; see --host" if host == LOOPBACK else f"any machine that reaches {host}"
+            print(f"anyone with this line can watch, from {reach}; Ctrl-C ends it", file=sys.stderr)
             server.serve(lambda: closing)
         finally:
             server.close()

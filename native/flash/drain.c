@@ -11,7 +11,7 @@ static int take(np_loader *loader, uint32_t entry)
 {
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, parts = entry & (NP_REQUEST_TRIGGER | NP_REQUEST_VALUE);
     const int prefetch = (entry & NP_REQUEST_PREFETCH) != 0;
-    if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].facts.cluster_count) {
+    if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].config.cluster_count) {
         loader->counters.refused++;
         return 1;
     }

@@ -35,8 +35,8 @@ void np_loader_forgive(np_loader *loader)
     loader->forgiven = epoch;
     loader->has_failed = 0;
     for (int i = 0; i < NP_LOADER_PARTS; i++)
-        for (uint32_t id = 0; id < loader->parts[i].facts.cluster_count; id++) {
-            uint32_t *word = &loader->parts[i].facts.words[id];
+        for (uint32_t id = 0; id < loader->parts[i].config.cluster_count; id++) {
+            uint32_t *word = &loader->parts[i].config.words[id];
             const uint32_t value = np_word_load(word);
             if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_FAILED)
                 continue;

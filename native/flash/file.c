@@ -15,11 +15,11 @@ enum { MAX_ALIGNMENT = 4096 };
 static uint32_t stated_alignment(int file)
 {
 #ifdef STATX_DIOALIGN
-    struct statx facts = {0};
-    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 && (facts.stx_mask & STATX_DIOALIGN)) {
-        if (facts.stx_dio_offset_align == 0)
+    struct statx status = {0};
+    if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
+        if (status.stx_dio_offset_align == 0)
             return 0;
-        return facts.stx_dio_offset_align > facts.stx_dio_mem_align ? facts.stx_dio_offset_align : facts.stx_dio_mem_align;
+        return status.stx_dio_offset_align > status.stx_dio_mem_align ? status.stx_dio_offset_align : status.stx_dio_mem_align;
     }
 #endif
     return MAX_ALIGNMENT;

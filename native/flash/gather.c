@@ -56,10 +56,10 @@ static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, u
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(entry & part_bits[part]))
             continue;
-        const np_loader_part *facts = &loader->parts[part].facts;
-        const uint64_t offset = facts->base_offset + (entry & NP_REQUEST_CLUSTER_MASK) * facts->stride_bytes + facts->part_offset;
+        const np_loader_part *config = &loader->parts[part].config;
+        const uint64_t offset = config->base_offset + (entry & NP_REQUEST_CLUSTER_MASK) * config->stride_bytes + config->part_offset;
         *first = offset < *first ? offset : *first;
-        *end = offset + facts->part_bytes > *end ? offset + facts->part_bytes : *end;
+        *end = offset + config->part_bytes > *end ? offset + config->part_bytes : *end;
     }
 }
 
@@ -102,7 +102,7 @@ static void claim(np_loader *loader, int part, uint32_t entry, np_claim *out)
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, slot = state->free[--state->free_count];
     const uint32_t stays = np_warm_up_stays(loader, part, id) ? NP_ENTRY_PINNED : 0;
     /* Nobody else changes an absent word. The slot's number is for whoever looks into a stuck run. */
-    np_word_store(&state->facts.words[id], NP_ENTRY_LOADING | (entry & NP_ENTRY_PINNED) | stays | slot);
+    np_word_store(&state->config.words[id], NP_ENTRY_LOADING | (entry & NP_ENTRY_PINNED) | stays | slot);
     *out = (np_claim){.id = id, .slot = slot, .part = (uint8_t)part, .failures = (uint8_t)(entry >> NP_QUEUED_FAILURES),
                       .warms_up = (uint8_t)np_warm_up_take(loader, part, id)};
 }
@@ -128,7 +128,7 @@ static int put(np_loader *loader, gathering *hand, uint32_t entry, int purpose)
 /* Whether there is a slot for something that nobody waits for. */
 static int has_spare_slot(const np_loader *loader, int part)
 {
-    return loader->parts[part].free_count > loader->parts[part].facts.demand_slots;
+    return loader->parts[part].free_count > loader->parts[part].config.demand_slots;
 }
 
 /* The parts of a cluster that are to be warmed up, are absent and find a slot. */
@@ -139,8 +139,8 @@ static uint32_t warmable(np_loader *loader, uint32_t id)
         if (!(parts & part_bits[part]))
             continue;
         const uint32_t flags = np_warm_up_stays(loader, part, id) ? NP_ENTRY_PINNED : 0;
-        if (np_loader_settled(&loader->parts[part].facts.words[id], flags)) { /* a memory that others write to is not trusted */
-            loader->counters.warm_up_left_bytes -= loader->parts[part].facts.part_bytes;
+        if (np_loader_settled(&loader->parts[part].config.words[id], flags)) { /* a memory that others write to is not trusted */
+            loader->counters.warm_up_left_bytes -= loader->parts[part].config.part_bytes;
             np_warm_up_take(loader, part, id);
             parts &= ~part_bits[part];
         } else if (!has_spare_slot(loader, part)) {
@@ -153,7 +153,7 @@ static uint32_t warmable(np_loader *loader, uint32_t id)
 /* The clusters of one ordinary read that this one shares: the file is cut into such stretches. */
 static uint32_t stretch_of(const np_loader *loader, uint32_t id, uint32_t *end)
 {
-    const uint64_t stride = loader->parts[0].facts.stride_bytes, clusters = loader->parts[0].facts.cluster_count;
+    const uint64_t stride = loader->parts[0].config.stride_bytes, clusters = loader->parts[0].config.cluster_count;
     const uint32_t length = stride && loader->reading.most_read_bytes > stride ? (uint32_t)(loader->reading.most_read_bytes / stride) : 1;
     const uint32_t first = id / length * length;
     *end = first + (uint64_t)length < clusters ? first + length : (uint32_t)clusters;
@@ -190,7 +190,7 @@ static int take_first(np_loader *loader, gathering *hand, int kind, int priority
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(*entry & part_bits[part]))
             continue;
-        if (np_loader_settled(&loader->parts[part].facts.words[id], *entry & NP_ENTRY_PINNED)) {
+        if (np_loader_settled(&loader->parts[part].config.words[id], *entry & NP_ENTRY_PINNED)) {
             loader->counters.already_there++;
             *entry &= ~part_bits[part];
         } else if (priority ? !has_spare_slot(loader, part) : !loader->parts[part].free_count) {

@@ -36,7 +36,7 @@ typedef struct {
 static void land_failure(np_loader *loader, const np_claim *landed, int was_read)
 {
     np_part_state *part = &loader->parts[landed->part];
-    uint32_t *word = &part->facts.words[landed->id];
+    uint32_t *word = &part->config.words[landed->id];
     *(was_read ? &loader->counters.checksum_failures : &loader->counters.io_errors) += 1;
     part->free[part->free_count++] = landed->slot;
     const uint32_t failures = landed->failures + 1u, flags = np_word_load(word) & NP_ENTRY_PINNED;
@@ -51,25 +51,25 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
 
 /* Bring a run into its slots. A slot that is touched for the first time costs a page fault where it is mapped, twice as much
  * as the same bytes written to the file. */
-static void fill_slots(const np_loader_part *facts, const slot_run *run)
+static void fill_slots(const np_loader_part *config, const slot_run *run)
 {
-    const uint64_t place = (uint64_t)run->claims[0]->slot * facts->slot_bytes;
-    const size_t bytes = (size_t)run->count * facts->slot_bytes;
-    if (facts->slots_file >= 0 && run->count >= MIN_WRITTEN &&
-        pwritev(facts->slots_file, run->parts, (int)run->count, (off_t)(facts->slots_file_offset + place)) == (ssize_t)bytes)
+    const uint64_t place = (uint64_t)run->claims[0]->slot * config->slot_bytes;
+    const size_t bytes = (size_t)run->count * config->slot_bytes;
+    if (config->slots_file >= 0 && run->count >= MIN_WRITTEN &&
+        pwritev(config->slots_file, run->parts, (int)run->count, (off_t)(config->slots_file_offset + place)) == (ssize_t)bytes)
         return;
     for (uint32_t i = 0; i < run->count; i++)
-        memcpy(facts->slots + place + (size_t)i * facts->slot_bytes, run->parts[i].iov_base, facts->slot_bytes);
+        memcpy(config->slots + place + (size_t)i * config->slot_bytes, run->parts[i].iov_base, config->slot_bytes);
 }
 
 /* Publish a run, and begin a new one. */
 static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
 {
     if (run->count)
-        fill_slots(&part->facts, run);
+        fill_slots(&part->config, run);
     for (uint32_t i = 0; i < run->count; i++) {
         const np_claim *landed = run->claims[i];
-        uint32_t *word = &part->facts.words[landed->id];
+        uint32_t *word = &part->config.words[landed->id];
         loader->unannounced++;
         np_set_drop(part->ours, landed->slot);
         /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
@@ -82,23 +82,23 @@ static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
 static void land_part(np_loader *loader, const np_flight *flight, int number, int whole)
 {
     np_part_state *part = &loader->parts[number];
-    const np_loader_part *facts = &part->facts;
+    const np_loader_part *config = &part->config;
     slot_run run = {0};
     for (uint32_t i = 0; i < flight->claim_count; i++) {
         const np_claim *landed = &flight->claims[i];
         if (landed->part != number)
             continue;
         if (landed->warms_up)
-            loader->counters.warm_up_left_bytes -= facts->part_bytes;
-        const uint64_t offset = facts->base_offset + landed->id * facts->stride_bytes + facts->part_offset;
+            loader->counters.warm_up_left_bytes -= config->part_bytes;
+        const uint64_t offset = config->base_offset + landed->id * config->stride_bytes + config->part_offset;
         uint8_t *data = whole ? flight->staged + (offset - flight->offset) : NULL;
-        if (!data || np_crc32c(0, data, facts->part_bytes) != facts->checksums[(size_t)landed->id * facts->checksum_stride]) {
+        if (!data || np_crc32c(0, data, config->part_bytes) != config->checksums[(size_t)landed->id * config->checksum_stride]) {
             land_failure(loader, landed, whole);
             continue;
         }
         if (run.count == MAX_RUN || (run.count && run.claims[run.count - 1]->slot + 1 != landed->slot))
             land_run(loader, part, &run);
-        run.parts[run.count] = (struct iovec){data, facts->slot_bytes};
+        run.parts[run.count] = (struct iovec){data, config->slot_bytes};
         run.claims[run.count++] = landed;
     }
     land_run(loader, part, &run);
@@ -161,7 +161,7 @@ int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t c
     np_part_state *state = &loader->parts[part];
     const uint32_t before = state->free_count;
     for (size_t i = count; i-- > 0;) { /* from the end: the first is used first, so that neighbours get slots in order */
-        if (slots[i] >= state->facts.slot_count || np_set_has(state->ours, slots[i])) {
+        if (slots[i] >= state->config.slot_count || np_set_has(state->ours, slots[i])) {
             while (state->free_count > before)
                 np_set_drop(state->ours, state->free[--state->free_count]);
             return NP_E_ARGUMENT;
@@ -176,7 +176,7 @@ int np_loader_is_request(const np_loader *loader, int parts, const uint32_t *ids
 {
     if (parts <= 0 || (parts & ~(NP_REQUEST_TRIGGER | NP_REQUEST_VALUE)) || (flags & ~(uint32_t)NP_ENTRY_PINNED) || count > INT32_MAX)
         return 0;
-    const uint32_t clusters = loader->parts[0].facts.cluster_count;
+    const uint32_t clusters = loader->parts[0].config.cluster_count;
     for (size_t i = 0; i < count; i++)
         if (ids[i] >= clusters)
             return 0;
@@ -190,9 +190,9 @@ int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t 
     const int kind = parts == NP_REQUEST_TRIGGER ? 0 : parts == NP_REQUEST_VALUE ? 1 : NP_QUEUE_BOTH;
     for (size_t i = 0; i < count; i++) {
         uint32_t missing = (uint32_t)parts;
-        if (kind != 1 && np_loader_settled(&loader->parts[0].facts.words[ids[i]], flags))
+        if (kind != 1 && np_loader_settled(&loader->parts[0].config.words[ids[i]], flags))
             missing &= ~(uint32_t)NP_REQUEST_TRIGGER;
-        if (kind != 0 && np_loader_settled(&loader->parts[1].facts.words[ids[i]], flags))
+        if (kind != 0 && np_loader_settled(&loader->parts[1].config.words[ids[i]], flags))
             missing &= ~(uint32_t)NP_REQUEST_VALUE;
         if (missing != (uint32_t)parts)
             loader->counters.already_there += missing || kind != NP_QUEUE_BOTH ? 1 : 2;

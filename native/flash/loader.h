@@ -24,7 +24,7 @@ typedef struct {
 } np_queue;
 
 typedef struct {
-    np_loader_part facts;
+    np_loader_part config;
     uint32_t *free; /* [slot_count] stack */
     uint32_t free_count;
     uint64_t *ours; /* a bit for each slot that is free here or being filled; another one holds a cluster, or the cache keeps it */

@@ -61,11 +61,11 @@ static int create_warm_up(np_warm_up *warm, uint32_t clusters)
     return complete;
 }
 
-static int create_part(np_part_state *part, const np_loader_part *facts)
+static int create_part(np_part_state *part, const np_loader_part *config)
 {
-    part->facts = *facts;
-    part->free = calloc(facts->slot_count + 1u, sizeof *part->free);
-    part->ours = calloc(facts->slot_count / 64 + 1u, sizeof *part->ours);
+    part->config = *config;
+    part->free = calloc(config->slot_count + 1u, sizeof *part->free);
+    part->ours = calloc(config->slot_count / 64 + 1u, sizeof *part->ours);
     return part->free && part->ours;
 }
 

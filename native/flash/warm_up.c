@@ -10,7 +10,7 @@ static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_TRIGGER, NP_REQUE
 
 static size_t set_words(const np_loader *loader)
 {
-    return (loader->parts[0].facts.cluster_count + (size_t)63) / 64;
+    return (loader->parts[0].config.cluster_count + (size_t)63) / 64;
 }
 
 int np_warm_up_is_on(const np_loader *loader)
@@ -67,7 +67,7 @@ int np_warm_up_take(np_loader *loader, int part, uint32_t id)
 
 static void drop_bytes(np_loader *loader, int part, uint32_t clusters)
 {
-    const uint64_t bytes = (uint64_t)clusters * loader->parts[part].facts.part_bytes;
+    const uint64_t bytes = (uint64_t)clusters * loader->parts[part].config.part_bytes;
     loader->counters.warm_up_bytes -= bytes;
     loader->counters.warm_up_left_bytes -= bytes;
 }
@@ -95,13 +95,13 @@ void np_warm_up_forget(np_loader *loader)
 static void want(np_loader *loader, int part, uint32_t id, uint32_t flags)
 {
     np_warm_up *warm = &loader->warm_up;
-    if (np_loader_settled(&loader->parts[part].facts.words[id], flags))
+    if (np_loader_settled(&loader->parts[part].config.words[id], flags))
         return;
     if (!np_set_has(warm->wanted[part], id)) {
         np_set_add(warm->wanted[part], id);
         warm->wanted_count[part]++;
-        loader->counters.warm_up_bytes += loader->parts[part].facts.part_bytes;
-        loader->counters.warm_up_left_bytes += loader->parts[part].facts.part_bytes;
+        loader->counters.warm_up_bytes += loader->parts[part].config.part_bytes;
+        loader->counters.warm_up_left_bytes += loader->parts[part].config.part_bytes;
     }
     if (flags && !np_set_has(warm->pinned[part], id)) {
         np_set_add(warm->pinned[part], id);

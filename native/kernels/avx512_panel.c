@@ -10,7 +10,7 @@
 enum {
     FOUR = 4,                 /* rows that share the loads of a tile */
     BLOCK_ROWS = 16,          /* at most, unpacked at a time */
-    BLOCK_COLUMNS = 64 << 10, /* of all these rows together: what the second cache holds beside a tile, and a stack bears */
+    BLOCK_COLUMNS = 64 << 10, /* of all these rows together: what fits the second-level cache beside a tile, and the stack */
     BLOCK_GROUPS = BLOCK_COLUMNS / NP_GROUP
 };
 

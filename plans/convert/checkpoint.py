@@ -154,7 +154,7 @@ class Inventory:
         return self.take(name, found[0] if found else 0, columns)
 
     def refuse_leftovers(self, harmless: re.Pattern[str]) -> None:
-        """Refuse tensors that nobody took, unless known to be harmless: the model computes more than is understood."""
+        """Refuse tensors that were not taken and are not known to be harmless: they would be ignored in silence."""
         for name in self._tensors:
             if name not in self._taken and not harmless.fullmatch(name):
                 raise UserError(

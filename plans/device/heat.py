@@ -3,7 +3,7 @@ part or not at all; whatever cannot be read is left out.
 
     what              where                                                   an Android app may read it
     zones             class/thermal/thermal_zone*/{type, temp}                on some phones
-    what they bear    .../trip_point_*_{type, temp}: the lowest "passive" one  the same
+    their limits      .../trip_point_*_{type, temp}: the lowest "passive" one  the same
     battery           class/power_supply/battery/temp, or termux-battery-status   with Termux:API
     clocks            devices/system/cpu/cpu*/cpufreq/{scaling, cpuinfo}_max_freq  on most phones
 
@@ -27,9 +27,9 @@ _KINDS: tuple[tuple[SensorKind, str], ...] = (
     ("battery", r"^batt"),
     ("processor", r"cpu|cluster|big|little|x86_pkg|coretemp|k10temp|soc.thermal|apss"),
 )
-# Where nothing says more: silicon slows itself down at 95 C on most phones; batteries and hands bear much less.
-BEARS_CELSIUS: dict[SensorKind, float] = {"processor": 90.0, "skin": 43.0, "battery": 43.0}
-# So far below what it bears, a sensor is warm: no reason to rest, none to stop resting.
+# Where nothing says more: silicon slows itself down at 95 C on most phones; batteries and hands need much lower limits.
+LIMIT_CELSIUS: dict[SensorKind, float] = {"processor": 90.0, "skin": 43.0, "battery": 43.0}
+# So far below its limit, a sensor is warm: pauses neither begin nor end.
 WARM_BELOW_CELSIUS: dict[SensorKind, float] = {"processor": 8.0, "skin": 2.0, "battery": 2.0}
 THOUSANDTHS_FROM = 200.0
 PLAUSIBLE_CELSIUS = (-20.0, 150.0)  # zones that are switched off say 0, -40000 or their largest number
@@ -45,12 +45,12 @@ class Sensor:
     name: str
     kind: SensorKind
     celsius: float
-    bears_celsius: float
+    limit_celsius: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heat:
-    """One look. sensors: what could be read, hottest first by distance from what it bears. clock_share: highest clocks
+    """One look. sensors: what could be read, hottest first by distance from its limit. clock_share: highest clocks
     allowed now over highest clocks there are, 0..1, summed over cores; None where it cannot be read."""
 
     sensors: tuple[Sensor, ...]
@@ -58,11 +58,11 @@ class Heat:
 
     @property
     def state(self) -> Literal["unknown", "cool", "warm", "hot"]:
-        """hot: a sensor is at what it bears; warm: close to it; unknown: no temperature can be read."""
+        """hot: a sensor is at its limit; warm: close to it; unknown: no temperature can be read."""
         if not self.sensors:
             return "unknown"
         nearest = self.sensors[0]
-        margin = nearest.bears_celsius - nearest.celsius
+        margin = nearest.limit_celsius - nearest.celsius
         if margin <= 0:
             return "hot"
         return "warm" if margin < WARM_BELOW_CELSIUS[nearest.kind] else "cool"
@@ -76,7 +76,7 @@ class Heat:
 def read_heat(root: Path, battery: str = "") -> Heat:
     """A look at the sensors below `root`; battery: what `termux-battery-status` printed, if it was asked."""
     sensors = [*_zones(root), *_battery(root, battery)]
-    sensors.sort(key=lambda sensor: (sensor.bears_celsius - sensor.celsius, sensor.name))
+    sensors.sort(key=lambda sensor: (sensor.limit_celsius - sensor.celsius, sensor.name))
     return Heat(sensors=tuple(sensors), clock_share=_clock_share(root))
 
 
@@ -107,13 +107,13 @@ def _zones(root: Path) -> list[Sensor]:
         kind = next((kind for kind, pattern in _KINDS if re.search(pattern, name.lower())), None)
         celsius = _celsius(_number(zone / "temp")) if kind else None
         if kind and celsius is not None:
-            found.append(Sensor(name=name, kind=kind, celsius=celsius, bears_celsius=_bears(zone, kind)))
+            found.append(Sensor(name=name, kind=kind, celsius=celsius, limit_celsius=_limit(zone, kind)))
     return found
 
 
-def _bears(zone: Path, kind: SensorKind) -> float:
-    """The lowest passive trip point, at which the kernel begins to slow down, or what such a sensor usually bears."""
-    usual = BEARS_CELSIUS[kind]
+def _limit(zone: Path, kind: SensorKind) -> float:
+    """The lowest passive trip point, at which the kernel begins to slow down, or the usual limit of such a sensor."""
+    usual = LIMIT_CELSIUS[kind]
     trips = [
         celsius
         for place in sorted(zone.glob("trip_point_[0-9]*_type"))
@@ -136,7 +136,7 @@ def _battery(root: Path, status: str) -> list[Sensor]:
             celsius = None  # Termux:API is not installed, or answers with an error in words
     if celsius is None:
         return []
-    return [Sensor(name="battery", kind="battery", celsius=celsius, bears_celsius=BEARS_CELSIUS["battery"])]
+    return [Sensor(name="battery", kind="battery", celsius=celsius, limit_celsius=LIMIT_CELSIUS["battery"])]
 
 
 def _clock_share(root: Path) -> float | None:

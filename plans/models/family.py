@@ -111,8 +111,8 @@ def sounds_like_relu(*names: str) -> str | None:
 
 
 def named_activation(record: Record, field: str, *, relu_may_mean_drelu: bool) -> Activation:
-    """The activation that a field names. relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and nothing else
-    in its files tells it from one that means relu."""
+    """The activation that a field names. relu_may_mean_drelu: SparseQwen2 is a Qwen2 that says relu, and its files
+    differ in nothing else from those of one that means relu."""
     if (name := record.text(field)) not in ACTIVATION_NAMES:
         record.fail(field, f"{quoted(name)} is not supported; {', '.join(ACTIVATION_NAMES)} are (or pass --activation)")
     if name == "relu" and relu_may_mean_drelu:

@@ -32,12 +32,12 @@ def passing(path: Path, into: memoryview | None = None) -> Iterator[memoryview]:
     with path.open("rb", buffering=0) as file:
         try:
             while True:
-                with scratch[:] if into is None else into[at : at + BLOCK_BYTES] as room:
-                    if not (read := file.readinto(room)):
+                with scratch[:] if into is None else into[at : at + BLOCK_BYTES] as target:
+                    if not (read := file.readinto(target)):
                         return
                     at += read
                     forget(file.fileno(), length_bytes=at)
-                    with room[:read] as piece:
+                    with target[:read] as piece:
                         yield piece
         finally:
             forget(file.fileno())  # and what was read ahead

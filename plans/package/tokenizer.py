@@ -19,7 +19,7 @@ class Panic(Exception):
 
 @contextmanager
 def panics_are_errors() -> Iterator[None]:
-    """The library's panics are no `Exception`: nobody who expects errors would catch them. Raises Panic instead."""
+    """The library's panics are no `Exception`, so that `except Exception` would miss them. Raises Panic instead."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Manifests of version 2, as packages of earlier releases have them, in the words of version 3.
+"""Manifests of version 2, as packages of earlier releases have them, turned into those of version 3.
 
     version 2                          version 3
     architecture, shape, activation,   model: one description (plans/models/spec.py)
@@ -21,7 +21,7 @@ PARTS = {"gate": "trigger", "rest": "value"}
 
 
 def as_version_3(record: Record) -> Record:
-    """A manifest of version 2 as version 3 says it. What it cannot place stays as it is, for the reader to refuse."""
+    """A manifest of version 2 with the fields of version 3. Unknown fields stay, for the reader to refuse."""
     values = record.without("")
     if "model" in values:
         record.fail("model", "unknown field; a newer version may understand it")

@@ -204,14 +204,14 @@ class _Planning:
     def _reading(self, least: MemoryBudget) -> Reading:
         """The reads, with staging for them: a share of the limit, and no less than the least budget has."""
         wanted = self._wanted
-        room = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._shape.workers)
+        spare_bytes = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._shape.workers)
         return reading(
             self._manifest.layout,
             self._device.flash,
             values_per_trigger=self._rates.value_read / self._rates.trigger_read if self._rates.trigger_read else 1.0,
             bundle=self._shape.mode == "predicted" and "bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
-            staging_most_bytes=least.staging_bytes + min(room, int(STAGING_SHARE * self._usable_bytes)),
+            staging_most_bytes=least.staging_bytes + min(spare_bytes, int(STAGING_SHARE * self._usable_bytes)),
         )
 
     def _chunk(self, staging_bytes: int, least_slots: int) -> int:

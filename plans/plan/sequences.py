@@ -1,4 +1,4 @@
-"""How many texts a run has room for when nobody says: as many as cost one text hardly any speed.
+"""How many texts a run has room for unless `--sequences` says: as many as cost one text hardly any speed.
 
 Every further text takes its KV cache from the neurons that stay in memory, whether or not it ever comes. Where memory
 is scarce, the KV of a fourth text can make the first one several times slower.

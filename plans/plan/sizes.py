@@ -1,7 +1,7 @@
 """The memory that a run lays out: every segment, and what a process maps for itself. Computed here and nowhere else.
 
 The planner budgets with these layouts before there is a run, the supervisor makes the segments from them and states
-them in run.json, and whoever attaches maps what stands there.
+them in run.json, and every process that attaches maps the layouts stated there.
 """
 
 from __future__ import annotations

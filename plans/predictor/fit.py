@@ -64,8 +64,8 @@ def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall:
     if not (np.isfinite(rows).all() and np.isfinite(directions).all()):
         # Seen with the OpenBLAS in numpy on an emulated matrix extension (SME): finite matrices, and a product of NaN.
         raise UserError(
-            "the predictor comes out as no numbers: the package is damaged (`neuronpipe perplexity` tells), or numpy "
-            "cannot multiply matrices on this processor; on Arm, try again with OPENBLAS_CORETYPE=ARMV8 set"
+            "the predictor has values that are not numbers: the package is damaged (`neuronpipe perplexity` shows it), "
+            "or numpy cannot multiply matrices on this processor; on Arm, try again with OPENBLAS_CORETYPE=ARMV8 set"
         )
     return thresholds(
         encode(quantization, rows.astype(np.float32)),

@@ -18,14 +18,14 @@ LAYERS, OF_LAYERS, NEURONS, ACTIVE = (1, 10, 16, 28), 32, 2048, 0.1
 SKIPPED_TOKENS, COUNTED_TOKENS = 200, 500
 SHARES = (0.25, 0.5, 0.75)
 POLICIES: dict[str, Callable[[Ids, int], Policy]] = {
-    "static": lambda order, room: Static(order, room, 1.0),
+    "static": lambda order, slots: Static(order, slots, 1.0),
     "LRU": Lru,
     "CLOCK, one bit": Clock,
-    "one bit, 10 % pinned": lambda order, room: Clock(order, room, 0.1),
-    "one bit, 25 % pinned": lambda order, room: Clock(order, room, 0.25),
-    "one bit, 50 % pinned": lambda order, room: Clock(order, room, 0.5),
-    "CLOCK, two bits": lambda order, room: Clock(order, room, most=3),
-    "two bits, 25 % pinned": lambda order, room: Clock(order, room, 0.25, most=3),
+    "one bit, 10 % pinned": lambda order, slots: Clock(order, slots, 0.1),
+    "one bit, 25 % pinned": lambda order, slots: Clock(order, slots, 0.25),
+    "one bit, 50 % pinned": lambda order, slots: Clock(order, slots, 0.5),
+    "CLOCK, two bits": lambda order, slots: Clock(order, slots, most=3),
+    "two bits, 25 % pinned": lambda order, slots: Clock(order, slots, 0.25, most=3),
     "after S3-FIFO": Queues,
 }
 

@@ -17,13 +17,13 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Policy(ABC):
-    """room: clusters that fit. order: all clusters, most frequent first. pinned_share: of the room, for good."""
+    """slots: clusters that fit. order: all clusters, most frequent first. pinned_share: of the slots, for good."""
 
-    def __init__(self, order: Ids, room: int, pinned_share: float = 0.0) -> None:
+    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
         self.resident = np.zeros(len(order), dtype=bool)
-        self.resident[order[:room]] = True
+        self.resident[order[:slots]] = True
         self.pinned = np.zeros(len(order), dtype=bool)
-        self.pinned[order[: int(room * pinned_share)]] = True
+        self.pinned[order[: int(slots * pinned_share)]] = True
 
     def step(self, wanted: Ids) -> int:
         """Look `wanted` up; returns the misses."""
@@ -63,8 +63,8 @@ class Static(Policy):
 class Lru(Policy):
     """The least recently used goes. Too dear for a word per cluster; the measure of the others."""
 
-    def __init__(self, order: Ids, room: int, pinned_share: float = 0.0) -> None:
-        super().__init__(order, room, pinned_share)
+    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
+        super().__init__(order, slots, pinned_share)
         self._used = np.empty(len(order), dtype=np.int64)
         self._used[order] = -np.arange(len(order))  # as if the hottest had been used last
         self._now = 0
@@ -83,8 +83,8 @@ class Clock(Policy):
     """A hand goes round: a look adds one to a cluster's count, up to `most`, the hand takes one from it, and what it
     finds at zero goes. most = 1 is the reference bit; 2 and 3 need two bits."""
 
-    def __init__(self, order: Ids, room: int, pinned_share: float = 0.0, most: int = 1) -> None:
-        super().__init__(order, room, pinned_share)
+    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0, most: int = 1) -> None:
+        super().__init__(order, slots, pinned_share)
         self._count = np.zeros(len(order), dtype=np.int8)
         self._most, self._hand = most, 0
 
@@ -108,15 +108,15 @@ class Clock(Policy):
 
 
 class Queues(Clock):
-    """After S3-FIFO: a tenth of the room is a first queue, in order of arrival; what is looked up again there moves to
-    the main part (a clock of two bits), the rest goes, and is remembered for as long as the room is large: what comes
-    back while remembered goes to the main part at once."""
+    """After S3-FIFO: a tenth of the slots is a first queue, in order of arrival. What is looked up again there moves to
+    the main part (a clock of two bits); the rest is evicted. The last evicted clusters, as many as there are slots, are
+    remembered: one of them that comes back goes to the main part at once."""
 
     FIRST_SHARE = 0.1
 
-    def __init__(self, order: Ids, room: int, pinned_share: float = 0.0) -> None:
-        super().__init__(order, room, pinned_share, most=3)
-        self._room = room
+    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
+        super().__init__(order, slots, pinned_share, most=3)
+        self._slots = slots
         self._arrived = np.full(len(order), -1, dtype=np.int64)  # in the first queue since; -1: not in it
         self._left = np.full(len(order), -NEVER // 2, dtype=np.int64)
         self._time = 0
@@ -124,7 +124,7 @@ class Queues(Clock):
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
         first = np.flatnonzero(free & (self._arrived >= 0))
         first = first[np.argsort(self._arrived[first], kind="stable")]
-        surplus = first[: max(0, len(first) + count - int(self.FIRST_SHARE * self._room))]
+        surplus = first[: max(0, len(first) + count - int(self.FIRST_SHARE * self._slots))]
         again = surplus[self._count[surplus] > 1]
         self._arrived[again] = -1
         gone = surplus[self._count[surplus] <= 1][:count]
@@ -135,7 +135,7 @@ class Queues(Clock):
         return np.concatenate((gone, main))
 
     def _arrive(self, loaded: Ids) -> None:
-        remembered = self._time - self._left[loaded] < self._room
+        remembered = self._time - self._left[loaded] < self._slots
         self._arrived[loaded] = np.where(remembered, -1, self._time + np.arange(len(loaded)))
         self._count[loaded] = 1
         self._time += len(loaded)

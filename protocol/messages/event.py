@@ -1,4 +1,4 @@
-"""What monitors receive: events, published by the coordinator to whoever subscribes. `Beat` is passed on as well."""
+"""What monitors receive: events, published by the coordinator to all subscribers. `Beat` is passed on as well."""
 
 from __future__ import annotations
 

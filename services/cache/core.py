@@ -44,8 +44,8 @@ class Region:
         converter puts the hottest."""
         layers = self.clusters // self.clusters_per_layer
         pinned = min(self.pinned_per_layer, self.clusters_per_layer)
-        room = self.slots - self.reserve - layers * pinned
-        return min(self.clusters_per_layer, pinned + max(0, room) // layers)
+        unpinned_slots = self.slots - self.reserve - layers * pinned
+        return min(self.clusters_per_layer, pinned + max(0, unpinned_slots) // layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

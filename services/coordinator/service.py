@@ -1,7 +1,7 @@
 """The coordinator: clients and services on one socket, the scheduler's decisions between them.
 
-It reads messages, hands events to the scheduler, and carries out its actions: send, sample, score. The epoch word tells
-it that a process was lost; the board tells it which.
+It reads messages, hands events to the scheduler, and carries out its actions: send, sample, score. The epoch word shows
+that a process was lost; the board shows which.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from neuronpipe.services.trace import Trace
 
 IDLE_MS = 250
 GREET_AGAIN_S = 1.0
-BUSY_MS = 20  # how soon a lost process is noticed when nobody is left to tell
+BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
 ENDING_MS = 5
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,10 @@ class CoordinatorService:
         self._context.close()
 
     def _end(self, poller: Poller) -> None:
-        """Tell clients and services that the run ends, and whoever comes meanwhile, until no service is left."""
+        """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
         self._ending = True
         self._handle(Ending())
-        self._epoch.advance()  # the step under way is nobody's any more
+        self._epoch.advance()  # the step under way is abandoned
         for process in self._processes:
             self._send(process.peer, Drain())
         left = True

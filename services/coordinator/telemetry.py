@@ -1,6 +1,6 @@
 """What steps and requests took, for clients, monitors and the trace; and how the run is, for a client that asks.
 
-`Meter` measures what only the service sees: time, flash, memory. `StepEvents` tells monitors of steps, several in one
+`Meter` measures what only the service sees: time, flash, memory. `StepEvents` reports steps to monitors, several in one
 event: a small model makes a thousand steps a second, and an event for each, sent to every monitor, would take a good
 part of their time. `status` says how busy the run and its processes are.
 """
@@ -120,7 +120,7 @@ class Meter:
         self._flash_at_start.setdefault(f"{client}/{request}", self.flash_now())
 
     def request_refused(self, client: str, request: str) -> None:
-        """Nobody will ask what it took."""
+        """Forget what it took: it has no answer that would say so."""
         self._flash_at_start.pop(f"{client}/{request}", None)
 
     def request_finished(self, client: str, finished: Finished) -> Finished:

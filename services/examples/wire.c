@@ -112,14 +112,14 @@ void wire_close(wire *w)
 int wire_receive(wire *w)
 {
     for (;;) {
-        if (w->room - w->have < 65536) {
-            uint8_t *in = realloc(w->in, w->room + 65536 + w->room / 2);
+        if (w->capacity - w->have < 65536) {
+            uint8_t *in = realloc(w->in, w->capacity + 65536 + w->capacity / 2);
             if (!in)
                 abort();
             w->in = in;
-            w->room += 65536 + w->room / 2;
+            w->capacity += 65536 + w->capacity / 2;
         }
-        const ssize_t got = recv(w->fd, w->in + w->have, w->room - w->have, MSG_DONTWAIT);
+        const ssize_t got = recv(w->fd, w->in + w->have, w->capacity - w->have, MSG_DONTWAIT);
         if (got > 0) {
             w->have += (size_t)got;
             continue;

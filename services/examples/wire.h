@@ -9,7 +9,7 @@ typedef struct {
     int fd;                /* -1: closed */
     int greeted, open;     /* the peer's greeting, and its READY, have come: no message may be sent before that */
     uint8_t *in;           /* what was received and not taken yet */
-    size_t have, room;
+    size_t have, capacity;
     uint8_t *first;        /* the message's first frame, once it is there */
     size_t first_bytes;
     int frames;            /* of the message that is coming in */

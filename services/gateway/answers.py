@@ -1,7 +1,7 @@
-"""Sending an answer, whole or as a stream, for as long as somebody is there to take it.
+"""Sending an answer, whole or as a stream, for as long as the client is connected.
 
-Whoever closes the connection has their texts given up at once: the next step is made without them. A stream waits for
-its reader, and what arrives meanwhile is sent as one piece.
+When the client closes the connection its texts are cancelled at once: the next step is made without them. A stream
+waits for its reader, and what arrives meanwhile is sent as one piece.
 
 A stream's headers are sent when its texts are accepted, before anything is computed; until then a refusal has a status
 of its own. Where nothing comes for a while, a comment shows that the connection lives.

@@ -1,7 +1,7 @@
 """The gateway's end of the control link: many requests on one connection, on the event loop's own thread.
 
-ZeroMQ's descriptor tells that something may have come; everything there is then is taken at once. A descriptor tells
-only once, and sending may use that up, so the channel is looked at after every send too.
+ZeroMQ's descriptor becomes readable when messages may have arrived; then all of them are taken. It does so only once,
+and sending may use that up, so the channel is read after every send too.
 
 A coordinator that was restarted does not know our requests. Once one has heard nothing for a while we ask who the
 coordinator is; if it is not the one that was last known when the request was accepted, the request is made again. The
@@ -191,7 +191,7 @@ class Coordinator:
         return f"r{self._count}"
 
     def end(self, code: str, reason: str) -> None:
-        """There is nothing to ask any more: whoever waits is told, and whoever asks from now on."""
+        """The run is gone: requests that wait are refused, and so are all further ones."""
         self._ended = code, reason
         self._news.set()
         for name, text in self._texts.items():
@@ -299,7 +299,7 @@ class Coordinator:
                 elif (text := self._texts.get(getattr(message, "request", ""))) is not None:
                     self._take(text, message)
                 elif isinstance(message, Token) and message.index % CANCEL_AGAIN_TOKENS == 0:
-                    self._send(Cancel(request=message.request))  # it missed that nobody waits for this one
+                    self._send(Cancel(request=message.request))  # it missed the first Cancel
             if not self._send_waiting():
                 return
 
@@ -337,7 +337,7 @@ class Coordinator:
         """Notice silence, and the run's end."""
         while True:
             await asyncio.sleep(TICK_S)
-            with contextlib.suppress(Problem):  # nobody asked: who does is told
+            with contextlib.suppress(Problem):  # no request to answer here; the next one gets the Problem
                 self._receive()
                 now = self._loop.time()
                 if any(text.sent and now - text.heard_at > QUIET_S for text in self._texts.values()):

@@ -1,5 +1,5 @@
 """Where the gateway listens, decided and bound before any of its processes exists: a gateway that is started again
-takes the same socket, and who came meanwhile waits in its queue."""
+takes the same socket, in whose queue new connections have waited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A bound socket, and the key that is asked for; None on loopback: whoever is on this machine may come in."""
+    """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect."""
 
     descriptor: int
     host: str

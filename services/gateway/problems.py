@@ -1,4 +1,4 @@
-"""What goes wrong, in the words of OpenAI's error format."""
+"""Errors, in OpenAI's format."""
 
 from __future__ import annotations
 

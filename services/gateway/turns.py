@@ -1,5 +1,5 @@
-"""Whose turn it is: what waits here until there is room for it elsewhere. Owners take turns, whoever has much waiting
-keeps nobody else up, and each owner's items stay in their order."""
+"""A queue that is fair to several owners: they take turns, so that one with many items does not delay the others. The
+items of one owner stay in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Turns(Generic[Owner, Item]):
         self._queues.setdefault(owner, deque()).extend(items)
 
     def put_back(self, owner: Owner, item: Item) -> None:
-        """There was no room for it after all: it is the owner's next again."""
+        """It could not be sent after all: it is the owner's next again."""
         self._queues.setdefault(owner, deque()).appendleft(item)
 
     def take(self) -> Item | None:

@@ -29,7 +29,7 @@ from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 
 UNKNOWN_GENERATION_MS = 50
-SPIN_US = 0  # cores are for the workers; an interrupt tells of a read
+SPIN_US = 0  # cores are for the workers; an interrupt reports a read
 log = logging.getLogger(__name__)
 
 
@@ -241,4 +241,4 @@ class LoaderService:
         try:
             self._cache.send("cache-0", message)
         except (Lost, Full):
-            self._told = None  # the cache is not there yet, or again; the next turn tells it
+            self._told = None  # the cache is not there yet, or not again; the next round sends it

@@ -1,1 +1,1 @@
-"""Watching a live run without privilege: what it tells everybody, made into snapshots."""
+"""Watching a live run without privileges: snapshots of what any client can read."""

@@ -88,7 +88,7 @@ class Activity:
         return [spans for (name, _), spans in zip(self._processes, self._spans, strict=True) if name == role]
 
     def _rows(self) -> list[Row]:
-        """What tells which steps are whole: the coordinator's last spans, and the first of each decode worker."""
+        """Spans that show which steps are whole: the coordinator's last ones and the first of each decode worker."""
         rows = []
         for (role, index), spans in zip(self._processes, self._spans, strict=True):
             keep = spans[-COORDINATOR_SPANS:] if role == "coordinator" else spans[:1] if role == "decode" else spans[:0]
@@ -110,10 +110,10 @@ def _coverage(spans: Any, edges: Any) -> Any:
     for n, group in enumerate(SHOWN):
         numbers = [NUMBER[kind] for kind in group.kinds]
         covered[n] = _covered(spans[np.isin(spans["kind"], numbers)], edges)
-    waits = covered[[not group.works for group in SHOWN]].sum(axis=0)
+    waiting_ns = covered[[not group.works for group in SHOWN]].sum(axis=0)
     neurons = next(n for n, group in enumerate(SHOWN) if "neurons" in group.kinds)
     total = covered.sum(axis=0)
-    inside = np.clip(total - np.diff(edges), 0, waits)  # more than the stretch is long: waiting lay within neurons
+    inside = np.clip(total - np.diff(edges), 0, waiting_ns)  # more than the stretch is long: waiting lay within neurons
     covered[neurons] = np.clip(covered[neurons] - inside, 0, None)
     return covered
 

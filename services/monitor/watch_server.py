@@ -1,7 +1,7 @@
-"""Watching from another machine: a monitor that publishes over TCP what it sees of one run, to who has the key.
+"""Watching from another machine: a monitor that publishes over TCP what it sees of one run, to clients with the key.
 
-The link carries nothing towards the run: whoever watches can neither ask for text nor cancel it. While
-nobody watches, the run is not looked at.
+The link carries nothing towards the run: watchers can neither ask for text nor cancel it. Without watchers the run is
+not read.
 """
 
 from __future__ import annotations

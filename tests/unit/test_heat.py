@@ -63,12 +63,12 @@ def test_the_charge_in_per_cent_that_some_phones_call_soc_is_no_temperature(tmp_
     assert read_heat(tmp_path).state == "unknown"
 
 
-def test_the_kernels_own_trip_point_says_what_a_zone_bears_unless_it_steers_something_else(tmp_path: Path) -> None:
+def test_the_kernels_own_trip_point_is_the_limit_of_a_zone_unless_it_steers_something_else(tmp_path: Path) -> None:
     zone(tmp_path, 0, "cpu-0-0", 79000, {"active": 50000, "passive": 78000, "critical": 110000})
     zone(tmp_path, 1, "cpu-0-1", 60000, {"passive": 45000})
     zone(tmp_path, 2, "cpu-0-2", 60000, {"passive": 115000})
-    bears = {sensor.name: sensor.bears_celsius for sensor in read_heat(tmp_path).sensors}
-    assert bears == {"cpu-0-0": 78.0, "cpu-0-1": 90.0, "cpu-0-2": 90.0}
+    limits = {sensor.name: sensor.limit_celsius for sensor in read_heat(tmp_path).sensors}
+    assert limits == {"cpu-0-0": 78.0, "cpu-0-1": 90.0, "cpu-0-2": 90.0}
     assert read_heat(tmp_path).state == "hot"
 
 
@@ -101,7 +101,7 @@ def test_full_clocks_are_not_throttled(tmp_path: Path) -> None:
 
 
 def at(celsius: float) -> Heat:
-    return Heat(sensors=(Sensor(name="cpu", kind="processor", celsius=celsius, bears_celsius=90.0),), clock_share=None)
+    return Heat(sensors=(Sensor(name="cpu", kind="processor", celsius=celsius, limit_celsius=90.0),), clock_share=None)
 
 
 def test_rest_grows_while_it_is_hot_stays_while_it_is_warm_and_goes_when_it_is_cool() -> None:

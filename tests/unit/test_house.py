@@ -1,4 +1,4 @@
-"""The house stays one that a newcomer finds their way in: no cycles, no crowds, no file too long and few too short."""
+"""The code stays easy to find one's way in: no import cycles, no crowded folder, no file too long and few too short."""
 
 from __future__ import annotations
 
@@ -80,6 +80,22 @@ def test_no_room_is_crowded() -> None:
     modules = [path for path in (ROOT / "services" / "coordinator").glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 12
     assert len([path for path in (ROOT / "launch").glob("*.py") if path.name != "__init__.py"]) <= 12
+
+
+def test_readmes_name_only_files_that_exist() -> None:
+    """Tables of files went on naming some that had been merged or renamed."""
+    folders = [ROOT / folder for folder in (*FOLDERS, "tests")]
+    files = {path.as_posix() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    pages = [*ROOT.glob("*.md"), *(Path(file) for file in files if file.endswith(".md"))]
+    name = re.compile(r"`(?:\.{1,2}/)*((?:[\w-]+/)*[\w-]+\.(?:py|c|h|js|sh|md))`")
+    missing = {
+        f"{page.relative_to(ROOT)}: {named}"
+        for page in pages
+        if page.name != "CHANGELOG.md"  # names what was there then
+        for named in name.findall(page.read_text(encoding="utf-8"))
+        if "NAME" not in named and not any(file.endswith(f"/{named}") for file in files)
+    }
+    assert missing == set()
 
 
 def test_only_a_familys_file_knows_its_architectures() -> None:

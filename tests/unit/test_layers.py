@@ -1,4 +1,4 @@
-"""The order of the house: nothing imports upwards, and each foreign library has one door."""
+"""The order of the folders: nothing imports upwards, and each foreign library is imported in one place."""
 
 import ast
 import re

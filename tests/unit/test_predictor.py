@@ -103,7 +103,7 @@ def test_neurons_that_never_fire_are_never_predicted_and_nothing_is_not_a_number
 def test_factors_that_are_no_numbers_are_refused_not_written() -> None:
     seen, _ = layer(("gate",), spread=0.08)
     seen.weights["gate"][3, 5] = np.nan
-    with pytest.raises(UserError, match="no numbers"):
+    with pytest.raises(UserError, match="values that are not numbers"):
         fit_layer(seen, 32, "q8", 0.97)
 
 

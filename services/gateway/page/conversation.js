@@ -53,8 +53,8 @@ export class Conversation {
   toText(maxCharacters) {
     const turns = this.turns.map(({ question, answer, note, ended }) => ({ question, answer, note, ended }));
     const state = { version: VERSION, leftOut: this.leftOut, tokensPerCharacter: this.#tokensPerCharacter };
-    let room = maxCharacters - JSON.stringify({ ...state, turns: [] }).length;
-    const first = 1 + turns.findLastIndex((turn) => (room -= JSON.stringify(turn).length + 1) < 0);
+    let charactersLeft = maxCharacters - JSON.stringify({ ...state, turns: [] }).length;
+    const first = 1 + turns.findLastIndex((turn) => (charactersLeft -= JSON.stringify(turn).length + 1) < 0);
     const newest = turns.slice(first);
     return newest.length ? JSON.stringify({ ...state, leftOut: Math.max(0, this.leftOut - first), turns: newest }) : "";
   }

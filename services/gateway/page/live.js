@@ -118,8 +118,8 @@ function figures(run) {
   put("traffic", run.dram_bytes_per_token === null ? "" : `${bytes(run.dram_bytes_per_token)} per token`);
   put("memory", bytes(run.memory_bytes));
   put("limit", `of ${bytes(run.memory_limit_bytes)}, peak ${bytes(run.memory_peak_bytes)}`);
-  const waits = [["flash", run.flash_wait], ["each other", run.participant_wait]].filter(([, share]) => share !== null);
-  put("waits", waits.length ? `Of late the workers waited ${waits.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
+  const waitingShares = [["flash", run.flash_wait], ["each other", run.participant_wait]].filter(([, share]) => share !== null);
+  put("waits", waitingShares.length ? `Of late the workers waited ${waitingShares.map(([what, share]) => `${Math.round(100 * share)} % for ${what}`).join(", ")}.` : "");
 }
 
 function trend() {
