@@ -147,7 +147,7 @@ class _Answer:
 
 
 def for_terminal(text: str) -> str:
-    """What a model wrote, less what a terminal would obey: a package may be anybody's."""
+    """What a model wrote, control characters replaced: packages come from strangers, and a terminal would obey."""
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

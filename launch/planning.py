@@ -87,7 +87,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for experiments, leave out some of: {', '.join(TECHNIQUES)}",
     )
     group.add_argument("--baseline", choices=BASELINES, help="for experiments, plan as another system would")
-    group.add_argument("--plan", type=Path, metavar="FILE", help="obey this plan instead of making one")
+    group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of making one")
 
 
 def _parse_backend(text: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
     if gateway != any(spec.role == GATEWAY for spec in given.compute.processes):
         raise UserError(
             f"{file}: field 'compute.processes': "
-            + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` obeys")
+            + ("has no gateway; `neuronpipe plan --gateway` makes" if gateway else "has a gateway; `serve` uses")
             + " such a plan"
         )
     return given

@@ -56,7 +56,7 @@ class Progress:
         self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
 
     def __call__(self, done: int, total: int) -> None:
-        """So much of so much is done."""
+        """`done` of `total` is done."""
         with self._lock:
             self._done, self._total = done, total
             self._show()

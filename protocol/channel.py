@@ -47,8 +47,8 @@ class Context(Closing):
         self._pid = os.getpid()
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket that cannot hang the process at its end, nor be made to swallow a message without limit. Raises
-        UserError when there is none to be had."""
+        """A socket that does not hang the process when it ends and limits the size of messages. Raises UserError when
+        there can be no further socket."""
         if os.getpid() != self._pid:
             raise RuntimeError("this context was opened before a fork; open another one in this process")
         try:

@@ -16,9 +16,9 @@ MAX_QUOTED_CHARACTERS = 80
 
 
 class UserError(ValueError):
-    """What a person caused and can put right: one line naming file and field, and what to do next.
+    """A mistake that the user can correct: one line naming file and field, and what to do next.
 
-    Names come from files that somebody else wrote, so whatever a terminal would obey is shown as its escape.
+    Names come from foreign files, so control characters are shown as escapes.
     """
 
     exit_code = 2
@@ -67,7 +67,7 @@ class UnknownType(WireError):
 
 
 class Lost(RuntimeError):
-    """The peer a message was meant for has vanished."""
+    """The peer that a message was meant for has gone."""
 
 
 class Full(RuntimeError):

@@ -102,7 +102,7 @@ class GuardedPublisher(Publisher):
         self.port = int(bound.strip("\0").rpartition(":")[2])
 
     def close(self) -> None:
-        """Turn everybody away from here on."""
+        """Refuse all clients from now on."""
         super().close()
         self._guard.stop()
 
@@ -131,7 +131,7 @@ class GuardedSubscriber(Subscriber):
 
     @property
     def standing(self) -> Standing:
-        """How it stands now."""
+        """Whether the server has let this guest in; see `Standing`."""
         while self._heard.poll(0):
             event = parse_monitor_message(self._heard.recv_multipart())["event"]
             self._standing = STANDINGS[event]
@@ -139,11 +139,11 @@ class GuardedSubscriber(Subscriber):
 
 
 class _Only:
-    """Lets one key in."""
+    """ZeroMQ's check of clients' keys: one is let in."""
 
     def __init__(self, guest_public: bytes) -> None:
         self._guest_public = guest_public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the bearer of this key may enter."""
+        """Whether a client with this key is let in."""
         return key == self._guest_public

@@ -25,7 +25,7 @@ LOOK_AGAIN_S = 0.01
 
 
 class LockedDirectory:
-    """One such directory: `claim` makes it, `is_held` tells whether it lives, `remove` leaves nothing of it."""
+    """One such directory: `claim` makes it, `is_held` says whether it is in use, `remove` removes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class LockedDirectory:
         self._lock = None
 
     def is_held(self) -> bool:
-        """Whether somebody lives here. Raises OSError when there is no lock."""
+        """Whether a run holds the lock. Raises OSError when there is no lock."""
         lock = self._lock_of_the_dead()
         if lock is not None:
             os.close(lock)
@@ -91,7 +91,7 @@ class LockedDirectory:
             self.path.rmdir()
 
     def remove_if_dead(self) -> None:
-        """The same when nobody lives here. Without a lock it is that of a run about to start, or none of ours."""
+        """The same when no run holds the lock. A directory without a lock is left alone: a run may be making it."""
         if not self._is_ours():
             return
         with contextlib.suppress(OSError):  # gone meanwhile, or without a lock
@@ -135,8 +135,8 @@ class LockedDirectory:
             raise UserError(f"{self.path}: not empty and no run directory; name another place")
 
     def _lock_of_the_dead(self) -> int | None:
-        """When nobody lives here, a descriptor with the shared lock: nobody moves in until it is closed. None when
-        somebody does. Raises OSError when there is no lock."""
+        """When no run holds the lock, a descriptor with the shared lock: no run can take it until that is closed. None
+        when a run holds it. Raises OSError when there is no lock."""
         lock = os.open(self.path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if _locked(lock, fcntl.LOCK_SH):
             return lock
@@ -161,7 +161,7 @@ class LockedDirectory:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Take the lock, if nobody has one that forbids it."""
+    """Take the lock; whether that was possible."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

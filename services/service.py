@@ -74,7 +74,7 @@ class Service:
             log.warning("%s.%d: %s", self.role, self.index, error)
 
     def become_available(self) -> None:
-        """Whatever had to be settled with others is settled: no step may start before that."""
+        """Send `Ready`, once welcomed: what had to be settled with other processes is settled."""
         if not self._available and self._welcomed:
             self.answer(Ready(role=self.role, index=self.index))
         self._available = True

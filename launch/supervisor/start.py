@@ -39,8 +39,8 @@ class LiveRun:
         return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
 
     def stop(self) -> None:
-        """End the run and wait until nothing of it is left. Whoever tells this command to end once more is in a hurry:
-        the run's processes are killed then, and this waits for that."""
+        """End the run and wait until nothing of it is left. A second signal means that the user does
+        not want to wait: then the run's processes are killed, and this waits for their end."""
         with _answered(STOPPING, lambda: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
             self._send(signal.SIGTERM)
             os.waitpid(self.pid, 0)

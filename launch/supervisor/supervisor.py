@@ -10,10 +10,10 @@ not survive a fork.
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
                               again later, the one before it comes back
-    SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; who is left is ended, then killed. The
-    an "end" request          gateway goes last: it tells whoever asks meanwhile
-    SIGQUIT                   the same, and nobody is waited for: a service manager sends SIGTERM to everybody at once,
-                              so that a second one does not mean that somebody is in a hurry
+    SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; processes that are left get SIGTERM,
+    an "end" request          then SIGKILL. The gateway ends last: it answers clients until then
+    SIGQUIT                   the same without waiting. A second SIGTERM does not mean that: a service manager sends
+                              SIGTERM to the command and to the supervisor at once
 """
 
 from __future__ import annotations

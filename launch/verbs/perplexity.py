@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text to score, UTF-8")
     parser.add_argument(
-        "--path", choices=("decode", "prefill"), default="decode", help="who computes (default: %(default)s)"
+        "--path", choices=("decode", "prefill"), default="decode", help="which processes compute (default: %(default)s)"
     )
     parser.add_argument(
         "--logits-out", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]"

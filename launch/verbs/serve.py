@@ -96,7 +96,7 @@ def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
 
 
 def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> None:
-    """Be the gateway of a run that somebody else started. Raises UserError when it ends first."""
+    """Be the gateway of a run that another command started. Raises UserError when it ends first."""
     package = Package.open(Path(run_file.package))
     if arguments.package is not DEMO and arguments.package.resolve() != package.path.resolve():
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
@@ -110,7 +110,7 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
 
 
 def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> None:
-    """A run that is live has its plan and its processes: to ask for others, and not get them, would be a surprise."""
+    """Refuse options that ask for a plan: a live run has its plan and its processes already."""
     for option in [*asked_of_plan(arguments), *(["--use"] if arguments.use else [])]:
         raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Watch until the runs end or somebody leaves."""
+    """Watch until the runs end or the user quits."""
     if not MIN_S <= arguments.every <= MAX_S:
         raise UserError(f"--every {arguments.every:g}: between {MIN_S:g} and {MAX_S:g}")
     if not 0 <= arguments.port < 1 << 16:

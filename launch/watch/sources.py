@@ -35,7 +35,8 @@ class Source(Protocol):
 
     @property
     def heard(self) -> bool:
-        """Whether the newest snapshot has the coordinator's word: without it a run looks as if it had just begun."""
+        """Whether the newest snapshot contains an answer of the coordinator. Without one a run looks as if it had
+        just begun."""
         return self.latest is not None and self.latest.uptime_s > 0
 
     @property

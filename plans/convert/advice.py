@@ -1,4 +1,4 @@
-"""What a path is that people mean to convert and cannot as it is, and the next command: all refusals end with it."""
+"""Refusals of paths that cannot be converted as they are. Each says what the path is, and the next command."""
 
 from __future__ import annotations
 

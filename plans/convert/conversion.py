@@ -83,7 +83,7 @@ def convert(
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
-    """Open a Hugging Face directory or a GGUF file: told by what is there, not by its name."""
+    """Open a Hugging Face directory or a GGUF file: recognized by its content, not by its name."""
     refuse_no_source(path)
     if path.is_dir():
         return open_huggingface(path, options)

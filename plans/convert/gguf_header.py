@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with suspicion: metadata and where each tensor lies.
+"""The header of a GGUF file, which may be damaged or hostile: metadata and where each tensor lies.
 
 GGUF is little-endian: magic, version, number of tensors and of metadata entries; the metadata (key, type, value); the
 tensors (name, dimensions with the fastest first, type, offset); padding; the tensors' bytes. Counts are compared with

@@ -1,11 +1,11 @@
-"""How busy other programs keep this machine while something is measured: what they take, the measurement lacks.
+"""How busy other programs keep this machine while something is measured, and so distort the figures.
 
     processors   /proc/stat: time that others had, and that a hypervisor gave to other machines, over all the time
-                 there was. Interrupts are left out: those of our own reads look like anybody's.
-    storage      /proc/pressure/io: share of the last ten seconds in which somebody waited for it, before we began
+                 there was. Interrupts are left out: those of our own reads cannot be told from others.
+    storage      /proc/pressure/io: share of the last ten seconds in which some process waited for it, before we began
 
-Phones and containers hide some of these. What cannot be read counts as quiet, and the spread of a measurement's
-repetitions has to tell.
+Phones and containers hide some of these. What cannot be read counts as quiet, and only the spread of a
+measurement's repetitions shows it.
 """
 
 from __future__ import annotations

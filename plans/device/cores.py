@@ -1,4 +1,4 @@
-"""Cores and who sits on them. Pure: from capacities to kinds, and from kinds to one core per role.
+"""Cores, and which process runs on which. Pure: from capacities to kinds, and from kinds to one core per role.
 
 A phone has three kinds of cores. Sparse decode wants the fast ones; flash commands complete sooner when a fast core
 submits them; what only passes messages on is cheapest on a slow one. A machine whose cores are all alike has no cheap
@@ -17,7 +17,7 @@ Source = Literal["capacity", "frequency", "equal"]
 FULL_CAPACITY = 1024
 BIG_FROM_SHARE = 0.95
 # Capacity counts instructions per cycle too, and in-order cores come out at 0.2 to 0.45 of the fastest. Clock rates
-# alone flatter them (2.3 of 3.3 GHz is 0.7), so where only clocks are known the line lies higher.
+# alone make them look faster (2.3 of 3.3 GHz is 0.7), so where only clocks are known the line lies higher.
 LITTLE_BELOW_SHARE: Mapping[Source, float] = {"capacity": 0.5, "frequency": 0.75, "equal": 0.0}
 # With this many fast cores, the loader's is worth more to it alone than to one more decode worker.
 SPARE_LOADER_CORE_FROM = 4

@@ -1,4 +1,4 @@
-"""Strict reading of JSON written by somebody else: every complaint names the file and the field."""
+"""Strict reading of JSON from foreign files: every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 class Record:
-    """A JSON object read field by field; `finish` refuses what nobody asked for."""
+    """A JSON object read field by field; `finish` refuses fields that were not read."""
 
     def __init__(self, values: dict[str, Any], where: str, prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
@@ -133,7 +133,7 @@ class Record:
         return value
 
     def line(self, name: str) -> str:
-        """A string for people: one that can be printed, since a terminal obeys what cannot."""
+        """A string for people: printable, since a terminal would obey control characters."""
         value = self.text(name)
         if not value.isprintable() or len(value) > MAX_LINE_CHARACTERS:
             self.fail(name, f"expected at most {MAX_LINE_CHARACTERS} printable characters, found {quoted(value)}")
@@ -184,7 +184,7 @@ class Record:
         return {key: value for key, value in self._values.items() if key != name}
 
     def finish(self) -> None:
-        """Refuse fields that nobody read: they might change the meaning of the others."""
+        """Refuse fields that were not read: they might change the meaning of the others."""
         unknown = sorted(set(self._values) - self._seen)
         if unknown:
             self.fail(unknown[0], "unknown field; a newer version may understand it")

@@ -1,4 +1,4 @@
-"""Opening a package: the manifest and every size are checked at once, contents when somebody needs them."""
+"""Opening a package: the manifest and every size are checked at once, contents when they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with suspicion: where each tensor lies, checked against the file before use.
+"""The header of a safetensors file, which may be damaged or hostile: where each tensor lies, checked before use.
 
 A safetensors file is 8 bytes of little-endian header length, a JSON header, and the tensors' bytes without gaps.
 """

@@ -14,7 +14,7 @@ from neuronpipe.protocol.errors import UserError, named
 
 
 class Panic(Exception):
-    """The library met what its authors held to be impossible."""
+    """The library panicked: it met a state that it takes for impossible."""
 
 
 @contextmanager

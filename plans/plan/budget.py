@@ -1,4 +1,4 @@
-"""What a run takes besides neurons: one budget for the planner that makes a plan and the check that believes none.
+"""What a run takes besides neurons: computed alike by the planner and by the check of plan files.
 
 It is the sum of the layouts that sizes.py makes, and of what has none.
 """
@@ -27,7 +27,7 @@ CLUSTER_BOOKKEEPING_BYTES = 23
 LOADER_QUEUES = 6  # of three kinds and two priorities
 MAX_QUEUED_CLUSTERS = 32768  # in one of them: two layers of a 7B model; what comes beyond stays in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round up
-# The smallest limit is reckoned with these; a larger one buys more.
+# The smallest limit is computed with these; with a larger one there is more of both.
 MIN_CHUNK_TOKENS = 8
 MIN_DEPTH = 8
 

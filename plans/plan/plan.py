@@ -1,4 +1,4 @@
-"""The plan: the planner's output, which the services obey. JSON with a version; refused for another package or
+"""The plan: the planner's output, which the services follow. JSON with a version; refused for another package or
 device."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checking a plan that came from a file against the package it is for: the services obey what passes here.
+"""Checking a plan that came from a file against the package it is for: the services follow what passes here.
 
 The id only says that a file is whole, not that a planner wrote it. Every figure that sizes memory or places work is
 therefore looked at, or computed again.
@@ -42,7 +42,7 @@ class _Check:
         self._plan, self._manifest, self._where = plan, manifest, where
 
     def run(self) -> None:
-        """Processes first: the other figures are reckoned from how many there are."""
+        """Processes first: the other figures are computed from how many there are."""
         self._processes()
         self._counts()
         self._flash()

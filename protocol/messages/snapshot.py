@@ -1,4 +1,4 @@
-"""What watchers of a run receive: snapshots, which a monitor beside it makes of what anybody may see."""
+"""What watchers of a run receive: snapshots, which a monitor on the same machine makes of what any client can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the scheduler, and what it wants done: the two alphabets between it and the service."""
+"""The events that the service hands to the scheduler, and the actions that the scheduler asks for."""
 
 from __future__ import annotations
 

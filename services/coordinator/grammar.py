@@ -1,7 +1,7 @@
 """Text that must follow a grammar: which tokens may come next, by the llguidance library.
 
-The library is loaded when the first request needs it, and stays. While it takes in the vocabulary everybody waits: one
-process serves all.
+The library is loaded when the first request needs it, and stays. While it reads the vocabulary all requests wait: one
+process serves them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer in the library's words. Reading tokenizer.json itself, it would keep all of that a second time."""
+    """A tokenizer as the library expects one. Given tokenizer.json, it would keep all of it a second time."""
 
     bos_token_id = None
 
@@ -99,7 +99,7 @@ class _Vocabulary:
 
 
 class _Following:
-    """One text's matcher. What may come next is found out at once: whatever goes wrong does so where it is expected."""
+    """One text's matcher. It computes at once what may come next, so that errors occur where they are expected."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher

@@ -58,7 +58,7 @@ class WorkerProcess:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger. Where /proc does not tell, nobody knows."""
+    """Whether a process was stopped by a signal or a debugger; False where /proc cannot be read."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")

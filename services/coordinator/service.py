@@ -179,7 +179,7 @@ class CoordinatorService:
                 log.error("%s: %s: %s\n%s", peer, message.code, message.message, message.detail)
 
     def _greet(self, process: WorkerProcess, hello: Hello) -> None:
-        """An incarnation says Hello. One that is not the present incarnation is a dead one's late word."""
+        """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
         if process.role in COMPUTING_ROLES and not hello.numerics:
@@ -213,8 +213,8 @@ class CoordinatorService:
         return process.name
 
     def _notice_epoch(self) -> None:
-        """When the epoch has changed somebody was lost; the board says who. The epoch is read first: a loss between the
-        two looks changes it again."""
+        """When the epoch has changed a process was lost; the board shows which. The epoch is read first: a loss between
+        the two reads changes it again."""
         epoch = self._epoch.load()
         if epoch != self._scheduler.epoch:
             self._handle(self._epoch_event(epoch))
@@ -294,7 +294,7 @@ class CoordinatorService:
                 self._handle(RequestReceived(client.encode(), Cancel(request=request)))
 
     def _send(self, peer: str, message: Message) -> None:
-        """Send to a service. One that has vanished is the supervisor's business: it advances the epoch."""
+        """Send to a service. The supervisor deals with one that has gone: it advances the epoch."""
         try:
             self._control.send(peer, message)
         except (Lost, Full) as error:

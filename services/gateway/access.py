@@ -1,4 +1,4 @@
-"""Who may come in: one ASGI application around all others.
+"""Which requests are let in: one ASGI application around all others.
 
     Host      on loopback without a key it must name loopback, or a web page could reach us by a name of its own choice
     Origin    a page from elsewhere may not ask, whatever the method (there is no CORS)

@@ -100,7 +100,7 @@ class Answer:
 
     async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:
         """Wait for all texts, and pass on their pieces as they come, once those that are sent first are accepted: none
-        of these can be refused any more. Who has waited for long is not left without headers for them."""
+        of these can be refused any more. After a long wait the headers are sent without them."""
         finished: dict[int, Finished] = {}
         form, begun = self._form, set[int]()
         unaccepted, events = min(len(self._asks), MAX_SENT), b""

@@ -175,7 +175,7 @@ class Coordinator:
         return mailbox, list(texts)
 
     def give_up(self, names: Iterable[str]) -> None:
-        """Nobody waits for these texts any more; what has ended already is passed over."""
+        """Cancel these texts; those that have ended are ignored."""
         for name in names:
             text = self._texts.pop(name, None)
             if text is None:
@@ -199,7 +199,7 @@ class Coordinator:
         self.give_up(list(self._texts))  # the run may go on without this gateway
 
     async def fresh_status(self, within_s: float) -> Status:
-        """How the run is now. Raises Problem when nobody answers in time, or it is ending."""
+        """How the run is now. Raises Problem without an answer in time, or it is ending."""
         self._require_no_end()
         self._news.clear()
         try:
@@ -229,7 +229,7 @@ class Coordinator:
             raise unavailable(*self._ended)
 
     async def _require_ready(self) -> None:
-        """A process that was lost is back within a blink: who asks meanwhile waits for it, and not for long."""
+        """A process that was lost is soon restarted; requests wait for it, but not for long."""
         self._require_no_end()
         deadline = self._loop.time() + READY_S
         status = self._status
@@ -269,7 +269,7 @@ class Coordinator:
         return sent
 
     def _ask_status(self) -> None:
-        """One question serves all who wait."""
+        """One question serves all that wait."""
         now = self._loop.time()
         if self._unheard >= MAX_UNHEARD:
             self._receive()

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with connections that cannot be held for nothing, and an end that is announced.
+"""The HTTP server: uvicorn, with limits on idle and slow connections, and an announced end.
 
 Limited are the number of connections, how long a head may take to arrive, its size, and how long what is sent may wait
 for a reader.
@@ -71,7 +71,7 @@ class BoundedProtocol(H11Protocol):
         self._stalled_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Turn away one too many; give the others a while to say what they want."""
+        """Refuse connections beyond the limit; the others have a while to send a request."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.write(_whole(CROWDED))
@@ -103,7 +103,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.close()
 
     def pause_writing(self) -> None:
-        """More waits for the reader than is kept: it has a while to take some."""
+        """More waits for the reader than is kept: it has a while to read."""
         super().pause_writing()
         self._stalled_due = self.loop.call_later(STALLED_S, self.transport.abort)
 

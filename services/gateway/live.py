@@ -1,7 +1,7 @@
-"""`/live`: the run as a monitor sees it, a snapshot four times a second, for as long as somebody looks.
+"""`/live`: the run as a monitor sees it, a snapshot four times a second, while clients view it.
 
-One observer serves all who look, in a thread of its own; the event loop, which carries the texts, only passes on what
-it made. When nobody looks there is none.
+One observer serves all viewers, in a thread of its own; the event loop, which carries the texts, only passes on its
+snapshots. Without viewers there is no observer.
 """
 
 from __future__ import annotations
@@ -31,41 +31,45 @@ class Live:
         self._viewers: set[View] = set()
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
-        self._why = "nobody looks at the run any more"
+        self._why = "the last viewer has left"
         self._ending: str | None = None
 
     def view(self) -> View:
-        """For one who wants to look. Raises Problem when too many do, or the server is ending."""
+        """A response for one more viewer. Raises Problem when there are too many, or the server is ending."""
         self._require_no_end()
         if len(self._viewers) >= MAX_VIEWERS:
             raise Problem(
-                429, "rate_limit_exceeded", f"{MAX_VIEWERS} look already", kind="rate_limit_error", retry_after_s=5
+                429,
+                "rate_limit_exceeded",
+                f"{MAX_VIEWERS} clients view this run already",
+                kind="rate_limit_error",
+                retry_after_s=5,
             )
         return View(self)
 
     def end(self, reason: str) -> None:
-        """All who look are told."""
+        """End the responses of all viewers with this reason."""
         self._ending = reason
-        self._disappoint(unavailable("draining", reason))
+        self._fail_next(unavailable("draining", reason))
 
     def _require_no_end(self) -> None:
         if self._ending is not None:
             raise unavailable("draining", self._ending)
 
-    def _disappoint(self, problem: Problem) -> None:
-        """There is no next snapshot."""
+    def _fail_next(self, problem: Problem) -> None:
+        """Raise this where the next snapshot is awaited."""
         if self._next is not None and not self._next.done():
             self._next.set_exception(problem)
-            self._next.exception()  # who waited has gone, perhaps
+            self._next.exception()  # it counts as seen, though its viewer may have left
 
     async def enter(self, view: View) -> None:
-        """Somebody looks."""
+        """Count a viewer; the first one starts the observer."""
         self._viewers.add(view)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
 
     def leave(self, view: View) -> None:
-        """And no more."""
+        """The viewer has left."""
         self._viewers.discard(view)
 
     async def next(self) -> bytes:
@@ -78,7 +82,7 @@ class Live:
         return await asyncio.shield(self._next)
 
     async def _watch(self) -> None:
-        """Look until nobody else does."""
+        """Take snapshots while there are viewers."""
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "observer")  # the observer's sockets belong to one thread
         observer: Observer | None = None
@@ -94,14 +98,14 @@ class Live:
             self._why = str(error)
         finally:
             self._watching = None
-            self._disappoint(unavailable("ended", self._why))
+            self._fail_next(unavailable("ended", self._why))
             if observer is not None:
                 thread.submit(observer.close)
             thread.shutdown(wait=False)
 
 
 class View:
-    """One who looks: an ASGI application."""
+    """One viewer's response: an ASGI application."""
 
     def __init__(self, live: Live) -> None:
         self._live = live

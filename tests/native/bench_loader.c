@@ -66,9 +66,9 @@ int main(int arguments, char **argument)
     int error = 0;
     np_reader *reader = np_reader_open(argument[1], engine, depth + reading.warm_up_reads, &error);
     REQUIRE(reader);
-    struct stat facts;
-    REQUIRE(stat(argument[1], &facts) == 0);
-    count = (uint32_t)((facts.st_size < 1l << 31 ? facts.st_size : 1l << 31) / STRIDE);
+    struct stat status;
+    REQUIRE(stat(argument[1], &status) == 0);
+    count = (uint32_t)((status.st_size < 1l << 31 ? status.st_size : 1l << 31) / STRIDE);
     uint32_t *words = calloc(2 * (size_t)count, sizeof *words), *checksums = calloc(2 * (size_t)count, sizeof *checksums);
     uint32_t *ids = calloc(count, sizeof *ids);
     const int slots_file = memfd_create("slots", 0), touched = strcmp(pattern, "warm") != 0;
