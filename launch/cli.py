@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("neuronpipe: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _silence()  # nobody reads: not an error to report
+        _silence()  # the reader has closed the pipe: not an error to report
         return 141
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

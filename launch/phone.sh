@@ -7,8 +7,8 @@
 #   phone.sh serve [PACKAGE] [options]         the same with OpenAI's API, at http://127.0.0.1:8080
 #   phone.sh run [PACKAGE] -p TEXT [options]   one text, then the end
 #
-# Without --memory the run may take half of what is available now: Android kills what squeezes other apps, from outside and
-# without a word. NEURONPIPE_DEVICE names a folder whose proc and sys are looked at in place of the phone's (for tests).
+# Without --memory the run may take half of what is available now: Android kills apps that take memory from
+# others, without notice. NEURONPIPE_DEVICE names a folder whose proc and sys are looked at in place of the phone's (for tests).
 set -eu
 unset CDPATH
 

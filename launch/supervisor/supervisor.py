@@ -289,7 +289,10 @@ class Supervisor:
         self._incarnations[key] += 1
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
-        self._board[line], self._board[line + 1] = 0, self._incarnations[key]  # who was lost, before that somebody was
+        self._board[line], self._board[line + 1] = (
+            0,
+            self._incarnations[key],
+        )  # before the epoch: readers then see which
         if spec.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
         if self._stopping:

@@ -75,10 +75,10 @@ def _serve(arguments: argparse.Namespace) -> None:
         contextlib.ExitStack() as after,
         started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live,
     ):
-        os.close(listener.descriptor)  # the gateway's now: nobody must wait at a socket that nobody serves
+        os.close(listener.descriptor)  # the gateway's now: no client must wait at a socket that is not served
         _wait_until_ready(live, listener)
         _say(arguments, listener, live.directory, live.directory.read(), joined=False)
-        # Closed when the run has ended: a question that nobody answers must not hold that up.
+        # Closed when the run has ended: a request without an answer must not delay the end.
         client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
         follow_warm_up(client, plain=arguments.json)
         while (reason := live.failed(WATCH_S)) is None:

@@ -1,1 +1,1 @@
-"""The reference engine: numpy, slow and obviously right; what every other engine is compared with."""
+"""The reference engine: numpy, slow, simple enough to be checked by reading; every other engine is compared with it."""

@@ -110,7 +110,7 @@ class Observer(Closing):
             try:
                 self._control.send(AskStatus())
             except Full:
-                return  # nobody answers: the snapshots say for how long
+                return  # no answer: the snapshots say for how long
 
     def _see(self, now_s: float) -> tuple[ProcessView, ...]:
         """The processes: pids from the board, which is right at any moment; the rest as the coordinator last said."""

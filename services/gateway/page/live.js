@@ -91,7 +91,7 @@ export function speed(value) {
   return value < 1 ? value.toPrecision(2) : value.toFixed(value < 100 ? 1 : 0);
 }
 
-// How far weights are loaded; nothing when all are, or nobody knows.
+// How far weights are loaded; nothing when all are, or when it is unknown.
 function warmUp({ warm_up: warmed }) {
   const under = warmed && warmed.loaded_bytes < warmed.total_bytes;
   element("warm-up").hidden = !under;

@@ -42,7 +42,7 @@ function addTurn(turn) {
 
 const follows = (list) => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
 const scroll = () => (element("messages").scrollTop = element("messages").scrollHeight);
-const announce = (text) => (element("announcement").textContent = text); // to who listens to the page
+const announce = (text) => (element("announcement").textContent = text); // for screen readers
 
 async function send(text, chosen) {
   const asked = conversation; // starting anew puts another one in its place
@@ -164,7 +164,7 @@ function startAnew() {
   element("messages").replaceChildren();
   save();
   offer();
-  announce("The conversation is deleted. A button before the message takes that back.");
+  announce("The conversation is deleted. Undo restores it.");
   if (!touch.matches) element("prompt").focus();
 }
 
@@ -213,7 +213,7 @@ async function describe() {
   const [model] = (await response.json()).data;
   context = model.context_tokens;
   if (model.chat_template) return;
-  element("hint-text").textContent = "This model was not taught to converse: it goes on with the text it is given. Begin one, for instance";
+  element("hint-text").textContent = "This model was not trained for chat: it continues the text that you send. For example";
   element("example").hidden = false;
 }
 
