@@ -140,7 +140,7 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
 
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:
-    assert page.eventually(lambda: "goes on with the text" in page["hint"].text)
+    assert page.eventually(lambda: "continues the text" in page["hint"].text)
 
 
 def test_on_a_phone_it_fits_and_shows_one_thing_at_a_time(page: Page) -> None:
