@@ -9,11 +9,10 @@ One step is outstanding at a time, a prefill chunk or a decode step over every g
     void    all settled                     the same step again, under the new epoch, to who is ready now
     idle    Leaving                         Dismiss: no step before they are gone
 
-Loader and cache belong to every step, the prefill worker to prompts. Of the decode workers those take part that are
-ready, one at least: who is being started again or replaced is not waited for, and the bits are the same.
-
-`Workers` says who can take part, `StepBuilder` what the next step is, `OutstandingStep` how the one under way stands,
-`Throttle` when there is a pause. `requests.py` knows who wants what, `results.py` what comes of a step.
+Once all processes were ready, loader and cache belong to every step, the prefill worker to prompts, and of the decode
+workers those that are ready: who is started again or replaced is not waited for. `Workers` says who can take part,
+`StepBuilder` what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a pause.
+`requests.py` knows who wants what, `results.py` what comes of a step.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ from neuronpipe.services.coordinator.results import Outcome, Results
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
 PREFILL: ProcessKey = ("prefill", 0)
+Participants = tuple[ProcessKey, ...]
 
 
 class Scheduler:
@@ -60,20 +60,15 @@ class Scheduler:
     def __init__(
         self, limits: Limits, processes: Iterable[ProcessKey], tokenizer: Tokenizer, grammars: Grammars
     ) -> None:
-        self._workers = Workers(frozenset(processes))
+        self.workers = Workers(frozenset(processes))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
-        self._builder = StepBuilder(limits, self._workers, self.requests.prefix_source)
+        self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
         self.throttle = Throttle()
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
         self._step: OutstandingStep | None = None
-
-    @property
-    def all_ready(self) -> bool:
-        """Whether every process of the plan is ready."""
-        return self._workers.all_ready
 
     @property
     def busy(self) -> bool:
@@ -95,7 +90,7 @@ class Scheduler:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
             case ProcessReady(process, numerics):
-                self._workers.ready[process] = numerics
+                self.workers.is_ready(process, numerics)
                 self._dismissed -= {process}  # this is its successor
             case EpochChanged():
                 self._epoch_changed(event)
@@ -127,7 +122,7 @@ class Scheduler:
     # ---- the outstanding step --------------------------------------------------------------------------------
     def _epoch_changed(self, event: EpochChanged) -> None:
         self.epoch = event.epoch
-        self._workers.lost(event.lost)
+        self.workers.lost(event.lost)
         self._leaving -= set(event.lost)
         self._dismissed -= set(event.lost)
         if self._step is not None:
@@ -157,9 +152,9 @@ class Scheduler:
 
     def _end_step(self, now: float) -> OutstandingStep:
         """The logits have been read."""
-        assert self._step is not None
-        self.throttle.step_ends(now)
         step, self._step = self._step, None
+        assert step is not None
+        self.throttle.step_ends(now)
         return step
 
     # ---- the next step ---------------------------------------------------------------------------------------
@@ -167,12 +162,12 @@ class Scheduler:
         """Send the next step, or the voided one again, when nothing stands against it."""
         if self._leaving and self._step is None:
             return self._dismiss()
-        if self._dismissed or not self._workers.memory_served:
+        if self._dismissed or not self.workers.memory_served:
             return []
         if self._step is not None:
             return self._send_again(self._step, now) if self._step.abandoned else []
         actions: list[Action] = [*self.requests.end_cancelled(now)]
-        if (numerics := self._workers.prefill_numerics) is not None:
+        if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
             return actions
@@ -183,17 +178,17 @@ class Scheduler:
         return [*self._send(step), *actions]
 
     def _dismiss(self) -> list[Action]:
-        gone = self._leaving & self._workers.ready.keys()
-        self._workers.lost(gone)
+        gone = self._leaving & self.workers.ready.keys()
+        self.workers.lost(gone)
         self._leaving -= gone
         self._dismissed |= gone
         return [Dismiss(process) for process in sorted(gone)]
 
     def _send_again(self, step: OutstandingStep, now: float) -> list[Action]:
-        participants = self._workers.participants(step.action.message)
-        if not participants and step.sequences:
+        participants = self.workers.participants(step.action.message)
+        if step.sequences and not participants:
             return []
-        if step.sequences and self._workers.numerics_of(participants) == step.numerics:
+        if step.sequences and self.workers.ready[participants[0]] == step.numerics:
             return self._send(step.again(self.epoch, self._builder, participants))
         self._step = None  # everybody in it was refused or went away; or what it was to copy was computed otherwise
         return self._proceed(now)
@@ -207,11 +202,13 @@ class Workers:
     """The processes of the run that are ready, and who of them can take part in a step.
 
     ready: by process the numerics in which it computes; empty for who computes nothing
+    complete: whether all were ready at once; before that no step is sent, so that one that cannot start is noticed
     """
 
     def __init__(self, processes: frozenset[ProcessKey]) -> None:
         self._processes = processes
         self.ready: dict[ProcessKey, str] = {}
+        self.complete = False
 
     @property
     def all_ready(self) -> bool:
@@ -221,32 +218,33 @@ class Workers:
     @property
     def memory_served(self) -> bool:
         """Whether those are ready without whom no step can be computed: loader and cache."""
-        return self.ready.keys() >= {process for process in self._processes if process[0] not in ("decode", "prefill")}
+        return self.complete and all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
 
     @property
     def prefill_numerics(self) -> str | None:
         """In which numerics prompts are computed; None while they cannot be."""
         return self.ready.get(PREFILL)
 
+    def is_ready(self, process: ProcessKey, numerics: str) -> None:
+        """It takes part from now on."""
+        self.ready[process] = numerics
+        self.complete |= self.all_ready
+
     def lost(self, processes: Iterable[ProcessKey]) -> None:
         """They take part in nothing before they are ready again."""
         for process in processes:
             self.ready.pop(process, None)
 
-    def decoders(self) -> tuple[ProcessKey, ...]:
+    def decoders(self) -> Participants:
         """The participants of a decode step: the ready decode workers in one numerics, that of the first."""
         decoders = sorted(process for process in self.ready if process[0] == "decode")
         return tuple(one for one in decoders if self.ready[one] == self.ready[decoders[0]])
 
-    def participants(self, message: Step | Prefill) -> tuple[ProcessKey, ...]:
+    def participants(self, message: Step | Prefill) -> Participants:
         """Who can compute a step of this kind now; nobody, while they are being started."""
         if isinstance(message, Step):
             return self.decoders()
         return (PREFILL,) if PREFILL in self.ready else ()
-
-    def numerics_of(self, participants: tuple[ProcessKey, ...]) -> str:
-        """The one in which these compute."""
-        return self.ready[participants[0]]
 
 
 class OutstandingStep:
@@ -275,7 +273,7 @@ class OutstandingStep:
         """Whether it counts, and every participant is done."""
         return not self._void and not self._busy
 
-    def again(self, epoch: int, builder: StepBuilder, participants: tuple[ProcessKey, ...]) -> OutstandingStep:
+    def again(self, epoch: int, builder: StepBuilder, participants: Participants) -> OutstandingStep:
         """The same step under the present epoch, computed by these."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
@@ -351,7 +349,7 @@ class StepBuilder:
         batch = self._decode_batch(decodes)
         return self._decode(batch, epoch, decoders) if batch else None
 
-    def shares(self, participants: tuple[ProcessKey, ...]) -> dict[str, Any]:
+    def shares(self, participants: Participants) -> dict[str, Any]:
         """The fields of `Step` that say what is whose: all have all blocks, and take them by turns."""
         return {
             "participants": tuple(f"{role}.{index}" for role, index in participants),
@@ -396,7 +394,7 @@ class StepBuilder:
             max_tokens = min(max_tokens, BESIDE_DECODE_TOKENS)
         return text.tokens[first : min(text.prompt_tokens, first + max_tokens)]
 
-    def _decode(self, batch: list[Sequence], epoch: int, participants: tuple[ProcessKey, ...]) -> OutstandingStep:
+    def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
         self.steps += 1
         message = Step(
             step=self.steps,
@@ -406,7 +404,7 @@ class StepBuilder:
             positions=tuple(one.computed_tokens for one in batch),
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
         )
-        return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
+        return OutstandingStep(SendStep(participants, message), batch, self._workers.ready[participants[0]])
 
 
 def _wants_prefill(sequence: Sequence) -> bool:

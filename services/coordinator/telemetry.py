@@ -241,7 +241,7 @@ class Report:
         scheduler, requests = self._scheduler, self._scheduler.requests
         return Status(
             run=self._job.run,
-            ready=scheduler.all_ready and not ending,
+            ready=scheduler.workers.all_ready and not ending,
             plan=self._job.plan.id,
             mode=compute.mode,
             processes=self._statuses(now, ending),

@@ -125,7 +125,7 @@ def test_a_backend_that_does_not_support_the_phase_ends_the_run_with_the_reason(
         "    def backend(self, job):\n"
         "        return NumpyBackend()\n"
     )
-    words = ("up", converted("relu2", "f16").path, "--use", "decode=experiment:Numpy")
+    words = ("up", converted("relu2", "f16").path, "--workers", "1", "--use", "decode=experiment:Numpy")
     done = shell.call(*words, cwd=shell.folder, environment={"PYTHONPATH": str(HERE)})
     assert done.code == 2
     assert "decode.0: numpy computes prompts only" in done.errors

@@ -238,7 +238,7 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     )
 
 
-def test_no_step_is_sent_before_the_processes_that_it_needs_are_ready() -> None:
+def test_no_step_is_sent_before_every_process_was_ready() -> None:
     scheduler = Scheduler(
         Limits(
             mode="exact",
@@ -257,9 +257,9 @@ def test_no_step_is_sent_before_the_processes_that_it_needs_are_ready() -> None:
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
     for process in PROCESSES[:-1]:
         assert not sent(scheduler.handle(ProcessReady(process), 0.0))
-    assert not scheduler.all_ready
+    assert not scheduler.workers.all_ready
     assert sent(scheduler.handle(ProcessReady(PROCESSES[-1]), 0.0))
-    assert scheduler.all_ready
+    assert scheduler.workers.all_ready
 
 
 def test_workers_get_the_next_step_before_clients_are_told_of_the_last_one() -> None:
