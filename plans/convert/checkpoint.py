@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import ChatTemplate
 from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_stored, row_bytes
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.package.fields import open_file
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.protocol.errors import UserError, named, quoted
 from numpy.typing import NDArray
@@ -23,21 +24,39 @@ RowNumbers = NDArray[np.int64]
 
 
 class SourceFile:
-    """A file that is read by offset; reading past its end is an error, also when it shrinks meanwhile."""
+    """A file that is read by offset; reading past its end is an error, also when it shrinks meanwhile.
+
+    A conversion says when it needs a file and when no longer (`fetch`, `release`). Neither means anything to one that
+    lies on this disk; one that lies elsewhere comes and goes then, and is read in small pieces before.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        self._descriptor: int | None = None
+
+    def beginning(self) -> BinaryIO:
+        """The file, opened to read its header. Raises UserError."""
+        return open_file(self.path)
+
+    def fetch(self) -> None:
+        """Many bytes will be read now."""
+
+    def release(self) -> None:
+        """No byte will be read any more."""
 
     def close(self) -> None:
         """Give the descriptor back."""
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
         """Fill `target` from `offset` on."""
+        if self._descriptor is None:
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
         view = target.data.cast("B")
         while view:
             try:
@@ -107,6 +126,9 @@ class StoredMatrix:
         """All values in one row."""
         return self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
 
+
+OpenFile = Callable[[Path], SourceFile]
+"""How the weights of a source are opened: from this disk (`SourceFile` itself), or from where they come."""
 
 Stack = Mapping[str, tuple[StoredMatrix, ...]]
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, StoredMatrix
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix
 from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.plans.convert.journal import Done, Journal, Squares
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import one_line
@@ -20,7 +22,7 @@ from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantiza
 from neuronpipe.plans.package.manifest import Chat, Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices
-from neuronpipe.plans.package.writer import PackageWriter, Rows
+from neuronpipe.plans.package.writer import PackageWriter, Rows, package_bytes
 from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
@@ -30,6 +32,8 @@ MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
     512 << 20,
     1 / 16,
 )  # of a transposed Down; share of the model's size
+
+PACKAGE_PLACE, JOURNAL = "package", "journal.json"  # in the place where interrupted work stays
 
 Progress = Callable[[int, int], None]
 """Called with the number of weights that are written and the number of all weights."""
@@ -55,31 +59,8 @@ def convert(
     anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
     """
     with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
-        model = checkpoint.model
-        _require_groups(checkpoint, quantization, source)
-        shares = None if frequencies is None else read_frequencies(frequencies, model)
-        neuron_order: NeuronOrder = "source" if shares is None else "frequency"
-        layout = compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, neuron_order)
-        chat = checkpoint.chat_template
-        manifest = Manifest(
-            name=one_line(name or checkpoint.source.name),
-            source=checkpoint.source,
-            model=model,
-            quantization=quantization,
-            end_tokens=checkpoint.end_tokens,
-            layout=layout,
-            files={},
-            quantization_error={},
-            chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
-            fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
-        )
-        with PackageWriter(target, manifest, overwrite=overwrite) as writer:
-            work = _Work(checkpoint, manifest, writer, progress or (lambda done, total: None))
-            work.fixed()
-            for layer in range(model.layers):
-                work.neurons(layer, np.arange(model.neurons) if shares is None else hot_first(shares[layer, 0]))
-            writer.complete(checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
-            return writer.publish()
+        conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
+        return conversion.write(target, overwrite=overwrite, progress=progress)
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
@@ -88,6 +69,113 @@ def open_checkpoint(path: Path, options: Options) -> Checkpoint:
     if path.is_dir():
         return open_huggingface(path, options)
     return open_gguf(path, options)
+
+
+class Conversion:
+    """What becomes of a checkpoint, known before its weights are read.
+
+    It is done in pieces, in the order in which checkpoints lie in their files: the embedding, the layers one by one,
+    the output. So a file is needed for some pieces in a row, and files can come and go.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        quantization: Quantization,
+        frequencies: Path | None = None,
+        name: str | None = None,
+    ) -> None:
+        model, chat = checkpoint.model, checkpoint.chat_template
+        _require_groups(checkpoint, quantization)
+        shares = None if frequencies is None else read_frequencies(frequencies, model)
+        neuron_order: NeuronOrder = "source" if shares is None else "frequency"
+        self.checkpoint = checkpoint
+        self.manifest = Manifest(
+            name=one_line(name or checkpoint.source.name),
+            source=checkpoint.source,
+            model=model,
+            quantization=quantization,
+            end_tokens=checkpoint.end_tokens,
+            layout=compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, neuron_order),
+            files={},
+            quantization_error={},
+            chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
+            fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
+        )
+        self.pieces = _pieces(checkpoint, shares)
+
+    @property
+    def package_bytes(self) -> int:
+        """What the package takes on disk."""
+        return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
+
+    def write(
+        self, target: Path, *, overwrite: bool, progress: Progress | None = None, place: Path | None = None
+    ) -> Package:
+        """Convert, and let the package appear as `target`.
+
+        place: a folder on the same disk where the work stays when it is interrupted, and goes on after whatever was
+        done there for the same package. Without one nothing is left.
+        """
+        with PackageWriter(
+            target, self.manifest, overwrite=overwrite, place=None if place is None else place / PACKAGE_PLACE
+        ) as writer:
+            work = _Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None))
+            journal = None if place is None else Journal(place / JOURNAL, self.manifest)
+            done = Done(0, {}) if journal is None else journal.read()
+            work.begin_after(self.pieces[: done.pieces], done.squares)
+            for number, piece in enumerate(self.pieces[done.pieces :], done.pieces):
+                for file in piece.files:
+                    file.fetch()
+                work.do(piece)
+                if journal is not None:
+                    writer.sync()
+                    journal.write(Done(number + 1, work.squares))
+                for file in piece.files - self.files_from(number + 1):
+                    file.release()
+            chat = self.checkpoint.chat_template
+            writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
+            return writer.publish()
+
+    def files_from(self, piece: int) -> set[SourceFile]:
+        """The files that this piece and those after it need."""
+        return {file for later in self.pieces[piece:] for file in later.files}
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons, in which order."""
+
+    vectors: tuple[str, ...]
+    matrices: tuple[str, ...]
+    files: set[SourceFile]
+    layer: int | None = None
+    order: RowNumbers | None = None
+
+
+def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
+    """A checkpoint's pieces: every name of fixed.safetensors is in one of them."""
+    model = checkpoint.model
+    matrices = [name for name, _, _ in fixed_matrices(model)]
+
+    def piece(belongs: Callable[[str], bool], **layer: Any) -> Piece:
+        parts = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
+        return Piece(
+            vectors=tuple(name for name in checkpoint.vectors if belongs(name)),
+            matrices=tuple(name for name in matrices if belongs(name)),
+            files={part.file for name, stored in parts if belongs(name) for part in stored},
+            **layer,
+        )
+
+    def of_layer(number: int) -> Piece:
+        order = np.arange(model.neurons) if shares is None else hot_first(shares[number, 0])
+        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, order=order)
+
+    layers = [of_layer(number) for number in range(model.layers)]
+    first = piece(lambda name: name in ("embedding", "position_embedding"))
+    last = piece(lambda name: name.startswith("output"))
+    return (first, *layers, last)
 
 
 def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
@@ -112,8 +200,9 @@ def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.argsort(-shares, kind="stable")
 
 
-def _require_groups(checkpoint: Checkpoint, quantization: Quantization, source: Path) -> None:
+def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
     model = checkpoint.model
+    source = checkpoint.matrices["embedding"][0].file.path
     for what, columns in (("width", model.width), ("query_heads * head_width", model.query_width)):
         if quantization != "f16" and columns % GROUP_WEIGHTS:
             raise UserError(f"{source}: {what} is {columns}, no multiple of {GROUP_WEIGHTS}, so only f16 is possible")
@@ -135,9 +224,7 @@ class _Work:
     writer: PackageWriter
     progress: Progress
     _done: int = 0
-    _squares: dict[str, NDArray[np.float64]] = field(
-        default_factory=dict
-    )  # kind -> sums of squares of error and weight
+    squares: Squares = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._matrices = self.checkpoint.matrices
@@ -148,23 +235,40 @@ class _Work:
 
     def errors(self) -> dict[str, float]:
         """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
-        ratios = {kind: np.sqrt(error / weight) if weight else 0.0 for kind, (error, weight) in self._squares.items()}
+        ratios = {kind: np.sqrt(error / weight) if weight else 0.0 for kind, (error, weight) in self.squares.items()}
         return {kind: float(f"{ratio:.4g}") for kind, ratio in ratios.items()}
 
-    def fixed(self) -> None:
-        """Everything but the neurons."""
+    def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
+        """These pieces are done, with these sums of squares."""
+        self.writer.go_on(
+            {name for piece in pieces for name in (*piece.vectors, *piece.matrices)},
+            sum(piece.layer is not None for piece in pieces) * self.manifest.clusters // self.manifest.model.layers,
+        )
         if self.checkpoint.inverse_frequency is not None:
             self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
-        for name, parts in self.checkpoint.vectors.items():
+        self.squares = squares
+        for piece in pieces:
+            layer = (
+                [] if piece.layer is None else [f"layers.{piece.layer}.{m}" for m in self.manifest.model.ffn_matrices]
+            )
+            parts = [part for name in (*piece.matrices, *layer) for part in self._matrices[name]]
+            self._done += sum(part.rows * part.columns for part in parts)
+
+    def do(self, piece: Piece) -> None:
+        """One piece: what of it is fixed, then its neurons."""
+        for name in piece.vectors:
             if not name.endswith(".up.bias"):  # in the order of the neurons, with them
+                parts = self.checkpoint.vectors[name]
                 self.writer.vector(name, np.concatenate([part.vector() for part in parts]))
-        for name, _, _ in fixed_matrices(self.manifest.model):
+        for name in piece.matrices:
             kind = name if name in ("embedding", "output") else "attention"
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
                     self.writer.matrix(name, self._rows(kind, part, rows))
+        if piece.layer is not None and piece.order is not None:
+            self._neurons(piece.layer, piece.order)
 
-    def neurons(self, layer: int, order: RowNumbers) -> None:
+    def _neurons(self, layer: int, order: RowNumbers) -> None:
         """One layer's neurons in the given order."""
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
@@ -203,7 +307,7 @@ class _Work:
 
     def _count(self, kind: str, values: NDArray[np.float32], decoded: NDArray[np.float32]) -> None:
         error = 0.0 if decoded is values else np.square(values - decoded).sum(dtype=np.float64)
-        squares = self._squares.setdefault(kind, np.zeros(2))
+        squares = self.squares.setdefault(kind, np.zeros(2))
         squares += (error, np.square(values).sum(dtype=np.float64))
         self._done += values.size
         self.progress(self._done, self._total)

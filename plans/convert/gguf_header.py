@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from neuronpipe.plans.package.fields import Record, open_file
+from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
@@ -43,11 +43,10 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a file's header. Raises UserError naming the file and the field that is wrong."""
+def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
+    """Read the header of an open file. Raises UserError naming the file, as `path`, and the field that is wrong."""
     try:
-        with open_file(path) as file:
-            return _Reader(path, file).header()
+        return _Reader(path, file).header()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 

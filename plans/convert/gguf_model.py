@@ -8,8 +8,16 @@ from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import gguf_template
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, RowNumbers, SourceFile, take_tensors
-from neuronpipe.plans.convert.gguf_header import GgufHeader, read_gguf_header
+from neuronpipe.plans.convert.checkpoint import (
+    Checkpoint,
+    Inventory,
+    OpenFile,
+    Options,
+    RowNumbers,
+    SourceFile,
+    take_tensors,
+)
+from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
 from neuronpipe.plans.models.family import SAY_WHICH, GgufArchitecture, TensorNames, named_activation, sounds_like_relu
@@ -41,9 +49,11 @@ NAMES = TensorNames(
 NOTHING = re.compile("(?!)")
 
 
-def open_gguf(path: Path, options: Options) -> Checkpoint:
+def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
     """Read metadata and tensor table, check each tensor's shape. Raises UserError naming file and field."""
-    header = read_gguf_header(path)
+    file = open_file(path)
+    with file.beginning() as beginning:
+        header = parse_gguf_header(beginning, path)
     metadata = header.metadata
     name = metadata.text("general.architecture")
     if name not in GGUF_ARCHITECTURES:
@@ -53,7 +63,8 @@ def open_gguf(path: Path, options: Options) -> Checkpoint:
         metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
     activation = _activation(path, metadata, name, architecture, options.activation)
     with ExitStack() as files:
-        inventory = _inventory(path, header, files)
+        files.callback(file.close)
+        inventory = _inventory(file, header)
         model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
         # Pairs that rotate lie next to each other there: queries and keys are permuted.
         heads = {"query": model.query_heads, "key": model.key_heads} if architecture.interleaved else {}
@@ -95,9 +106,8 @@ def _activation(
     return "silu"
 
 
-def _inventory(path: Path, header: GgufHeader, files: ExitStack) -> Inventory:
-    file, inventory = SourceFile(path), Inventory(path)
-    files.callback(file.close)
+def _inventory(file: SourceFile, header: GgufHeader) -> Inventory:
+    inventory = Inventory(file.path)
     for name, tensor in header.tensors.items():
         inventory.add(name, file, tensor.start, tensor.shape, tensor.encoding)
     return inventory

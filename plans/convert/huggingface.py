@@ -8,26 +8,36 @@ from pathlib import Path
 
 from neuronpipe.plans.convert.advice import refuse_other_directories
 from neuronpipe.plans.convert.chat_template import huggingface_template
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Inventory, Options, SourceFile, take_tensors
+from neuronpipe.plans.convert.checkpoint import (
+    Checkpoint,
+    Inventory,
+    OpenFile,
+    Options,
+    SourceFile,
+    take_tensors,
+)
 from neuronpipe.plans.convert.rope import scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
 from neuronpipe.plans.package.fields import Record, one_line, read_json
 from neuronpipe.plans.package.manifest import Source
-from neuronpipe.plans.package.safetensors_header import read_header
+from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 
 
-def open_huggingface(path: Path, options: Options) -> Checkpoint:
-    """Read the configuration and every header, check each tensor's shape. Raises UserError naming file and field."""
+def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
+    """Read the configuration and every header, check each tensor's shape. Raises UserError naming file and field.
+
+    open_file: for the safetensors files, when they do not lie beside the configuration.
+    """
     refuse_other_directories(path)
     config = read_json(path / "config.json")
     name = _architecture(config)
     architecture = ARCHITECTURES[name]
     config = config.over(architecture.defaults, architecture.config_class)
     with ExitStack() as files:
-        inventory = _inventory(path, files)
+        inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
         matrices, vectors = take_tensors(inventory, model, architecture.names)
         unused = f"{architecture.names.output}.weight" if model.tied_embeddings else "(?!)"
@@ -55,7 +65,7 @@ def _architecture(config: Record) -> str:
     return str(names[0])
 
 
-def _inventory(path: Path, files: ExitStack) -> Inventory:
+def _inventory(path: Path, files: ExitStack, open_file: OpenFile) -> Inventory:
     inventory = Inventory(path)
     index_path = path / "model.safetensors.index.json"
     if (path / "model.safetensors").exists() or not index_path.exists():
@@ -67,16 +77,22 @@ def _inventory(path: Path, files: ExitStack) -> Inventory:
         for name in names:
             if not _is_file_name(name):
                 raise UserError(f"{index_path}: weight_map: {quoted(name)} is not the name of a file beside it")
-    headers = {name: read_header(path / name) for name in names}
+    opened = {name: open_file(path / name) for name in names}
+    headers = {name: _header(file) for name, file in opened.items()}
     for tensor, name in promised.items():
         if tensor not in headers[name]:
             raise UserError(f"{path / name}: {named(tensor)}: missing, though {index_path.name} promises it")
     for name, entries in headers.items():
-        file = SourceFile(path / name)
+        file = opened[name]
         files.callback(file.close)
         for tensor, entry in entries.items():
             inventory.add(tensor, file, entry.start, entry.shape, entry.dtype)
     return inventory
+
+
+def _header(file: SourceFile) -> dict[str, TensorEntry]:
+    with file.beginning() as beginning:
+        return parse_header(beginning, file.path)
 
 
 def _is_file_name(name: str) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from neuronpipe.plans.package.fields import Record, open_file, parse_json
 from neuronpipe.plans.package.passing import forget
@@ -37,17 +38,23 @@ class TensorEntry:
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """All tensors of a file by name. Raises UserError when the header contradicts itself or the file's size."""
+    with open_file(path) as file:
+        entries = parse_header(file, path)
+        forget(file.fileno())
+    return entries
+
+
+def parse_header(file: BinaryIO, path: Path) -> dict[str, TensorEntry]:
+    """The same from a file that is open; `path` is what errors call it."""
     try:
-        with open_file(path) as file:
-            size_bytes = file.seek(0, 2)
-            file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or length > min(size_bytes - 8, MAX_HEADER_BYTES):
-                raise UserError(
-                    f"{path}: header length {length} does not fit a file of {size_bytes} bytes: damaged or truncated"
-                )
-            header = parse_json(file.read(length), f"{path}: header")
-            forget(file.fileno())
+        size_bytes = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size_bytes < 8 or length > min(size_bytes - 8, MAX_HEADER_BYTES):
+            raise UserError(
+                f"{path}: header length {length} does not fit a file of {size_bytes} bytes: damaged or truncated"
+            )
+        header = parse_json(file.read(length), f"{path}: header")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     entries = {name: _entry(header.record(name), 8 + length) for name in header.names() if name != "__metadata__"}

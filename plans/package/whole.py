@@ -75,6 +75,35 @@ class PartialDirectory:
         shutil.rmtree(self._old, ignore_errors=True)
 
 
+class KeptDirectory(PartialDirectory):
+    """The same in a place of its own, on the same disk, that outlives an interruption: who comes there again goes on
+    with what is there."""
+
+    def __init__(self, target: Path, place: Path, *, overwrite: bool) -> None:
+        super().__init__(target, overwrite=overwrite)
+        self.path = place
+
+    def __enter__(self) -> KeptDirectory:
+        _clear_leftovers(self.target)
+        self._refuse_target()
+        for folder in (self.path, self.target.parent):
+            make_folder(folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """It stays; published, it has gone."""
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, where they are not there. Raises UserError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot make a directory there: {error.strerror}") from None
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,11 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
 from neuronpipe.plans.package.tensors import fixed_tensors
-from neuronpipe.plans.package.whole import PartialDirectory
+from neuronpipe.plans.package.whole import KeptDirectory, PartialDirectory
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
+
+CHECKSUM_BYTES = 8  # of a cluster: of its trigger part and of its value part
 
 
 class Rows(NamedTuple):
@@ -66,16 +69,36 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
     return checksums
 
 
+def package_bytes(manifest: Manifest) -> int:
+    """What a package takes on disk, but for its tokenizer and its manifest."""
+    _, entries = build_header(fixed_tensors(manifest.model, manifest.quantization))
+    return max(entry.stop for entry in entries.values()) + manifest.clusters * (
+        manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
+    )
+
+
+def bytes_there(folder: Path) -> int:
+    """What the files of a folder take on disk now; files with holes take less than their length."""
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
 class PackageWriter:
     """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
 
     Write every fixed tensor, rows in order, and every cluster, in order; then `complete` and `publish`. Whatever the
     file system refuses becomes a UserError, and nothing stays behind unless `publish` returned.
+
+    With a `place`, what is written stays there until it is published: `sync` what others are to rely on, and tell the
+    next writer with `go_on` how far that was.
     """
 
-    def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool) -> None:
+    def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool, place: Path | None = None) -> None:
         self._target, self._manifest = target, manifest
-        self._directory = PartialDirectory(target, overwrite=overwrite)
+        self._directory = (
+            PartialDirectory(target, overwrite=overwrite)
+            if place is None
+            else KeptDirectory(target, place, overwrite=overwrite)
+        )
         self._header, self._entries = build_header(fixed_tensors(manifest.model, manifest.quantization))
         self._position = {name: entry.start for name, entry in self._entries.items()}
         self._clusters = 0
@@ -86,7 +109,8 @@ class PackageWriter:
             path = stack.enter_context(self._directory).path
             self._require_space(path)
             self._fixed, self._bundles, self._checksums = (
-                stack.enter_context((path / name).open("wb")) for name in (FIXED, BUNDLES, CHECKSUMS)
+                stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
+                for name in (FIXED, BUNDLES, CHECKSUMS)
             )
             self._fixed.write(self._header)
             self._stack = stack.pop_all()
@@ -104,11 +128,31 @@ class PackageWriter:
             ) from None
 
     def _require_space(self, path: Path) -> None:
-        layout = self._manifest.layout
-        needed = max(entry.stop for entry in self._entries.values())
-        needed += self._manifest.clusters * (layout.cluster_stride_bytes + 8)
+        needed = package_bytes(self._manifest) - bytes_there(path)
         if (free := shutil.disk_usage(path).free) < needed:
             raise UserError(f"{self._target}: the package needs {needed:,} bytes, but {free:,} are free on that disk")
+
+    def go_on(self, names: Collection[str], clusters: int) -> None:
+        """These matrices and vectors are written, and so many clusters; whatever else may be there is not."""
+        for name, entry in self._entries.items():
+            written = name.removesuffix(".quants").removesuffix(".scales") in names
+            self._position[name] = entry.stop if written else entry.start
+        self._fixed.truncate(max(entry.stop for entry in self._entries.values()))
+        self._clusters = clusters
+        for file, cluster_bytes in (
+            (self._bundles, self._manifest.layout.cluster_stride_bytes),
+            (self._checksums, CHECKSUM_BYTES),
+        ):
+            if file.seek(0, os.SEEK_END) < clusters * cluster_bytes:
+                raise UserError(f"{file.name}: shorter than the {clusters} clusters it had; remove it and start again")
+            file.truncate(clusters * cluster_bytes)
+            file.seek(0, os.SEEK_END)
+
+    def sync(self) -> None:
+        """What is written is on disk when this returns."""
+        for file in (self._fixed, self._bundles, self._checksums):
+            file.flush()
+            os.fsync(file.fileno())
 
     def matrix(self, name: str, rows: Rows) -> None:
         """The next rows of a matrix of fixed.safetensors."""

@@ -32,7 +32,7 @@ except ImportError:
 with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.plans.convert.checkpoint import Options
     from neuronpipe.plans.convert.conversion import open_checkpoint
-    from neuronpipe.plans.convert.gguf_header import read_gguf_header
+    from neuronpipe.plans.convert.gguf_header import parse_gguf_header
     from neuronpipe.plans.package.parse import parse_manifest
     from neuronpipe.plans.package.safetensors_header import read_header
     from neuronpipe.plans.plan.plan import parse_plan
@@ -114,9 +114,13 @@ def targets(folder: Path) -> dict[str, tuple[Target, list[bytes]]]:
             if not allowed or following.take(allowed.bit_length() - 1):
                 break
 
+    def gguf_header(path: Path) -> None:
+        with path.open("rb") as opened:
+            parse_gguf_header(opened, path)
+
     return {
         "wire": (vocabulary.decode, [bytes.fromhex(one["frame"]) for one in json.loads(GOLDEN.read_text())]),
-        "gguf": (file("x.gguf", read_gguf_header), [(folder / "model.gguf").read_bytes()[:4096]]),
+        "gguf": (file("x.gguf", gguf_header), [(folder / "model.gguf").read_bytes()[:4096]]),
         "safetensors": (file("x", read_header), [weights, weights[: 8 + int.from_bytes(weights[:8], "little")]]),
         "configuration": (file("x.json", configuration), [(source / "config.json").read_bytes()]),
         "manifest": (lambda data: parse_manifest(data, "x"), [(DEMO / "manifest.json").read_bytes()]),

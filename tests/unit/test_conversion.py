@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.checkpoint import Options, SourceFile
+from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
+from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import RECIPES, TINY, Recipe, tensors, tokens, write_checkpoint
+from tests.conformance.checkpoints import RECIPES, TINY, Recipe, tensors, tokens, write_checkpoint, write_safetensors
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,79 @@ def test_slabs_and_blocks_of_any_size_give_the_same_package(
     for name in ("BLOCK_BYTES", "MIN_SLAB_BYTES", "MAX_SLAB_BYTES"):
         monkeypatch.setattr(conversion_module, name, 1)
     assert convert(source, tmp_path / "pieces", quantization="q4", name="same").manifest.id == whole.manifest.id
+
+
+@pytest.mark.parametrize("writes", [1, 300, 900])
+def test_an_interrupted_conversion_goes_on_and_makes_the_same_package(writes: int, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", RECIPES["bamboo"])
+    whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
+    place, target, calls = tmp_path / "place", tmp_path / "package", []
+
+    def interrupted(done: int, total: int) -> None:
+        calls.append(done)
+        if total * writes < done * 1000:
+            raise KeyboardInterrupt
+
+    with open_checkpoint(source, Options()) as checkpoint:
+        conversion = Conversion(checkpoint, quantization="q4", name="same")
+        with pytest.raises(KeyboardInterrupt):
+            conversion.write(target, overwrite=False, progress=interrupted, place=place)
+        assert not target.exists()
+        with (place / "package" / "bundles.bin").open("ab") as bundles:
+            bundles.write(b"half a cluster")
+        before = len(calls)
+        package = conversion.write(target, overwrite=False, progress=lambda done, _: calls.append(done), place=place)
+    assert package.manifest.id == whole.manifest.id
+    for file in whole.manifest.files:
+        assert (target / file).read_bytes() == (whole.path / file).read_bytes()
+    assert writes == 1 or calls[before] > calls[0], "it began again"
+    assert not (place / "package").exists()
+
+
+def test_work_left_by_a_conversion_of_something_else_is_not_used(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+
+    def interrupted(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    with open_checkpoint(source, Options()) as checkpoint:
+        with pytest.raises(KeyboardInterrupt):
+            Conversion(checkpoint, quantization="q8", name="same").write(
+                tmp_path / "a", overwrite=False, progress=interrupted, place=place
+            )
+        made = Conversion(checkpoint, quantization="q4", name="same").write(
+            tmp_path / "b", overwrite=False, place=place
+        )
+    assert made.manifest.id == convert(source, tmp_path / "c", quantization="q4", name="same").manifest.id
+
+
+def test_a_file_is_needed_from_its_first_piece_to_its_last(tmp_path: Path) -> None:
+    """Shards in the order of the layers come one after the other, and go; one that is wanted twice stays."""
+    said: list[str] = []
+
+    class Watched(SourceFile):
+        def fetch(self) -> None:
+            said.append(f"fetch {self.path.stem}")
+
+        def release(self) -> None:
+            said.append(f"release {self.path.stem}")
+
+    recipe = replace(TINY, layers=3)
+    source = write_checkpoint(tmp_path / "source", recipe)
+    stored = {name: ("F16", values.shape, values.astype(np.float16).tobytes()) for name, values in tensors(recipe)}
+
+    def shard(name: str) -> str:
+        return "b" if ".layers.1." in name else "c" if ".layers.2." in name else "a"
+
+    for letter in "abc":
+        write_safetensors(source / f"{letter}.safetensors", {n: v for n, v in stored.items() if shard(n) == letter})
+    (source / "model.safetensors").unlink()
+    places = {name: f"{shard(name)}.safetensors" for name in stored}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with open_huggingface(source, Options(), Watched) as checkpoint:
+        Conversion(checkpoint, quantization="q4").write(tmp_path / "p", overwrite=False)
+    assert said == ["fetch a", "fetch a", "fetch b", "release b", "fetch c", "release c", "fetch a", "release a"]
 
 
 def test_errors_are_reported_by_kind_and_progress_to_the_end(source: Path, tmp_path: Path) -> None:

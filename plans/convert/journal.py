@@ -1,0 +1,52 @@
+"""How far a conversion is, kept beside its work: whoever goes on after an interruption trusts nothing else there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from neuronpipe.plans.package.fields import read_json
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+MAX_PIECES = 1 << 20
+Squares = dict[str, NDArray[np.float64]]
+"""Kind of tensor -> sums of squares of error and of weight."""
+
+
+class Done(NamedTuple):
+    """The pieces that are on disk, from the first one on, and what their quantization cost."""
+
+    pieces: int
+    squares: Squares
+
+
+class Journal:
+    """The file that says so. It belongs to one package: to the manifest as it is before the first byte is written."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self._package = hashlib.sha256(manifest.to_bytes()).hexdigest()
+
+    def read(self) -> Done:
+        """What is done; nothing when there is no journal, or one of another package, or a damaged one."""
+        try:
+            record = read_json(self._path)
+            if record.text("package") != self._package:
+                return Done(0, {})
+            squares = record.record("squares")
+            sums = {kind: np.array([float.fromhex(text) for text in squares.items(kind)]) for kind in squares.names()}
+            return Done(record.integer("pieces", 0, MAX_PIECES), sums)
+        except (UserError, TypeError, ValueError):
+            return Done(0, {})
+
+    def write(self, done: Done) -> None:
+        """So much is on disk. Sums are written to the last bit: the package is the same as without an interruption."""
+        sums = {kind: [float(value).hex() for value in pair] for kind, pair in done.squares.items()}
+        with whole_file(self._path) as place:
+            place.write_text(json.dumps({"package": self._package, "pieces": done.pieces, "squares": sums}))
