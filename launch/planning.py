@@ -18,6 +18,7 @@ from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, 
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
+from neuronpipe.plans.pull.packages import package_path, refuse_unknown
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,11 +34,17 @@ def add_package_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "package",
         nargs="?",
-        type=Path,
+        type=package_path,
         default=DEMO,
         metavar="PACKAGE",
-        help="package directory (default: the demo model)",
+        help="package directory, or a name that `neuronpipe list` shows (default: the demo model)",
     )
+
+
+def open_package(path: Path) -> Package:
+    """The package that was named. Raises UserError: where there is none it says which there are."""
+    refuse_unknown(path)
+    return Package.open(path)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +130,7 @@ def package_and_plan(
     """
     if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
         raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
-    package = Package.open(arguments.package)
+    package = open_package(arguments.package)
     said: list[str] = []
     device = probe(package.path, say=said.append)
     if arguments.plan is None:

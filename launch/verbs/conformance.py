@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from neuronpipe.launch.conformance.suite import Result, Suite
-from neuronpipe.launch.planning import DEMO
+from neuronpipe.launch.planning import DEMO, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.implementations import SWAPPABLE, Implementation
 
@@ -30,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="package.module:Class, or argv:COMMAND in any language (default: our own)",
     )
     parser.add_argument(
-        "--package", type=Path, default=DEMO, metavar="DIR", help="the model to compute (default: the demo model)"
+        "--package",
+        type=package_path,
+        default=DEMO,
+        metavar="PACKAGE",
+        help="the model to compute (default: the demo model)",
     )
     parser.add_argument(
         "--patience",
@@ -47,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.patience <= 600:
         raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
-    package = Package.open(arguments.package)
+    package = open_package(arguments.package)
     suite = Suite(package, _plan(package), arguments.role, use, arguments.patience)
     with Progress(f"trying {arguments.role}", "checks", plain=arguments.json) as progress:
         results = suite.run(lambda result: None if arguments.json else progress.print(_line(result)), progress)

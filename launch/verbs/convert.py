@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
@@ -12,6 +13,7 @@ from neuronpipe.plans.convert import convert
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
 from neuronpipe.plans.package.manifest import QUANTIZATIONS, Manifest
+from neuronpipe.plans.package.reader import Package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file"
     )
     parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
+    add_conversion_arguments(parser)
+    parser.add_argument(
+        "--frequencies",
+        type=Path,
+        metavar="FILE.npy",
+        help="how often each neuron fires, float [layers, experts, neurons]; hot neurons are stored first",
+    )
+    parser.add_argument("--name", help="name of the model in the package")
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a package is to be like, and what a source may leave open."""
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
@@ -30,17 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
     )
-    parser.add_argument(
-        "--frequencies",
-        type=Path,
-        metavar="FILE.npy",
-        help="how often each neuron fires, float [layers, experts, neurons]; hot neurons are stored first",
-    )
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, if the source has none")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
-    parser.add_argument("--name", help="name of the model in the package")
-    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,36 +64,36 @@ def main(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             progress=progress,
         )
-    manifest = package.manifest
-    if arguments.json:
-        result = {
-            "package": str(package.path),
-            "id": manifest.id,
-            "quantization": manifest.quantization,
-            "activation": manifest.model.activation,
-            "bytes": _size(manifest),
-            "quantization_error": dict(manifest.quantization_error),
-            "warnings": warnings(manifest),
-        }
-        print(json.dumps(result))
-    else:
-        print(render(package.path, manifest))
+    print(json.dumps(made(package)) if arguments.json else render(package.path, package.manifest))
     return 0
 
 
-def _size(manifest: Manifest) -> int:
+def made(package: Package) -> dict[str, Any]:
+    """What was made, for a script."""
+    manifest = package.manifest
+    return {
+        "package": str(package.path),
+        "id": manifest.id,
+        "quantization": manifest.quantization,
+        "activation": manifest.model.activation,
+        "bytes": size_bytes(manifest),
+        "quantization_error": dict(manifest.quantization_error),
+        "warnings": warnings(manifest),
+    }
+
+
+def size_bytes(manifest: Manifest) -> int:
+    """What a package's files take."""
     return sum(entry.bytes for entry in manifest.files.values())
 
 
-def render(path: Path, manifest: Manifest) -> str:
-    """What was made, and what quantization cost, for a person."""
-    lines = [
-        f"{path}: {manifest.name}, {manifest.quantization}, {manifest.model.activation}, {show_bytes(_size(manifest))}",
-        "",
-    ]
+def render(path: Path, manifest: Manifest, called: str | None = None) -> str:
+    """What was made, and what quantization cost, for a person. called: the package's name, where it is known by one."""
+    model, size = manifest.model, show_bytes(size_bytes(manifest))
+    lines = [f"{path}: {manifest.name}, {manifest.quantization}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
     for warning in warnings(manifest):
         lines += ["", f"note: {warning}"]
-    lines += ["", f"run it: {line_to_paste('run', path, '-p', 'TEXT')}"]
+    lines += ["", f"run it: {line_to_paste('run', called or path, '-p', 'TEXT')}"]
     return "\n".join(lines)

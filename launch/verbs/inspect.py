@@ -9,7 +9,7 @@ import argparse
 import json
 
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.planning import add_package_argument, open_package
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    package = Package.open(arguments.package)
+    package = open_package(arguments.package)
     if arguments.activations:
         return _activations(arguments, package)
     description = describe(package)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning import DEMO, add_package_argument
+from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import low_recall
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 
-    package = Package.open(arguments.package)
+    package = open_package(arguments.package)
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
     if arguments.tokens is None:

@@ -19,6 +19,7 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.inspect import ALWAYS_FIRES
+from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
 
@@ -49,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _refuse_a_prompt_as_package(arguments: argparse.Namespace) -> None:
     """The words after `run` are the package's name, and people give the prompt there."""
     if arguments.prompt is None and not os.path.exists(arguments.package):
+        refuse_unknown(arguments.package)  # a word, or a repository, is more likely a name
         text = str(arguments.package)
         raise UserError(
             f"{quoted(text)}: no such package directory; if it is the prompt, give it with -p: "

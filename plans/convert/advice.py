@@ -24,11 +24,9 @@ def refuse_no_source(path: Path) -> None:
             )
         return
     if match := REPOSITORY.fullmatch(str(path)):
-        directory = match[1].partition("/")[2]
         raise UserError(
-            f"{path}: no such file or directory; a repository on Hugging Face is downloaded first: "
-            f"`hf download {match[1]} --local-dir {directory}` (from `pip install huggingface_hub`), "
-            f"then `neuronpipe convert {directory} PACKAGE`"
+            f"{path}: no such file or directory; a repository on Hugging Face is downloaded and converted with "
+            f"`neuronpipe pull {match[1]}`"
         )
     raise UserError(f"{path}: cannot be read: No such file or directory")
 

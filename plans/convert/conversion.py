@@ -132,11 +132,15 @@ class Conversion:
                 if journal is not None:
                     writer.sync()
                     journal.write(Done(number + 1, work.squares))
-                for file in piece.files - self.files_from(number + 1):
+                for file in set(piece.files) - self.files_from(number + 1):
                     file.release()
             chat = self.checkpoint.chat_template
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
             return writer.publish()
+
+    def pieces_done(self, place: Path) -> int:
+        """How many pieces work in this place has done already."""
+        return Journal(place / JOURNAL, self.manifest).read().pieces
 
     def files_from(self, piece: int) -> set[SourceFile]:
         """The files that this piece and those after it need."""
@@ -149,7 +153,7 @@ class Piece:
 
     vectors: tuple[str, ...]
     matrices: tuple[str, ...]
-    files: set[SourceFile]
+    files: tuple[SourceFile, ...]
     layer: int | None = None
     order: RowNumbers | None = None
 
@@ -160,11 +164,12 @@ def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple
     matrices = [name for name, _, _ in fixed_matrices(model)]
 
     def piece(belongs: Callable[[str], bool], **layer: Any) -> Piece:
-        parts = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
+        stored = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
+        files = {part.file for name, parts in stored if belongs(name) for part in parts}
         return Piece(
             vectors=tuple(name for name in checkpoint.vectors if belongs(name)),
             matrices=tuple(name for name in matrices if belongs(name)),
-            files={part.file for name, stored in parts if belongs(name) for part in stored},
+            files=tuple(sorted(files, key=lambda file: file.path)),
             **layer,
         )
 

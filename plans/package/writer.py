@@ -123,9 +123,8 @@ class PackageWriter:
 
     def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            raise UserError(
-                f"{self._target}: the package could not be written and was removed: {error.strerror}"
-            ) from None
+            left = "; what is done of it is kept" if isinstance(self._directory, KeptDirectory) else " and was removed"
+            raise UserError(f"{self._target}: the package could not be written{left}: {error.strerror}") from None
 
     def _require_space(self, path: Path) -> None:
         needed = package_bytes(self._manifest) - bytes_there(path)

@@ -147,7 +147,7 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
         (("walk",), "walk"),
         (("stauts",), "did you mean `status`?"),
         (("run", "-p", ""), "give -p TEXT"),
-        (("convert", "SparseLLM/ReluLLaMA-7B", "p"), "`hf download SparseLLM/ReluLLaMA-7B --local-dir Relu"),
+        (("convert", "SparseLLM/ReluLLaMA-7B", "p"), "`neuronpipe pull SparseLLM/ReluLLaMA-7B`"),
         (("perplexity", "--text", "/nowhere"), "/nowhere"),
         (("convert", "/nowhere", "target"), "/nowhere"),
     ],

@@ -37,12 +37,11 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize(
     "typed", ["SparseLLM/ReluLLaMA-7B", "https://huggingface.co/SparseLLM/ReluLLaMA-7B", "SparseLLM/ReluLLaMA-7B/"]
 )
-def test_a_repository_is_downloaded_first(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_is_pulled(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         convert(Path(typed), tmp_path / "package", quantization="q4")
-    assert "`hf download SparseLLM/ReluLLaMA-7B --local-dir ReluLLaMA-7B`" in str(caught.value)
-    assert "`neuronpipe convert ReluLLaMA-7B PACKAGE`" in str(caught.value)
+    assert "`neuronpipe pull SparseLLM/ReluLLaMA-7B`" in str(caught.value)
 
 
 def test_a_path_that_is_no_repository_is_only_missing(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""`neuronpipe list [--json]`: the packages that are called by their names, and the pulls that are not done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from typing import Any
+
+from neuronpipe.launch.formats import as_typed, show_bytes
+from neuronpipe.launch.verbs.convert import size_bytes
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.pull.packages import (
+    is_under_way,
+    package_names,
+    packages_folder,
+    pull_names,
+    pulls_folder,
+    unfinished_pull,
+)
+from neuronpipe.protocol.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    listed = {
+        "folder": str(packages_folder()),
+        "packages": [_described(name) for name in package_names()],
+        "unfinished": [_unfinished(name) for name in pull_names()],
+    }
+    print(json.dumps(listed) if arguments.json else as_typed(render(listed)))
+    return 0
+
+
+def _described(name: str) -> dict[str, Any]:
+    path = packages_folder() / name
+    try:
+        manifest = Package.open(path).manifest
+    except UserError as error:
+        return {"name": name, "path": str(path), "error": str(error)}
+    return {
+        "name": name,
+        "path": str(path),
+        "id": manifest.id,
+        "bytes": size_bytes(manifest),
+        "quantization": manifest.quantization,
+        "activation": manifest.model.activation,
+        "context_tokens": manifest.model.context_tokens,
+        "predictor": manifest.predictor is not None,
+        "source": manifest.source.name,
+    }
+
+
+def _unfinished(name: str) -> dict[str, Any]:
+    known = unfinished_pull(name)
+    return {
+        "name": name,
+        "reference": None if known is None else known.reference,
+        "command": None if known is None else list(known.command),
+        "bytes": bytes_there(pulls_folder() / name),
+        "under_way": is_under_way(name),
+    }
+
+
+def render(listed: dict[str, Any]) -> str:
+    """A table for a person."""
+    lines = []
+    if packages := listed["packages"]:
+        width = max(4, *(len(package["name"]) for package in packages)) + 2
+        lines.append(f"{'name':<{width}}{'size':>10}  {'weights':<9}{'activation':<12}{'context':>8}  from")
+        for package in packages:
+            if "error" in package:
+                lines.append(f"{package['name']:<{width}}{'damaged':>10}  {package['error']}")
+                continue
+            lines.append(
+                f"{package['name']:<{width}}{show_bytes(package['bytes']):>10}  {package['quantization']:<9}"
+                f"{package['activation']:<12}{package['context_tokens']:>8}  {package['source']}"
+            )
+    else:
+        lines.append(f"no packages in {listed['folder']} yet; `neuronpipe pull ORG/NAME` gets one")
+    for pull in listed["unfinished"]:
+        name, size = pull["name"], show_bytes(pull["bytes"])
+        if pull["under_way"]:
+            lines.append(f"\n{name} is being pulled; {size} are here")
+        else:
+            again = shlex.join(pull["command"] or ["pull", "ORG/NAME", "--name", name])
+            lines.append(
+                f"\n{name} was interrupted; {size} are here: `neuronpipe {again}` goes on, "
+                f"`neuronpipe rm {name}` removes them"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""`neuronpipe pull ORG/NAME[:FILE.gguf][@REVISION]`: a package of a hub's model, called by its name from then on.
+
+It asks before a large download and says what it takes. Interrupted, it goes on when the command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack
+
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.verbs.convert import add_conversion_arguments, made, render
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.pull.packages import VARIABLE, checked_name, unfinished_pull
+from neuronpipe.plans.pull.pull import Need, pull
+from neuronpipe.plans.pull.repository import Reference
+from neuronpipe.protocol.errors import UserError
+
+ASK_ABOVE_BYTES = 2 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "reference",
+        metavar="ORG/NAME[:FILE.gguf][@REVISION]",
+        help="repository at the hub (HF_ENDPOINT, or huggingface.co), one GGUF file of it, and a branch, tag or commit",
+    )
+    parser.add_argument("--name", help="what the package is called (default: the repository's or the file's name)")
+    add_conversion_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace the package that has this name")
+    parser.add_argument("--yes", action="store_true", help="do not ask before a large download")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    reference = Reference.parse(arguments.reference)
+    name = checked_name(arguments.name or reference.name)
+    with ExitStack() as shown:
+        bars = [shown.enter_context(Progress("asking the hub", "bytes", plain=arguments.json, steady=True))]
+
+        def agree(need: Need) -> None:
+            shown.close()
+            _agree(need, sure=arguments.yes)
+            bars[0] = shown.enter_context(Progress("pulling", "bytes", plain=arguments.json, steady=True))
+
+        try:
+            package, need = pull(
+                reference,
+                name,
+                quantization=arguments.quantization,
+                options=Options(arguments.activation, arguments.tokenizer, arguments.context),
+                command=_command(arguments, name),
+                overwrite=arguments.overwrite,
+                agree=agree,
+                progress=lambda done, total: bars[0](done, total),
+            )
+        except KeyboardInterrupt:
+            shown.close()
+            if unfinished_pull(name) is not None:
+                print("neuronpipe: what has come is kept: the same command goes on from here", file=sys.stderr)
+            raise
+    if arguments.json:
+        pulled = {
+            "name": name,
+            "repository": need.snapshot.repository,
+            "commit": need.snapshot.commit,
+            "downloaded_bytes": need.download_bytes,
+            "disk_bytes": need.disk_bytes,
+        }
+        print(json.dumps(pulled | made(package)))
+    else:
+        print(render(package.path, package.manifest, called=name))
+    return 0
+
+
+def _command(arguments: argparse.Namespace, name: str) -> list[str]:
+    """The words that go on with this pull from anywhere."""
+    words = ["pull", arguments.reference, "--name", name, "--quantization", arguments.quantization]
+    if arguments.activation is not None:
+        words += ["--activation", arguments.activation]
+    if arguments.tokenizer is not None:
+        words += ["--tokenizer", str(arguments.tokenizer.absolute())]
+    if arguments.context is not None:
+        words += ["--context", str(arguments.context)]
+    return words + (["--overwrite"] if arguments.overwrite else [])
+
+
+def _agree(need: Need, *, sure: bool) -> None:
+    """Say what it takes; ask, when that is much. Raises UserError where it is not to be, or cannot."""
+    there = f", {show_bytes(need.there_bytes)} of it there already" if need.goes_on else ""
+    takes = (
+        f"{show_bytes(need.download_bytes)} to download in {need.files} file{'s' if need.files != 1 else ''}, "
+        f"a package of {show_bytes(need.package_bytes)}; at most {show_bytes(need.disk_bytes)} of disk at a time{there}"
+    )
+    free = f"{show_bytes(need.free_bytes)} are free"
+    if need.missing_bytes:
+        raise UserError(
+            f"{need.snapshot}: {takes}; but {free} in {need.folder}: make room for {show_bytes(need.missing_bytes)}, "
+            f"or set {VARIABLE} to a folder on another disk"
+        )
+    large = need.download_bytes > ASK_ABOVE_BYTES and not sure
+    asked = large and sys.stdin.isatty() and sys.stderr.isatty()
+    if large and not asked:
+        raise UserError(f"{need.snapshot}: {takes}; {free}: say --yes to so large a download")
+    print(f"neuronpipe: {need.snapshot}: {takes}; {free}", file=sys.stderr)
+    if asked:
+        print("neuronpipe: download it? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise UserError("nothing was downloaded")

@@ -1,0 +1,68 @@
+"""`neuronpipe rm NAME ...`: remove packages by their names, and what interrupted pulls of these names left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import NoReturn
+
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.pull.packages import (
+    package_names,
+    packages_folder,
+    pull_names,
+    pulls_folder,
+    refuse_unknown,
+    remove_package,
+    remove_pull,
+)
+from neuronpipe.protocol.errors import NotRunning, UserError, named
+from neuronpipe.protocol.run_directory import RunDirectory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="+", metavar="NAME", help="what `neuronpipe list` shows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    names = list(dict.fromkeys(arguments.names))
+    packages, pulls, runs = package_names(), pull_names(), _packages_of_runs()
+    for name in names:  # all of them are looked at before one is removed
+        if name not in packages and name not in pulls:
+            _refuse(name)
+        if (used := (packages_folder() / name).resolve()) in runs:
+            raise UserError(f"{name}: the run at {runs[used]} uses it; `neuronpipe down` stops that")
+    freed_bytes = 0
+    for name in names:
+        for there, folder, remove in (
+            (packages, packages_folder(), remove_package),
+            (pulls, pulls_folder(), remove_pull),
+        ):
+            if name in there:
+                size = bytes_there(folder / name)
+                remove(name)
+                freed_bytes += size
+    if arguments.json:
+        print(json.dumps({"removed": names, "freed_bytes": freed_bytes}))
+    else:
+        print(f"removed {', '.join(names)}: {show_bytes(freed_bytes)} are free again")
+    return 0
+
+
+def _refuse(name: str) -> NoReturn:
+    refuse_unknown(Path(name))
+    raise UserError(
+        f"{named(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
+    )
+
+
+def _packages_of_runs() -> dict[Path, Path]:
+    """Of live runs: which package, and where the run is."""
+    try:
+        live = RunDirectory.live()
+    except NotRunning:
+        return {}
+    return {Path(facts.package).resolve(): directory.path for directory, facts in live}

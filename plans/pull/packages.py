@@ -1,0 +1,180 @@
+"""The packages that are called by their names: where they lie, which there are, and what interrupted pulls left.
+
+    DATA/packages/NAME/  a package
+    DATA/pulls/NAME/     what a pull works in; it stays when the pull is interrupted
+
+DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuronpipe.plans.package.fields import read_json
+from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.plans.package.whole import make_folder, whole_file
+from neuronpipe.protocol.errors import UserError, named, quoted
+
+VARIABLE = "NEURONPIPE_DATA"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+MAX_SHOWN = 12
+LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter from when it has begun
+
+
+def data_folder() -> Path:
+    """Where packages lie. A relative XDG_DATA_HOME counts as none, as its specification says."""
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder).absolute()
+    base = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "neuronpipe"
+
+
+def packages_folder() -> Path:
+    """The folder of the packages that have a name."""
+    return data_folder() / "packages"
+
+
+def pulls_folder() -> Path:
+    """The folder of the pulls that are under way or were interrupted."""
+    return data_folder() / "pulls"
+
+
+def package_names() -> list[str]:
+    """The names of all packages there are."""
+    return _names(packages_folder(), MANIFEST)
+
+
+def pull_names() -> list[str]:
+    """The names of all pulls that have begun and are not done."""
+    return _names(pulls_folder(), STATE)
+
+
+def _names(folder: Path, holds: str) -> list[str]:
+    found = os.listdir(folder) if folder.is_dir() else []
+    return sorted(name for name in found if NAME.fullmatch(name) and (folder / name / holds).is_file())
+
+
+def checked_name(text: str) -> str:
+    """A name that a package can have: a file name that looks the same everywhere. Raises UserError."""
+    if not NAME.fullmatch(text):
+        raise UserError(f"{quoted(text)} is no name for a package: letters, digits, - _ and . only, 96 at most")
+    return text
+
+
+def package_path(text: str) -> Path:
+    """Where the package is that a person means: a path that exists, or else the package of that name. Where there is
+    neither it is the text itself; see `refuse_unknown`."""
+    if os.path.exists(text) or not NAME.fullmatch(text):
+        return Path(text)
+    names = package_names()
+    same = [text] if text in names else [name for name in names if name.casefold() == text.casefold()]
+    return packages_folder() / same[0] if len(same) == 1 else Path(text)
+
+
+def refuse_unknown(path: Path) -> None:
+    """Refuse what is neither a path nor the name of a package, and say what there is."""
+    if os.path.exists(path):
+        return
+    text = str(path)
+    if REPOSITORY.fullmatch(text):
+        raise UserError(f"{named(text)}: no such package directory; from a hub it comes with `neuronpipe pull {text}`")
+    if not NAME.fullmatch(text):
+        return
+    raise UserError(f"{text}: no such package directory, and no package has that name; {_what_there_is(text)}")
+
+
+def _what_there_is(text: str) -> str:
+    if text in pull_names():
+        return "its pull was interrupted: `neuronpipe list` says how to go on"
+    names = package_names()
+    if not names:
+        return "make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`"
+    by_folded = {name.casefold(): name for name in names}
+    near = difflib.get_close_matches(text.casefold(), by_folded, n=1)
+    meant = f"did you mean {by_folded[near[0]]}? " if near else ""
+    more = f" and {len(names) - MAX_SHOWN} more: `neuronpipe list`" if len(names) > MAX_SHOWN else ""
+    return f"{meant}There are {', '.join(names[:MAX_SHOWN])}{more}"
+
+
+def remove_package(name: str) -> None:
+    """Remove a package at once, then its bytes: half of one is nowhere to be found. Raises UserError."""
+    package = packages_folder() / name
+    leaving = package.with_name(f".{name}.partial-{os.getpid()}")  # what is killed here goes with the next pull
+    try:
+        package.rename(leaving)
+        shutil.rmtree(leaving)
+    except OSError as error:
+        raise UserError(f"{error.filename or package}: cannot be removed: {error.strerror}") from None
+
+
+def remove_pull(name: str) -> None:
+    """Remove what an interrupted pull left. Raises UserError when it is under way."""
+    with working_folder(name) as folder:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(f"{error.filename or folder}: cannot be removed: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def working_folder(name: str) -> Iterator[Path]:
+    """The folder in which the pull of a package works; nobody else does meanwhile. Raises UserError."""
+    folder = pulls_folder() / name
+    make_folder(folder)
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{name}: is being pulled by another command; wait for it, or end it") from None
+        yield folder
+    finally:
+        os.close(lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A pull that has begun and is not done: of what, at which commit, and the words of the command that goes on."""
+
+    reference: str
+    commit: str
+    command: tuple[str, ...]
+
+
+def begin(folder: Path, pull: Unfinished) -> None:
+    """A pull begins to work in its folder: from now on it is unfinished until it is done."""
+    with whole_file(folder / STATE) as place:
+        place.write_text(json.dumps(dataclasses.asdict(pull)))
+
+
+def unfinished_pull(name: str) -> Unfinished | None:
+    """What is known of a pull of this name; None: there is none, or nothing can be made of it."""
+    try:
+        state = read_json(pulls_folder() / name / STATE)
+        command = tuple(str(word) for word in state.items("command"))
+        return Unfinished(state.line("reference"), state.line("commit"), command)
+    except UserError:
+        return None
+
+
+def is_under_way(name: str) -> bool:
+    """Whether some command works on this pull now."""
+    try:
+        with (pulls_folder() / name / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,177 @@
+"""Names of packages and of repositories, what a repository must hold, and how much disk shards need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.plans.convert.checkpoint import SourceFile
+from neuronpipe.plans.convert.conversion import Piece
+from neuronpipe.plans.pull.packages import checked_name, data_folder, package_path
+from neuronpipe.plans.pull.pull import most_held_bytes
+from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot
+from neuronpipe.protocol.errors import UserError
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data folder of nobody else, and an empty folder to be in."""
+    monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "data"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "data"
+
+
+def add_package(data: Path, name: str) -> Path:
+    """As much of a package as names need."""
+    package = data / "packages" / name
+    package.mkdir(parents=True)
+    (package / "manifest.json").write_text("{}")
+    return package
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "name"),
+    [
+        ("org/model", Reference("org/model"), "model"),
+        ("org/model@v1.0", Reference("org/model", None, "v1.0"), "model"),
+        ("org/model@refs/pr/7", Reference("org/model", None, "refs/pr/7"), "model"),
+        ("org/m-GGUF:m.Q4_0.gguf", Reference("org/m-GGUF", "m.Q4_0.gguf"), "m.Q4_0"),
+        ("org/m:sub/m q4.gguf@abc", Reference("org/m", "sub/m q4.gguf", "abc"), "m-q4"),
+        ("https://huggingface.co/org/model", Reference("org/model"), "model"),
+    ],
+)
+def test_a_repository_its_file_and_its_revision(text: str, expected: Reference, name: str) -> None:
+    assert Reference.parse(text) == expected
+    assert expected.name == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["model", "org/", "a/b/c", "org/model:config.json", "org/model:../x.gguf", "org/model@", "", "../etc/passwd"],
+)
+def test_what_names_no_repository_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"names no repository|only a \.gguf file"):
+        Reference.parse(text)
+
+
+@pytest.mark.parametrize("text", ["", ".hidden", "a/b", "..", "-x", "a b", "x" * 97, "é"])
+def test_a_name_is_a_file_name_that_looks_the_same_everywhere(text: str) -> None:
+    with pytest.raises(UserError, match="is no name for a package"):
+        checked_name(text)
+
+
+def test_where_packages_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("NEURONPIPE_DATA", "XDG_DATA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_folder() == tmp_path / ".local" / "share" / "neuronpipe"
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert data_folder() == tmp_path / ".local" / "share" / "neuronpipe"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    assert data_folder() == tmp_path / "xdg" / "neuronpipe"
+    monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "mine"))
+    assert data_folder() == tmp_path / "mine"
+
+
+def test_a_path_wins_over_a_name_and_case_does_not_matter(data: Path) -> None:
+    package = add_package(data, "TinyLlama")
+    assert package_path("TinyLlama") == package_path("tinyllama") == package
+    other = add_package(data, "tinyllama")
+    assert package_path("TinyLlama") == package
+    assert package_path("tinyllama") == other
+    assert package_path("TINYLLAMA") == Path("TINYLLAMA")  # which of the two?
+    Path("tinyllama").mkdir()
+    assert package_path("tinyllama") == Path("tinyllama")
+    assert package_path("./TinyLlama") == Path("./TinyLlama")
+
+
+@pytest.mark.parametrize("verb", ["run", "serve", "up", "plan", "inspect", "bench", "profile"])
+def test_a_name_that_does_not_exist_is_told_what_there_is(
+    verb: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(name: str) -> str:
+        assert main([verb, name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`" in said("tinylama")
+    for name in ("TinyLlama", "bamboo-7b"):
+        add_package(data, name)
+    line = said("tinylama")
+    assert "tinylama: no such package directory, and no package has that name; did you mean TinyLlama?" in line
+    assert line.endswith("There are TinyLlama, bamboo-7b")
+    assert "`neuronpipe pull org/model`" in said("org/model")
+
+
+def snapshot(*names: str, sizes: dict[str, int] | None = None) -> Snapshot:
+    """A repository with these files."""
+    files = {name: RemoteFile(name, (sizes or {}).get(name, 100), None, "0" * 40) for name in names}
+    return Snapshot("org/model", "c" * 40, files)
+
+
+def test_only_data_is_taken_of_a_repository() -> None:
+    there = snapshot(
+        "config.json", "tokenizer.json", "modeling_custom.py", "model.safetensors", "model.safetensors.index.json",
+        "pytorch_model.bin", "README.md", "chat_template.jinja",
+    )  # fmt: skip
+    names = {file.name for file in there.small_files(tokenizer=True)}
+    assert names == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert {file.name for file in there.small_files(tokenizer=False)} == names - {"tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("config.json", "a.Q4_0.gguf"), r"it has a.Q4_0.gguf; name one: `neuronpipe pull org/model:FILE.gguf`"),
+        (("config.json", "pytorch_model-1-of-2.bin"), "pickles can run code and are not read"),
+        (("config.json", "README.md"), "has neither model.safetensors nor"),
+        (("model.safetensors", "tokenizer.json"), "config.json: the repository has no such file"),
+        (("model.safetensors", "config.json", "tokenizer.model"), "has no tokenizer.json; it has a tokenizer.model"),
+    ],
+)
+def test_a_repository_without_what_is_needed_says_what_is_missing(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        snapshot(*names).small_files(tokenizer=True)
+
+
+def test_a_configuration_of_gigabytes_is_not_downloaded() -> None:
+    there = snapshot("model.safetensors", "config.json", "tokenizer.json", sizes={"config.json": 1 << 30})
+    with pytest.raises(UserError, match=r"config.json: 1073741824 bytes are no such file"):
+        there.small_files(tokenizer=True)
+
+
+def test_a_gguf_is_named_among_those_there_are() -> None:
+    there = snapshot("a.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+    assert there.gguf("a.gguf").name == "a.gguf"
+    with pytest.raises(UserError, match=r"b.gguf: the repository has no such file; it has a.gguf, m-00001"):
+        there.gguf("b.gguf")
+    with pytest.raises(UserError, match=r"one of 2 parts of a model"):
+        there.gguf("m-00002-of-00002.gguf")
+
+
+class Sized(SourceFile):
+    """A file of so many bytes."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(Path(name))
+        self.entry = RemoteFile(name, size, None, None)
+
+
+def held(*needed: str, ahead: bool) -> int:
+    """The most that is held while pieces need these files; "ab" are files a and b, of 1, 10, 100 and 1000 bytes."""
+    files = {letter: Sized(letter, 10**n) for n, letter in enumerate("abcd")}
+    pieces = [Piece((), (), tuple(files[letter] for letter in letters)) for letters in needed]
+    return most_held_bytes(cast(Any, pieces), ahead=ahead)
+
+
+def test_what_is_held_of_shards_depends_on_who_shares_them() -> None:
+    assert held("a", "b", "c", "d", ahead=False) == 1000
+    assert held("a", "b", "c", "d", ahead=True) == 1100
+    assert held("a", "a", "ab", "b", "bc", "c", "cd", ahead=False) == 1100
+    assert held("d", "a", "b", "c", "d", ahead=False) == 1100  # an embedding that is wanted again at the end
+    assert held("abcd", "abcd", ahead=True) == 1111
+    assert held("b", ahead=True) == 10
+    assert held(ahead=False) == 0
