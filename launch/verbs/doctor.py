@@ -9,6 +9,7 @@ import json
 from neuronpipe.launch.doctor import checks, render
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.plans.pull.packages import refuse_unknown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Check; 1 when something fails."""
+    refuse_unknown(arguments.package)
     made = checks(arguments.package)
     print(
         json.dumps({"checks": [dataclasses.asdict(check) for check in made]})

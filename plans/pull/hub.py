@@ -48,9 +48,10 @@ class Hub:
 
     def snapshot(self, reference: Reference, commit: str | None = None) -> Snapshot:
         """What the repository holds, at its revision's present commit or at a given one. Raises UserError."""
-        with self._explained(reference):
+        wanted = Reference(reference.repository, None, commit or reference.revision)
+        with self._explained(wanted):
             info = self._hub.HfApi(endpoint=self.endpoint).model_info(
-                reference.repository, revision=commit or reference.revision, files_metadata=True, timeout=ANSWER_S
+                wanted.repository, revision=wanted.revision, files_metadata=True, timeout=ANSWER_S
             )
         files = {}
         for sibling in info.siblings or ():

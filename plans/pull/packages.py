@@ -132,12 +132,18 @@ def working_folder(name: str) -> Iterator[Path]:
     """The folder in which the pull of a package works; nobody else does meanwhile. Raises UserError."""
     folder = pulls_folder() / name
     make_folder(folder)
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UserError(f"{folder / LOCK}: cannot be written: {error.strerror}") from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{name}: is being pulled by another command; wait for it, or end it") from None
+            there = os.path.samestat(os.fstat(lock), os.stat(folder / LOCK))
+        except (BlockingIOError, FileNotFoundError):  # the other one may just have ended, and removed it
+            there = False
+        if not there:
+            raise UserError(f"{name}: is being pulled by another command; wait for it, or end it")
         yield folder
     finally:
         os.close(lock)

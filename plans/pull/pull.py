@@ -88,6 +88,10 @@ def pull(
                 begin(folder, Unfinished(str(reference), snapshot.commit, tuple(command)))
                 package = conversion.write(target, overwrite=overwrite, progress=tally.converted, place=folder)
             (folder / STATE).unlink()
+        except UserError as error:  # a person knows the file by its repository
+            known = f"{reference.repository}: "
+            said = str(error).replace(f"{folder / SOURCE}/", known).replace(f"{folder / SOURCE}: ", known)
+            raise UserError(said) from None
         finally:
             if not (folder / STATE).exists():  # it has not begun, or it is done
                 shutil.rmtree(folder, ignore_errors=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -295,7 +297,9 @@ def test_what_is_no_model_of_ours_is_refused_before_its_weights_come(hub: Hub, t
         (source / "config.json").write_text(json.dumps(config | change))
         hub.mirror.add("org/model", source)
         hub.mirror.sent.clear()
-        assert message in hub.refused()
+        said = hub.refused()
+        assert said.startswith("neuronpipe: org/model: ")
+        assert message in said
         assert not {name for name, _, _ in hub.mirror.sent} & set(hub.shards)
         assert hub.left() == []
 
@@ -318,6 +322,28 @@ def test_no_room_on_disk_is_said_before_the_download(hub: Hub, monkeypatch: pyte
         assert figure in said
     assert not {name for name, _, _ in hub.mirror.sent} & set(hub.shards)
     assert hub.left() == []
+
+
+def test_a_disk_that_fills_up_keeps_what_has_come(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before, full = os.fsync, [False] * 6 + [True]
+
+    def fails(descriptor: int) -> None:
+        if full and full.pop(0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        before(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    said = hub.refused()
+    assert "No space left on device" in said
+    assert hub.listed()["packages"] == []
+    assert hub.listed()["unfinished"] != []
+    hub.pull()
+    same_package(Package.open(hub.data / "packages" / "model"), hub.source, tmp_path / "expected")
+
+
+def test_a_data_folder_that_cannot_be_written_is_named(hub: Hub) -> None:
+    hub.data.write_text("a file")
+    assert f"{hub.data}/pulls/model: cannot make a directory there" in hub.refused()
 
 
 def test_without_room_for_two_shards_one_comes_after_the_other(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_a_path_wins_over_a_name_and_case_does_not_matter(data: Path) -> None:
     assert package_path("./TinyLlama") == Path("./TinyLlama")
 
 
-@pytest.mark.parametrize("verb", ["run", "serve", "up", "plan", "inspect", "bench", "profile"])
+@pytest.mark.parametrize("verb", ["run", "serve", "up", "plan", "inspect", "bench", "profile", "doctor"])
 def test_a_name_that_does_not_exist_is_told_what_there_is(
     verb: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
