@@ -179,8 +179,11 @@ def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple
 
     layers = [of_layer(number) for number in range(model.layers)]
     first = piece(lambda name: name in ("embedding", "position_embedding"))
-    last = piece(lambda name: name.startswith("output"))
-    return (first, *layers, last)
+    norm = piece(lambda name: name.startswith("output_norm"))
+    output = piece(lambda name: name == "output")
+    if set(output.files) <= set(first.files):  # sorted by name, it comes first: that file is not to wait for the end
+        return (first, output, *layers, norm)
+    return (first, *layers, norm, output)
 
 
 def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
