@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 HEADER_BLOCK_BYTES = 1 << 20  # asked for at a time, while a header is read
+MAX_HEADER_BYTES = 256 << 20  # one that claims to be larger is damaged, or made to be read for ever
 READ_BYTES = 4 << 20
 MAX_PATIENCE_S = 1.0  # with a download that is to stop and waits for the network
 
@@ -191,7 +192,9 @@ class _AtTheHub(io.RawIOBase):
         return self._at
 
     def readinto(self, target: Any) -> int:
-        data = self._arrivals.read(self._entry, self._at, len(target))
+        if self._at >= MAX_HEADER_BYTES:
+            raise UserError(f"{named(self._entry.name)}: its header is longer than {MAX_HEADER_BYTES} bytes: damaged")
+        data = self._arrivals.read(self._entry, self._at, min(len(target), HEADER_BLOCK_BYTES))
         target[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from neuronpipe.plans.convert import conversion as conversion_module
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
+from neuronpipe.plans.pull import arrival
 
 from tests.conformance.checkpoints import TINY, Recipe, tensors, write_checkpoint, write_safetensors
 from tests.conformance.gguf_files import write_gguf
@@ -279,10 +281,29 @@ def test_a_gguf_file_is_pulled(hub: Hub, tmp_path: Path) -> None:
     hub.mirror.add("org/model-GGUF", folder)
     assert "name one: `neuronpipe pull org/model-GGUF:FILE.gguf`" in hub.refused("org/model-GGUF")
     assert "it has tiny.Q8_0.gguf" in hub.refused("org/model-GGUF:other.gguf")
-    pulled = hub.pull("org/model-GGUF:tiny.Q8_0.gguf", "--activation", "relu")
+    asked = ("org/model-GGUF:tiny.Q8_0.gguf", "--activation", "relu")
+    hub.mirror.refuse[file.name] = 503
+    assert "tiny.Q8_0.gguf: http://127.0.0.1" in hub.refused(*asked)
+    part = hub.data / "pulls" / "tiny.Q8_0" / "source" / f"{file.name}.part"
+    part.write_bytes(file.read_bytes()[:30000])
+    hub.mirror.refuse.clear()
+    pulled = hub.pull(*asked)
+    assert hub.mirror.sent == [(file.name, 30000, file.stat().st_size - 30000)]
     package = Package.open(hub.data / "packages" / "tiny.Q8_0")
     same_package(package, file, tmp_path / "expected", activation="relu")
     assert package.manifest.source.name == f"org/model-GGUF@{pulled['commit'][:12]}:tiny.Q8_0.gguf"
+    assert hub.left() == []
+
+
+def test_a_header_without_end_is_not_read_to_its_end(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    text = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 20)  # a key of a mebibyte
+    (folder / "endless.gguf").write_bytes(text + b"x" * (1 << 21))
+    hub.mirror.add("org/endless", folder)
+    monkeypatch.setattr(arrival, "HEADER_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(arrival, "MAX_HEADER_BYTES", 1 << 18)
+    assert "endless.gguf: its header is longer than 262144 bytes" in hub.refused("org/endless:endless.gguf")
     assert hub.left() == []
 
 
