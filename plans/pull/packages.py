@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import fcntl
 import json
 import os
@@ -100,6 +99,8 @@ def _what_there_is(text: str) -> str:
     names = package_names()
     if not names:
         return "make one with `neuronpipe convert`, or get one with `neuronpipe pull ORG/NAME`"
+    import difflib  # only a mistake pays for it
+
     by_folded = {name.casefold(): name for name in names}
     near = difflib.get_close_matches(text.casefold(), by_folded, n=1)
     meant = f"did you mean {by_folded[near[0]]}? " if near else ""
