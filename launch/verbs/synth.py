@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    # Blocks of neurons keep every core busy. The library's own threads, which wait by spinning, would take their time.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported
     from neuronpipe.plans.synth.make import synthesize
 
     with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:

@@ -27,7 +27,7 @@ Array = NDArray[np.float32]
 POWER_STEPS = 2
 SPARE_DIRECTIONS = 16
 PRIOR_FIRINGS = 2.0
-BISECTIONS = 24
+MIN_CHANCE, MAX_CHANCE = 1e-4, 0.9999
 MIN_DEVIATION = 1e-6
 MIN_ACTIVITY = 0.003
 NEVER = np.float32(-1e30)  # a bias that no score reaches
@@ -136,47 +136,70 @@ def thresholds(
     is known; with one side of two, that is multiplied by how often the other side fires as well."""
     plain = LayerFactors(rows, {side: SideFactor(part, np.zeros(1, np.float32)) for side, part in sides.items()})
     raw = scores(quantization, plain, hidden, layer.reads)
-    lines = {side: _line(raw[side], layer.values[side]) for side in sides}
-    constant = {side: _constant(layer.values[side]) for side in sides}
-    fired = (layer.values[next(iter(sides))] > 0).sum(axis=0)  # the trigger's side comes first
-    active_of_fired = np.minimum((layer.active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS), 1.0)
-    both = np.ones(len(fired)) if len(sides) > 1 else active_of_fired
-
-    def biases(least: float) -> dict[Side, Array]:
-        needed = np.minimum(least / both, 1.0)
-        result: dict[Side, Array] = {}
-        for side, (slope, offset, error) in lines.items():
-            with np.errstate(invalid="ignore"):
-                cut = (error * quantile(needed) - offset) / slope
-            bias = np.where(np.isfinite(cut), -cut, NEVER)
-            result[side] = np.where(constant[side] != 0, -NEVER * constant[side], bias).astype(np.float32)
-        return result
-
-    wanted, low, high = recall * max(1, layer.active.sum()), 1e-4, 0.9999
-    for _ in range(BISECTIONS):
-        least = float(np.sqrt(low * high))
-        found = layer.active.copy()
-        for side, bias in biases(least).items():
-            found &= raw[side] > -bias
-        low, high = (least, high) if found.sum() >= wanted else (low, least)
-    return LayerFactors(rows, {side: SideFactor(sides[side], bias) for side, bias in biases(low).items()})
+    others = layer.active if len(sides) == 1 else None
+    lines = {side: Line.fitted(raw[side], layer.values[side], others) for side in sides}
+    chances = [line.chances(raw[side], layer.active) for side, line in lines.items()]
+    least = least_chance(np.minimum.reduce(chances), recall)
+    return LayerFactors(rows, {side: SideFactor(sides[side], line.bias(least)) for side, line in lines.items()})
 
 
-def _constant(value: Array) -> Array:
-    """1 for a neuron whose value is always the same and above zero, -1 where it is not above zero, 0 for all others."""
-    sign = np.where(value[0] > 0, np.float32(1), np.float32(-1))
-    return np.where(value.std(axis=0) <= MIN_DEVIATION, sign, np.float32(0))
+@dataclass(frozen=True)
+class Line:
+    """value ≈ slope · score + offset with a normal error of this deviation, for each neuron [neurons].
+
+    others: how often it is active when the value is above zero. constant: 1 for a value that is always the same and
+    above zero, -1 where it is not above zero, 0 for all others.
+    """
+
+    slope: NDArray[np.float64]
+    offset: NDArray[np.float64]
+    error: NDArray[np.float64]
+    others: NDArray[np.float64]
+    constant: Array
+
+    @classmethod
+    def fitted(cls, score: Array, value: Array, active: NDArray[np.bool_] | None) -> Line:
+        """From scores and values [tokens, neurons]. active: which were, if something else decides as well."""
+        tokens = len(value)
+        score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
+        score, centred = score - score_mean, value - value_mean
+        spread = np.maximum(_products(score, score) / tokens, MIN_DEVIATION**2)
+        variance = _products(centred, centred) / tokens
+        slope = np.maximum(_products(score, centred) / tokens / spread, MIN_DEVIATION)
+        error = np.sqrt(np.maximum(variance - np.square(slope) * spread, MIN_DEVIATION**2))
+        others = np.ones(value.shape[1])
+        if active is not None:
+            fired = (value > 0).sum(axis=0)
+            others = np.minimum((active.sum(axis=0) + 0.1) / (fired + PRIOR_FIRINGS), 1.0)
+        constant = np.where(variance <= MIN_DEVIATION**2, np.where(value[0] > 0, 1, -1), 0).astype(np.float32)
+        return cls(slope, value_mean - slope * score_mean, error, others, constant)
+
+    def chances(self, score: Array, where: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """How likely each neuron is active, given its score; of the pairs of token and neuron that `where` says."""
+        tokens, neurons = np.nonzero(where)
+        points = (self.slope[neurons] * score[tokens, neurons] + self.offset[neurons]) / self.error[neurons]
+        likely = share_below(points) * self.others[neurons]
+        return np.where(self.constant[neurons] != 0, self.constant[neurons] > 0, likely)
+
+    def bias(self, least: float) -> Array:
+        """What makes scores positive that are active with a chance above this one."""
+        with np.errstate(invalid="ignore"):
+            cut = (self.error * quantile(np.minimum(least / self.others, 1.0)) - self.offset) / self.slope
+        bias = np.where(np.isfinite(cut), -cut, NEVER)
+        return np.where(self.constant != 0, -NEVER * self.constant, bias).astype(np.float32)
 
 
-def _line(score: Array, value: Array) -> tuple[Array, Array, Array]:
-    """slope, offset and error's deviation of value ≈ slope · score + offset, each [neurons]."""
-    score_mean, value_mean = score.mean(axis=0), value.mean(axis=0)
-    spread = np.maximum(score.var(axis=0), MIN_DEVIATION**2)
-    slope = ((score - score_mean) * (value - value_mean)).mean(axis=0) / spread
-    slope = np.maximum(slope, MIN_DEVIATION)
-    offset = value_mean - slope * score_mean
-    error = np.sqrt(np.maximum(value.var(axis=0) - np.square(slope) * spread, MIN_DEVIATION**2))
-    return slope, offset, error
+def least_chance(chances: NDArray[np.float64], recall: float) -> float:
+    """The chance that this share of the active neurons reaches."""
+    if not len(chances):
+        return MIN_CHANCE
+    missed = int((1 - recall) * len(chances))
+    return float(np.clip(np.partition(chances, missed)[missed] * (1 - 1e-6), MIN_CHANCE, MAX_CHANCE))
+
+
+def _products(a: Array, b: Array) -> NDArray[np.float64]:
+    """Sums over tokens of a · b, [neurons]."""
+    return np.asarray(np.einsum("tn,tn->n", a, b), dtype=np.float64)
 
 
 # The normal distribution on arrays, without a library for it.

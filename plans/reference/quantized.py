@@ -18,32 +18,49 @@ BLOCK_ROWS = 512
 Array = NDArray[np.float32]
 
 
+class Vectors:
+    """Vectors float32 [tokens, n], prepared once for products with many rows. Threads may share them."""
+
+    def __init__(self, quantization: Quantization, vectors: Array) -> None:
+        self._kind, (self._tokens, self._n) = TYPES[quantization], vectors.shape
+        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        stride = -(-lib.np_activation_bytes(self._kind, self._n) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        activations = _aligned(self._tokens * stride)
+        source, target = ffi.from_buffer("float[]", vectors), ffi.from_buffer("uint8_t[]", activations)
+        for token in range(self._tokens):
+            lib.np_activation_prepare(self._kind, source + token * self._n, self._n, target + token * stride)
+        self._panel = _aligned(lib.np_panel_bytes(self._kind, self._n, self._tokens))
+        panel = ffi.from_buffer("uint8_t[]", self._panel)
+        lib.np_panel_prepare(self._kind, target, stride, self._tokens, self._n, panel)
+
+    def times(self, rows: Rows) -> Array:
+        """float32 [tokens, rows] of encoded rows of n weights, on the calling thread."""
+        count = len(rows.quants)
+        quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
+        result = np.empty((self._tokens, count), dtype=np.float32)
+        places = [array.ctypes.data + np.arange(count, dtype=np.uintp) * array.shape[1] for array in (quants, scales)]
+        quants_at, scales_at = (ffi.cast("void **", ffi.from_buffer(place)) for place in places)
+        panel, out = ffi.from_buffer("uint8_t[]", self._panel), ffi.from_buffer("float[]", result)
+        lib.np_dot_panel(
+            self._kind, quants_at, scales_at, count, self._n, panel, self._tokens, ffi.NULL, out, count
+        )  # fmt: skip
+        return result
+
+
 def product(quantization: Quantization, rows: Rows, vectors: Array) -> Array:
     """float32 [tokens, rows] of vectors float32 [tokens, n] and encoded rows of n weights."""
-    kind, (tokens, n) = TYPES[quantization], vectors.shape
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    quants, scales = np.ascontiguousarray(rows.quants), np.ascontiguousarray(rows.scales)
-    stride = -(-lib.np_activation_bytes(kind, n) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    memory = np.zeros(tokens * stride + ALIGNMENT_BYTES, dtype=np.uint8)
-    activations = memory[-memory.ctypes.data % ALIGNMENT_BYTES :][: tokens * stride]
-    source, target = ffi.from_buffer("float[]", vectors), ffi.from_buffer("uint8_t[]", activations)
-    result = np.empty((tokens, len(quants)), dtype=np.float32)
-    out = ffi.from_buffer("float[]", result)
-    quant_start, scale_start = ffi.from_buffer("uint8_t[]", quants), ffi.from_buffer("uint8_t[]", scales)
-
-    def prepare(start: int) -> None:
-        for token in range(start, min(start + BLOCK_ROWS, tokens)):
-            lib.np_activation_prepare(kind, source + token * n, n, target + token * stride)
+    prepared = Vectors(quantization, vectors)
+    result = np.empty((len(vectors), len(rows.quants)), dtype=np.float32)
 
     def dot(start: int) -> None:
-        count = min(BLOCK_ROWS, len(quants) - start)
-        quant_place = quant_start + start * quants.shape[1]
-        scale_place = scale_start + start * scales.shape[1]
-        lib.np_dot_rows(
-            kind, quant_place, scale_place, count, n, target, stride, tokens, ffi.NULL, out + start, len(quants)
-        )
+        some = slice(start, start + BLOCK_ROWS)
+        result[:, some] = prepared.times(Rows(rows.quants[some], rows.scales[some]))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(prepare, range(0, tokens, BLOCK_ROWS)))
-        list(pool.map(dot, range(0, len(quants), BLOCK_ROWS)))
+        list(pool.map(dot, range(0, len(rows.quants), BLOCK_ROWS)))
     return result
+
+
+def _aligned(size_bytes: int) -> NDArray[np.uint8]:
+    memory = np.zeros(size_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    return memory[-memory.ctypes.data % ALIGNMENT_BYTES :][:size_bytes]

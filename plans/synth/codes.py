@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
+from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
@@ -11,16 +12,40 @@ Bytes = NDArray[np.uint8]
 # Sixteen equally likely weights, symmetric about zero and rounder than a uniform choice.
 _WEIGHTS = np.array([-7, -6, -5, -4, -3, -3, -2, -1, 1, 2, 3, 3, 4, 5, 6, 7])
 DEVIATION = float(np.sqrt(np.square(_WEIGHTS).mean()))
-_NIBBLES = (_WEIGHTS + 8).astype(np.uint8)
-_PAIRS = (_NIBBLES[np.arange(256) & 15] | _NIBBLES[np.arange(256) >> 4] << 4).astype(np.uint8)
+_NIBBLES = (_WEIGHTS + 8).astype(np.uint16)
+_NUMBERS = np.arange(1 << 16)
+_FOURS = sum(_NIBBLES[_NUMBERS >> shift & 15] << shift for shift in (0, 4, 8, 12)).astype(np.uint16)
 ZEROS, ONES = np.uint8(0x88), np.uint8(0x99)
+LARGEST = 7  # of the codes that signs are written with
+_SIGN_PAIRS = np.array([0x11, 0x1F, 0xF1, 0xFF], dtype=np.uint8)
 HALF_GROUP = GROUP_WEIGHTS // 2
+
+
+def generator(*place: int) -> np.random.Generator:
+    """The random numbers of one place in a package: seed, part, number. Who draws them, and when, changes nothing."""
+    return np.random.Generator(np.random.SFC64(place))
 
 
 def random_codes(rows: int, columns: int, random: np.random.Generator) -> Bytes:
     """Quants of random rows, uint8 [rows, columns / 2]; weights are codes of deviation DEVIATION."""
-    drawn = np.frombuffer(random.bytes(rows * columns // 2), dtype=np.uint8)
-    return np.asarray(_PAIRS[drawn].reshape(rows, -1))
+    words = random.integers(0, 1 << 64, rows * columns // 16, dtype=np.uint64)
+    return np.asarray(_FOURS[words.view(np.uint16)].view(np.uint8).reshape(rows, -1))
+
+
+def random_signs(rows: int, columns: int, random: np.random.Generator) -> Bytes:
+    """Quants of rows whose weights are LARGEST or its negative, uint8 [rows, columns / 2]."""
+    return np.asarray(_SIGN_PAIRS[random.integers(0, 4, (rows, columns // 2), dtype=np.uint8)])
+
+
+def zero_rows(rows: int, columns: int) -> Rows:
+    """Rows of zeros, to be written into."""
+    quants = np.full((rows, columns // 2), ZEROS)
+    return Rows(quants, np.zeros((rows, 2 * (columns // GROUP_WEIGHTS)), dtype=np.uint8))
+
+
+def equal_scales(quants: Bytes) -> Bytes:
+    """Scales of one for these rows: their weights are their codes."""
+    return np.ones((len(quants), quants.shape[1] // HALF_GROUP), dtype="<f2").view(np.uint8)
 
 
 def code_bytes(columns: slice) -> slice:
@@ -37,9 +62,7 @@ def mixed(own: Bytes, other: Bytes, share: float) -> Bytes:
     """Rows that have `share` of their columns, evenly spread, from `other`: the dot products of both with one vector
     then have this correlation."""
     place = (np.arange(own.shape[1]) * 0.6180339887) % 1.0
-    return np.where(place < share, other, own)
-
-
-def scale_bytes_of(scales: NDArray[np.floating]) -> Bytes:
-    """float [rows, groups] as the bytes of fp16 scales, uint8 [rows, 2 groups]."""
-    return np.ascontiguousarray(scales.astype("<f2")).view(np.uint8)
+    result = own ^ other
+    result &= np.where(place < share, np.uint8(0xFF), np.uint8(0))
+    result ^= own
+    return result

@@ -6,6 +6,7 @@ https://github.com/SJTU-IPADS/Bamboo (Apache-2.0, Copyright 2024 SJTU-IPADS).
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -56,25 +57,28 @@ def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
 def thresholds(p: Shares) -> tuple[Shares, Shares]:
     """Standard thresholds of gate and up values [neurons]: with both above theirs in a share p of all tokens, and up in
     UP_GIVEN_GATE of those in which the gate is. Neurons that nearly always fire do so on both sides."""
-    together = np.maximum(UP_GIVEN_GATE, np.sqrt(p))
-    gate = -quantile(p / together)
-    points = np.linspace(-6.0, 6.0, 1201)
-    density = np.exp(-np.square(points) / 2)
-    density /= density.sum()
-    grid = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))
-    ups = np.array([_up_threshold(share, max(UP_GIVEN_GATE, share**0.5), points, density) for share in grid])
-    return gate, np.interp(p, grid, ups)
+    gate = -quantile(p / _together(p))
+    return gate, np.interp(p, *_up_curve())
 
 
-def _up_threshold(p: float, together: float, points: Shares, density: Shares) -> float:
-    above = density * (points > -quantile(np.array([p / together]))[0])
-    above *= p / together / above.sum()
-    low, high = -8.0, 8.0
-    for _ in range(BISECTIONS):
+def _together(p: Shares) -> Shares:
+    return np.maximum(UP_GIVEN_GATE, np.sqrt(p))
+
+
+@functools.cache
+def _up_curve() -> tuple[Shares, Shares]:
+    """Shares, and up's threshold for each."""
+    p = np.unique(np.concatenate((np.geomspace(MIN_P, 0.5, 60), 1 - np.geomspace(1 - MAX_P, 0.5, 60))))[:, None]
+    gate = p / _together(p)
+    points = np.linspace(-6.0, 6.0, 601)
+    above = np.exp(-np.square(points) / 2) * (points > -quantile(gate))
+    above *= gate / above.sum(axis=1, keepdims=True)
+    low, high = np.full_like(p, -8.0), np.full_like(p, 8.0)
+    for _ in range(BISECTIONS // 2):
         cut = (low + high) / 2
-        both = (above * share_below((SHARED * points - cut) / np.sqrt(1 - SHARED**2))).sum()
-        low, high = (cut, high) if both > p else (low, cut)
-    return (low + high) / 2
+        both = (above * share_below((SHARED * points - cut) / np.sqrt(1 - SHARED**2))).sum(axis=1, keepdims=True)
+        low, high = np.where(both > p, cut, low), np.where(both > p, high, cut)
+    return p[:, 0], ((low + high) / 2)[:, 0]
 
 
 def overlap(p: Shares, preset: Preset, distance: int) -> float:

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout
-from neuronpipe.plans.package.manifest import (
-    Manifest,
-    Predictor,
-    PredictorInput,
-    PredictorQuality,
-    Source,
-    Workload,
-)
-from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, write_predictor
+from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorInput, Source, Workload
+from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
-from neuronpipe.plans.predictor.fit import Calibration, fit_layer
-from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.reference.engine import rms_norm
+from neuronpipe.plans.synth import codes
 from neuronpipe.plans.synth.firing import active_shares, firing_by_layer
-from neuronpipe.plans.synth.layer import Drawn, LayerMaker
+from neuronpipe.plans.synth.layer import Found, LayerMaker, Neurons, PredictorShape, Texts
 from neuronpipe.plans.synth.shapes import coordinates, rank_of
-from neuronpipe.plans.synth.tokens import STATE_POWER, embeddings, tokenizer_json, workload
+from neuronpipe.plans.synth.tokens import (
+    Tables,
+    preset_tables,
+    tokenizer_json,
+    unused_tables,
+    workload,
+)
 from numpy.typing import NDArray
 
 ROPE_BASE = 10_000.0
-TEXT_TOKENS = 384
-INDEPENDENT_TEXTS = 2  # beside one of every other preset
+TEXT_TOKENS = 96
+INDEPENDENT_TEXTS = 4  # beside one of every other preset
 HELD_OUT_PART = 4
 PREDICTOR_RECALL = 0.97
-WRITE_NEURONS = 2048
+BLOCK_NEURONS = 512
 
 Array = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -54,8 +55,7 @@ def synthesize(
     """Write a package of this shape with its predictor. progress is called with bytes of neurons written and all of
     them. Raises UserError for what the disk refuses."""
     places, work = coordinates(model.width), workload(model, seed)
-    random = np.random.default_rng(seed)
-    requested = firing_by_layer(model.layers, random)
+    requested = firing_by_layer(model.layers, np.random.default_rng(seed))
     layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "frequency")
     manifest = Manifest(
         name=name, source=Source("synthetic", name, "drelu"), model=model, quantization="q4", end_tokens=(),
@@ -63,97 +63,92 @@ def synthesize(
     )  # fmt: skip
     frequency = (ROPE_BASE ** (-np.arange(0, model.head_width, 2) / model.head_width)).astype(np.float32)
     texts = _calibration_texts(work)
-    tokens = len(texts[0])
-    held_out = np.tile(np.arange(tokens) >= tokens - tokens // HELD_OUT_PART, len(texts))
-    independent = slice(len(held_out) - INDEPENDENT_TEXTS * tokens, len(held_out))
-    maker = LayerMaker(model, places, frequency, [tokens] * len(texts), independent)
-    step = WRITE_NEURONS // layout.cluster_neurons * layout.cluster_neurons
-    factors: list[LayerFactors] = []
-    quality: list[PredictorQuality] = []
-    mean: list[float] = []
-    fired: list[float] = []
-    with PackageWriter(target, manifest, overwrite=overwrite) as writer:
+    made: list[Found] = []
+
+    def finish(neurons: Neurons) -> Found:
+        for rows in neurons.rows():
+            writer.neurons(*rows)
+        return neurons.found(PREDICTOR_RECALL)
+
+    def finished(found: Found) -> None:
+        made.append(found)
+        if progress is not None:
+            layer_bytes = layout.clusters * layout.cluster_stride_bytes
+            progress(len(made) * layer_bytes, model.layers * layer_bytes)
+
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(1) as finisher,
+        PackageWriter(target, manifest, overwrite=overwrite) as writer,
+    ):
         writer.vector("rope.inverse_frequency", frequency)
-        table, output = embeddings(model, places, work, random)
-        encoded = _write_table(writer, "embedding", table)
-        _write_table(writer, "output", output)
-        ids = np.concatenate([np.asarray(text) for text in texts])
-        x = decode("q4", Rows(encoded.quants[ids], encoded.scales[ids]))
-        del table, output, encoded
+        x = _write_tables(writer, model, work, texts, pool.map(partial(_tables, model, work), [*work.presets, None]))
         ones = np.ones(model.width, dtype=np.float32)
         writer.vector("output_norm", ones)
-        state_power = STATE_POWER * model.width
+        shape = PredictorShape(rank_of(model.width), predictor_quantization)
+        block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
+        maker = LayerMaker(model, places, frequency, texts, shape, block_neurons, seed, pool)
+        finishing: Future[Found] | None = None
         for layer in range(model.layers):
             prefix = f"layers.{layer}"
             for vector in ("attention_norm", "ffn_norm"):
                 writer.vector(f"{prefix}.{vector}", ones)
             before = rms_norm(x, ones, model.norm_epsilon)
-            qkv, attention_output, change = maker.attention(before, state_power, random)
+            qkv, attention_output, change = maker.attention(layer, before)
             writer.matrix(f"{prefix}.qkv", qkv)
             writer.matrix(f"{prefix}.attention_output", attention_output)
             x = x + change
             normed = rms_norm(x, ones, model.norm_epsilon)
             shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
-            gate, up = maker.gate_and_up(normed, shares, random)
-            inner = np.maximum(gate.values, 0) * np.maximum(up.values, 0)
-            active = inner != 0
-            mean.append(round(float(active.mean()), 6))
-            fired.append(round(float((gate.values > 0).mean()), 6))
-            down, change = maker.down(inner, state_power, random)
-            del inner
-            for start in range(
-                0, model.neurons, step := WRITE_NEURONS // layout.cluster_neurons * layout.cluster_neurons
-            ):
-                some = slice(start, start + step)
-                writer.neurons(*(Rows(r.quants[some], r.scales[some]) for r in (gate.rows, up.rows, down)))
-                if progress is not None:
-                    written = layer * model.neurons + min(start + step, model.neurons)
-                    stride = layout.cluster_stride_bytes / layout.cluster_neurons
-                    progress(int(written * stride), int(model.layers * model.neurons * stride))
-            read = before if reads == "attention" else normed
-            fitted = _fit(gate, read, normed, active, ~held_out, rank_of(model.width), predictor_quantization)
-            predicted = predicted_neurons(predictor_quantization, fitted, "none", read[held_out])
-            factors.append(fitted)
-            quality.append(judge(predicted, active[held_out]))
+            neurons, change = maker.neurons(layer, normed, before if reads == "attention" else normed, shares)
             x = x + change
+            if finishing is not None:
+                finished(finishing.result())
+            finishing = finisher.submit(finish, neurons)
+            del neurons
+        if finishing is not None:
+            finished(finishing.result())
         package = writer.complete(tokenizer_json(work, model.vocabulary), {})
-        calibrated = int((~held_out).sum())
         predictor = Predictor(
-            rank_of(model.width), predictor_quantization, reads, ("gate",), "none", calibrated, tuple(quality)
-        )
-        write_predictor(package, predictor, factors, FiringShares(tuple(mean), tuple(fired)))
+            shape.rank, predictor_quantization, reads, ("gate",), "none", int((~texts.held_out).sum()),
+            tuple(found.quality for found in made),
+        )  # fmt: skip
+        firing = FiringShares(tuple(found.activity for found in made), tuple(found.fired for found in made))
+        write_predictor(package, predictor, [found.factors for found in made], firing)
         return writer.publish()
 
 
-def _calibration_texts(work: Workload) -> list[range]:
+def _calibration_texts(work: Workload) -> Texts:
     """Texts of one length: one of each preset, the last, independent one, several."""
     tokens = min(TEXT_TOKENS, min(count for _, count in work.presets.values()) // INDEPENDENT_TEXTS)
     firsts = [first for first, _ in work.presets.values()]
     firsts += [firsts[-1] + number * tokens for number in range(1, INDEPENDENT_TEXTS)]
-    return [range(first, first + tokens) for first in firsts]
+    ids = tuple(range(first, first + tokens) for first in firsts)
+    held_out = np.tile(np.arange(tokens) >= tokens - tokens // HELD_OUT_PART, len(ids))
+    return Texts(ids, slice(len(held_out) - INDEPENDENT_TEXTS * tokens, len(held_out)), held_out)
 
 
-def _write_table(writer: PackageWriter, name: str, table: Array) -> Rows:
-    rows = encode("q4", table)
-    writer.matrix(name, rows)
+def _tables(model: ModelSpec, work: Workload, preset: str | None) -> Tables:
+    """Of one preset's tokens; without a preset, of those that are left."""
+    places = coordinates(model.width)
+    if preset is None:
+        return unused_tables(model, places, model.vocabulary - sum(count for _, count in work.presets.values()))
+    first, count = work.presets[preset]
+    return preset_tables(model, places, preset, count, codes.generator(work.seed, 0, first))
+
+
+def _write_tables(
+    writer: PackageWriter, model: ModelSpec, work: Workload, texts: Texts, tables: Iterable[Tables]
+) -> Array:
+    """Write embedding and output, and return the rows of the calibration tokens."""
+    ids, first = np.concatenate([np.asarray(text) for text in texts.ids]), 0
+    rows = np.empty((len(ids), model.width), dtype=np.float32)
+    for table in tables:
+        writer.matrix("embedding", table.embedding)
+        writer.matrix("output", table.output)
+        own = (ids >= first) & (ids < first + len(table.embedding.quants))
+        if own.any():
+            places = ids[own] - first
+            rows[own] = decode("q4", Rows(table.embedding.quants[places], table.embedding.scales[places]))
+        first += len(table.embedding.quants)
     return rows
-
-
-def _fit(
-    gate: Drawn,
-    read: Array,
-    normed: Array,
-    active: NDArray[np.bool_],
-    some: NDArray[np.bool_],
-    rank: int,
-    quantization: Quantization,
-) -> LayerFactors:
-    feed_forward = normed[some]
-    calibration = Calibration(
-        reads=feed_forward if read is normed else read[some],
-        feed_forward=feed_forward,
-        weights={"gate": decode("q4", gate.rows)},
-        values={"gate": gate.values[some]},
-        active=active[some],
-    )
-    return fit_layer(calibration, rank, quantization, PREDICTOR_RECALL)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Workload
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.synth import codes
 from neuronpipe.plans.synth.shapes import Coordinates, rank_of
-from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
+from neuronpipe.plans.synth.trajectory import PRESETS, stretches
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -15,6 +20,7 @@ STATE_POWER, STEADY_POWER, IDENTITY_POWER = 0.55, 0.25, 0.2
 # The state's spectrum: exp(-j / decay) over its coordinates and an even rest that no low rank can hold.
 DECAYS_PER_RANK = 8
 EVEN_SHARE = 0.005
+OUTPUT_SIZE = 0.1  # of an output row's weights
 
 
 def workload(model: ModelSpec, seed: int) -> Workload:
@@ -44,22 +50,36 @@ def spectrum(width: int, places: Coordinates) -> NDArray[np.float32]:
     return np.asarray(STATE_POWER * width * shares, dtype=np.float32)
 
 
-def embeddings(
-    model: ModelSpec, places: Coordinates, work: Workload, random: np.random.Generator
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Embedding and output rows [vocabulary, width]. Output row k+1 holds the code of token k, the last of a preset
-    leads to its first: greedy decoding walks the trajectory."""
-    identity_width = places.identity.stop - places.identity.start
-    table = np.zeros((model.vocabulary, model.width), dtype=np.float32)
-    output = np.zeros_like(table)
-    table[:, places.steady] = np.sqrt(STEADY_POWER * model.width / (places.steady.stop - places.steady.start))
-    codes = random.choice(np.array([-1, 1], dtype=np.float32), (model.vocabulary, identity_width))
-    table[:, places.identity] = codes * np.sqrt(IDENTITY_POWER * model.width / identity_width)
-    deviation = np.sqrt(spectrum(model.width, places))
-    output[:, places.identity] = codes
-    for name, (first, count) in work.presets.items():
-        table[first : first + count, places.state] = (
-            trajectory(PRESETS[name], count, places.state_width, random) * deviation
-        )
-        output[first : first + count, places.identity] = np.roll(codes[first : first + count], 1, axis=0)
-    return table, output * np.float32(0.1)
+class Tables(NamedTuple):
+    """Rows of the embedding and of the output for some tokens in a row."""
+
+    embedding: Rows
+    output: Rows
+
+
+def preset_tables(model: ModelSpec, places: Coordinates, name: str, count: int, random: np.random.Generator) -> Tables:
+    """The rows of a preset's `count` tokens. Output row k+1 holds the code of token k, the last leads to the first:
+    greedy decoding walks the trajectory."""
+    embedding, output = unused_tables(model, places, count)
+    signs = codes.random_signs(count, places.identity.stop - places.identity.start, random)
+    own, groups = codes.code_bytes(places.identity), codes.code_groups(places.identity)
+    embedding.quants[:, own] = signs
+    output.quants[:, own] = np.roll(signs, 1, axis=0)
+    power = IDENTITY_POWER * model.width / (places.identity.stop - places.identity.start)
+    embedding.scales.view("<f2")[:, groups] = np.sqrt(power) / codes.LARGEST
+    output.scales.view("<f2")[:, groups] = OUTPUT_SIZE / codes.LARGEST
+    deviation, start = np.sqrt(spectrum(model.width, places)), 0
+    for states in stretches(PRESETS[name], count, places.state_width, random):
+        rows, some = encode("q4", states * deviation), slice(start, start := start + len(states))
+        embedding.quants[some, codes.code_bytes(places.state)] = rows.quants
+        embedding.scales.view("<f2")[some, codes.code_groups(places.state)] = rows.scales.view("<f2")
+    return Tables(embedding, output)
+
+
+def unused_tables(model: ModelSpec, places: Coordinates, count: int) -> Tables:
+    """The rows of tokens that belong to no preset: nothing but what every token has."""
+    tables = Tables(*(codes.zero_rows(count, model.width) for _ in Tables._fields))
+    power = STEADY_POWER * model.width / (places.steady.stop - places.steady.start)
+    tables.embedding.quants[:, codes.code_bytes(places.steady)] = codes.ONES
+    tables.embedding.scales.view("<f2")[:, codes.code_groups(places.steady)] = np.sqrt(power)
+    return tables

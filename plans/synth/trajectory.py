@@ -8,10 +8,13 @@ as much for that token. Every coordinate is normal with unit variance, so whatev
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+STRETCH_TOKENS = 64  # stays in the cache
 
 
 @dataclass(frozen=True)
@@ -37,21 +40,30 @@ PRESETS = {
 
 def trajectory(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> NDArray[np.float32]:
     """States float32 [tokens, width], each coordinate of unit variance."""
+    return np.concatenate(list(stretches(preset, tokens, width, random)))
 
-    def noise() -> NDArray[np.float32]:
-        return random.standard_normal(width, dtype=np.float32)
 
-    context, topic, rest = noise(), noise(), noise()
-    states = np.empty((tokens, width), dtype=np.float32)
-    for token in range(tokens):
-        keep = preset.keep if random.random() < preset.pj else 1.0
-        rb, re = preset.rb * keep, preset.re * keep
-        topic = rb * topic + np.sqrt(1 - rb * rb) * noise()
-        rest = re * rest + np.sqrt(1 - re * re) * noise()
-        states[token] = (
-            np.sqrt(preset.a) * context + np.sqrt(preset.b) * topic + np.sqrt(1 - preset.a - preset.b) * rest
-        )
-    return states
+def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> Iterator[NDArray[np.float32]]:
+    """The same states, some tokens at a time."""
+    context, *rest = random.standard_normal((3, width), dtype=np.float32)
+    context *= np.float32(math.sqrt(preset.a))
+    processes = np.stack(rest)
+    parts = np.sqrt(np.array([preset.b, 1 - preset.a - preset.b], dtype=np.float32))
+    steady = np.array([[preset.rb], [preset.re]], dtype=np.float32)
+    memories = {
+        kept: (steady * kept, np.sqrt(1 - np.square(steady * kept))) for kept in map(np.float32, (1, preset.keep))
+    }
+    for start in range(0, tokens, STRETCH_TOKENS):
+        states = np.empty((min(STRETCH_TOKENS, tokens - start), width), dtype=np.float32)
+        for state in states:
+            memory, share = memories[np.float32(preset.keep if random.random() < preset.pj else 1)]
+            noise = random.standard_normal((2, width), dtype=np.float32)
+            noise *= share
+            processes *= memory
+            processes += noise
+            np.dot(parts, processes, out=state)
+            state += context
+        yield states
 
 
 def correlations(preset: Preset, distance: int) -> list[tuple[float, float]]:
