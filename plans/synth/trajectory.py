@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from neuronpipe.plans.predictor.fit import quantile
 from numpy.typing import NDArray
 
 STRETCH_TOKENS = 64  # stays in the cache
+_QUANTILES = quantile((np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def trajectory(preset: Preset, tokens: int, width: int, random: np.random.Genera
 
 def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generator) -> Iterator[NDArray[np.float32]]:
     """The same states, some tokens at a time."""
-    context, *rest = random.standard_normal((3, width), dtype=np.float32)
+    context, *rest = _normal((3, width), random)
     context *= np.float32(math.sqrt(preset.a))
     processes = np.stack(rest)
     parts = np.sqrt(np.array([preset.b, 1 - preset.a - preset.b], dtype=np.float32))
@@ -57,13 +59,18 @@ def stretches(preset: Preset, tokens: int, width: int, random: np.random.Generat
         states = np.empty((min(STRETCH_TOKENS, tokens - start), width), dtype=np.float32)
         for state in states:
             memory, share = memories[np.float32(preset.keep if random.random() < preset.pj else 1)]
-            noise = random.standard_normal((2, width), dtype=np.float32)
+            noise = _normal((2, width), random)
             noise *= share
             processes *= memory
             processes += noise
             np.dot(parts, processes, out=state)
             state += context
         yield states
+
+
+def _normal(shape: tuple[int, int], random: np.random.Generator) -> NDArray[np.float32]:
+    """Normal values, of 65,536 equally likely ones: twice as fast as a generator's own, which is half of a state."""
+    return _QUANTILES.take(random.integers(0, len(_QUANTILES), shape, dtype=np.uint16))
 
 
 def correlations(preset: Preset, distance: int) -> list[tuple[float, float]]:

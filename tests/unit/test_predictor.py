@@ -14,16 +14,27 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.launch.verbs import profile as verb
 from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.manifest import Side
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.predictor.fit import NEVER, Calibration, carried_over, fit_layer, leading_directions
+from neuronpipe.plans.package.writer import Rows
+from neuronpipe.plans.predictor.fit import (
+    MIN_CHANCE,
+    NEVER,
+    Calibration,
+    Line,
+    carried_over,
+    fit_layer,
+    leading_directions,
+    least_chance,
+)
 from neuronpipe.plans.predictor.imported import open_imported
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.predictor.profile import profile
 from neuronpipe.plans.predictor.texts import Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.reference.quantized import Vectors, product
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from safetensors.numpy import save_file
@@ -98,6 +109,41 @@ def test_neurons_that_never_fire_are_never_predicted_and_nothing_is_not_a_number
     assert np.isfinite(decode("q8", factors.input)).all()
     assert all(np.isfinite(factor.bias).all() and (factor.bias >= NEVER).all() for factor in factors.sides.values())
     assert not predicted_neurons("q8", factors, "none", held_out.reads)[:, :8].any()
+
+
+def test_the_least_chance_reaches_the_recall_and_not_much_more() -> None:
+    chances = 0.05 + 0.9 * np.random.default_rng(4).random(1000) ** 2
+    for recall in (0.5, 0.97, 0.999):
+        assert recall <= (chances > least_chance(chances, recall)).mean() < recall + 0.002
+    assert least_chance(chances[:0], 0.97) == MIN_CHANCE
+
+
+def test_a_bias_predicts_exactly_what_is_likely_enough() -> None:
+    seen, _ = layer(("gate",), spread=0.08)
+    value = seen.values["gate"]
+    score = value + np.random.default_rng(6).standard_normal(value.shape, dtype=np.float32)
+    line = Line.fitted(score, value, seen.active)
+    chances = line.chances(score, np.ones(value.shape, bool)).reshape(value.shape)
+    for least in (0.02, 0.1, 0.3):
+        predicted = score + line.bias(least) > 0
+        clear = np.abs(chances - least) > 1e-3
+        assert (predicted == (chances > least))[clear].all()
+        assert predicted.any()
+        assert not predicted.all()
+
+
+def test_products_are_the_same_whatever_rows_are_asked_for_together() -> None:
+    random = np.random.default_rng(7)
+    vectors = random.standard_normal((37, 96), dtype=np.float32)
+    weights = random.standard_normal((1030, 96), dtype=np.float32)
+    for quantization in ("q4", "q8", "f16"):
+        rows = encode(quantization, weights)
+        whole = product(quantization, rows, vectors)
+        np.testing.assert_allclose(whole, vectors @ decode(quantization, rows).T, atol=0.5)
+        prepared = Vectors(quantization, vectors)
+        for some in (slice(3, 4), slice(100, 700)):
+            part = prepared.times(Rows(rows.quants[some], rows.scales[some]))
+            np.testing.assert_array_equal(part, whole[:, some])
 
 
 def test_factors_that_are_no_numbers_are_refused_not_written() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
+from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.plans.synth import codes, firing, make
+from neuronpipe.plans.synth.directions import Directions
 from neuronpipe.plans.synth.make import synthesize
 from neuronpipe.plans.synth.measure import measure
 from neuronpipe.plans.synth.shapes import SHAPES, coordinates, rank_of
@@ -129,6 +131,49 @@ def test_the_same_seed_makes_the_same_package_and_another_one_another(tmp_path: 
     assert again.manifest.id == package.manifest.id
     assert other.bundles_path.read_bytes() != package.bundles_path.read_bytes()
     package.verify_fixed()
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_the_number_of_cores_changes_no_bit(
+    cores: int, package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make.os, "sched_getaffinity", lambda _: set(range(cores)))
+    again = synthesize("small", SMALL, tmp_path / "again")
+    for name in package.manifest.files:
+        assert (again.path / name).read_bytes() == (package.path / name).read_bytes(), name
+    assert again.manifest.id == package.manifest.id
+
+
+def test_progress_ends_with_all_neurons(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    model = replace(SMALL, layer_kinds=(LayerKind(2),), vocabulary=500)
+    package = synthesize("small", model, tmp_path / "package", progress=lambda *bytes_: told.append(bytes_))
+    size = package.bundles_path.stat().st_size
+    assert told == [(size // 2, size), (size, size)]
+
+
+def test_tokens_of_no_preset_are_rows_like_any_other(tmp_path: Path) -> None:
+    model = replace(SMALL, layer_kinds=(LayerKind(1),), vocabulary=503)
+    package = synthesize("small", model, tmp_path / "package")
+    assert np.isfinite(ReferenceEngine(package).run([499, 500, 502]).logits).all()
+    package.verify_fixed()
+
+
+def test_what_a_predictor_multiplies_is_what_the_gates_read() -> None:
+    places, random = coordinates(SMALL.width), np.random.default_rng(0)
+    normed = random.standard_normal((300, SMALL.width), dtype=np.float32)
+    normed[:, places.state] *= np.exp(-np.arange(places.state_width) / 8).astype(np.float32)
+    normed[:, places.attention.start : places.feed_forward.stop] = 0.5 * random.standard_normal((300, 1))
+    rank = rank_of(SMALL.width)
+    directions = Directions.leading(normed, places, rank)
+    rows = directions.rows(SMALL.width)
+    np.testing.assert_allclose(rows @ rows.T, np.eye(rank), atol=1e-5)
+    weights = random.standard_normal((40, SMALL.width), dtype=np.float32)
+    weights[:, : places.attention.start] = 0
+    gate = encode("q4", weights)
+    values = normed @ decode("q4", gate).T
+    found = (normed @ rows.T) @ decode("f16", directions.factor(gate, "f16")).T
+    assert np.square(values - found).sum() < 0.01 * np.square(values).sum()
 
 
 def test_prompts_can_be_typed(package: Package) -> None:
