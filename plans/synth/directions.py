@@ -23,12 +23,11 @@ Array = NDArray[np.float32]
 @dataclass(frozen=True)
 class Directions:
     """Directions of a layer's input: orthonormal ones of the written coordinates [written, count], then coordinates of
-    the state, the first ones. state_size: the length of the state in a normed token."""
+    the state, the first ones."""
 
     of_written: Array
     written: slice
     of_state: slice
-    state_size: float
 
     @classmethod
     def leading(cls, normed: Array, places: Coordinates, rank: int) -> Directions:
@@ -40,9 +39,8 @@ class Directions:
         fewest = max(GROUP_WEIGHTS, rank - len(of_state) // GROUP_WEIGHTS * GROUP_WEIGHTS)
         counts = range(fewest, min(rank, len(power) + 1), GROUP_WEIGHTS)
         count = max(counts, key=lambda count: power[:count].sum() + of_state[: rank - count].sum())
-        size = float(np.sqrt(np.square(normed[:, places.state]).sum(axis=1).mean()))
         first = slice(places.state.start, places.state.start + rank - count)
-        return cls(np.ascontiguousarray(turn[:, :count]), written, first, size)
+        return cls(np.ascontiguousarray(turn[:, :count]), written, first)
 
     def rows(self, width: int) -> Array:
         """What the predictor multiplies its input with: float32 [rank, width]."""

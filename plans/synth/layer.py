@@ -34,7 +34,7 @@ Half = np.dtype("<f2")
 ATTENTION_POWER, FEED_FORWARD_POWER = 0.006, 0.014  # written by a layer, as a share of the state's squared length
 QUERY_DEVIATION = 0.7  # scores of this size squared: attention looks at everything, at some of it more
 GROUP_NEURONS, GROUP_LOADING = 16, 0.3  # co-activation: neurons of a group share this part of their rows
-CORRECTIONS = 3
+CORRECTIONS, MAX_CORRECTION = 3, 0.5
 RECALL_STEP = 4  # one token in so many is enough for the share of all active neurons that is found
 
 
@@ -69,13 +69,14 @@ class Found:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What all blocks of a layer read: its number, the normed input of the feed-forward and its steady part, how often
-    each neuron is to be active, the rows that groups of neurons have in common; the predictor's directions and what it
-    makes of its input."""
+    """What all blocks of a layer read: its number, the normed input of the feed-forward and its steady part, the scale
+    of rows, how often each neuron is to be active, the rows that groups of neurons have in common; the predictor's
+    directions and what it makes of its input."""
 
     layer: int
     vectors: Vectors
     steady: Array
+    scale: float
     shares: NDArray[np.float64]
     groups: NDArray[np.int64]
     common: codes.Bytes
@@ -158,7 +159,7 @@ class LayerMaker:
         model, state, random = self._model, self._places.state, codes.generator(self._seed, 1, layer)
         qkv = codes.zero_rows(model.qkv_rows, model.width)
         qkv.quants[:, codes.code_bytes(state)] = codes.random_codes(model.qkv_rows, state.stop - state.start, random)
-        unit = 1 / (codes.DEVIATION * float(np.sqrt(np.square(normed[:, state]).sum(axis=1).mean())))
+        unit = self._row_scale(normed)
         parts = np.full((model.qkv_rows, 1), unit * QUERY_DEVIATION)
         parts[(model.query_heads + model.key_heads) * model.head_width :] = unit
         qkv.scales.view(Half)[:, codes.code_groups(state)] = parts
@@ -176,6 +177,10 @@ class LayerMaker:
         change[:, written] = plain * scales[written][0, 0].astype(np.float32)
         return qkv, output, change
 
+    def _row_scale(self, normed: Array) -> float:
+        """What gives random rows a deviation of about one over the states of these tokens."""
+        return 1 / (codes.DEVIATION * float(np.sqrt(np.square(normed[:, self._places.state]).sum(axis=1).mean())))
+
     def _attend(self, heads: Array) -> Array:
         model = self._model
         queries, keys, values = np.split(heads, (model.query_heads, model.query_heads + model.key_heads), axis=1)
@@ -192,6 +197,7 @@ class LayerMaker:
             layer=layer,
             vectors=Vectors("q4", normed),
             steady=normed[:, self._places.steady].sum(axis=1),
+            scale=self._row_scale(normed),
             shares=shares,
             groups=random.permutation(model.neurons) // GROUP_NEURONS,
             common=codes.random_codes(-(-model.neurons // GROUP_NEURONS), self._read.stop - self._read.start, random),
@@ -218,8 +224,7 @@ class LayerMaker:
             codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[some]], GROUP_LOADING
         )
         up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
-        size = 1 / (codes.DEVIATION * float(inputs.directions.state_size))
-        gate, up = (self._unbiased(code, size) for code in (gate_codes, up_codes))
+        gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
         values = [inputs.vectors.times(rows) for rows in (gate, up)]
         biases = self._biases(values, inputs.steady, inputs.shares[some])
         for rows, value, bias in zip((gate, up), values, biases, strict=True):
@@ -247,7 +252,8 @@ class LayerMaker:
                 ratio > (mean + deviation * (cut + shift)).astype(np.float32)
                 for ratio, (mean, deviation), cut in zip(ratios, lines, cuts, strict=True)
             ))  # fmt: skip
-            shift += (float(found.mean()) - float(shares.mean())) / density
+            step = (float(found.mean()) - float(shares.mean())) / density
+            shift += float(np.clip(step, -MAX_CORRECTION, MAX_CORRECTION))
         return [-(mean + deviation * (cut + shift)) for (mean, deviation), cut in zip(lines, cuts, strict=True)]
 
     def _written(
