@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix
-from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
+from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, nearest_quantization, same_encoding
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
@@ -39,11 +39,29 @@ Progress = Callable[[int, int], None]
 """Called with the number of weights that are written and the number of all weights."""
 
 
+class Encoded(NamedTuple):
+    """What encoding did to the matrices. The error is against the values that the source stores: a source that is
+    quantized had lost something before."""
+
+    source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
+    worst_tensor: str
+    worst_error: float  # |w - w'| / |w|
+
+    @property
+    def source_was_quantized(self) -> bool:
+        """Whether any matrix had lost something before."""
+        return not set(self.source_weights) <= set(PLAIN_BYTES)
+
+
+Report = Callable[[Encoded], None]
+"""Called once, when the package is complete."""
+
+
 def convert(
     source: Path,
     target: Path,
     *,
-    quantization: Quantization,
+    quantization: Quantization | None = None,
     activation: Activation | None = None,
     frequencies: Path | None = None,
     tokenizer: Path | None = None,
@@ -51,16 +69,18 @@ def convert(
     name: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    report: Report | None = None,
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
+    quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
     activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
     [layers, experts, neurons]; neurons are then stored hot first. Configuration, headers and shapes are checked before
     anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
     """
     with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
-        return conversion.write(target, overwrite=overwrite, progress=progress)
+        return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
@@ -82,11 +102,13 @@ class Conversion:
         self,
         checkpoint: Checkpoint,
         *,
-        quantization: Quantization,
+        quantization: Quantization | None = None,
         frequencies: Path | None = None,
         name: str | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
+        self._source_weights = _weights_by_encoding(checkpoint)
+        quantization = quantization or nearest_quantization(self._source_weights)
         _require_groups(checkpoint, quantization)
         shares = None if frequencies is None else read_frequencies(frequencies, model)
         neuron_order: NeuronOrder = "source" if shares is None else "frequency"
@@ -111,7 +133,13 @@ class Conversion:
         return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
 
     def write(
-        self, target: Path, *, overwrite: bool, progress: Progress | None = None, place: Path | None = None
+        self,
+        target: Path,
+        *,
+        overwrite: bool,
+        progress: Progress | None = None,
+        report: Report | None = None,
+        place: Path | None = None,
     ) -> Package:
         """Convert, and let the package appear as `target`.
 
@@ -136,7 +164,10 @@ class Conversion:
                     file.release()
             chat = self.checkpoint.chat_template
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
-            return writer.publish()
+            package = writer.publish()
+        if report is not None:
+            report(Encoded(self._source_weights, *work.worst()))
+        return package
 
     def pieces_done(self, place: Path) -> int:
         """How many pieces work in this place has done already."""
@@ -208,6 +239,14 @@ def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.argsort(-shares, kind="stable")
 
 
+def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many weights of the matrices the source stores in each encoding, the most first."""
+    weights: dict[str, int] = {}
+    for part in (part for parts in checkpoint.matrices.values() for part in parts):
+        weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
+    return dict(sorted(weights.items(), key=lambda item: -item[1]))
+
+
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
     model = checkpoint.model
     source = checkpoint.matrices["embedding"][0].file.path
@@ -243,8 +282,17 @@ class _Work:
 
     def errors(self) -> dict[str, float]:
         """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
-        ratios = {kind: np.sqrt(error / weight) if weight else 0.0 for kind, (error, weight) in self.squares.items()}
-        return {kind: float(f"{ratio:.4g}") for kind, ratio in ratios.items()}
+        kinds: Squares = {}
+        for name, squares in self.squares.items():
+            kind = name.partition(" ")[0]
+            kinds[kind] = kinds.get(kind, np.zeros(2)) + squares
+        return {kind: _relative(squares) for kind, squares in kinds.items()}
+
+    def worst(self) -> tuple[str, float]:
+        """The source's tensor with the largest relative rms error, and that error."""
+        errors = {name.partition(" ")[2]: _relative(squares) for name, squares in self.squares.items()}
+        name = max(errors, key=lambda name: errors[name])
+        return name, errors[name]
 
     def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
         """These pieces are done, with these sums of squares."""
@@ -302,7 +350,7 @@ class _Work:
         if same is None:
             return self._encode(kind, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
         values = matrix.checked(decode_stored(matrix.encoding, stored))
-        self._count(kind, values, values)
+        self._count(kind, matrix, values, values)
         return same
 
     def _encode(self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
@@ -310,15 +358,23 @@ class _Work:
             rows = encode(self.manifest.quantization, values)
         except OverflowError:
             raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
-        self._count(kind, values, decode(self.manifest.quantization, rows))
+        self._count(kind, matrix, values, decode(self.manifest.quantization, rows))
         return rows
 
-    def _count(self, kind: str, values: NDArray[np.float32], decoded: NDArray[np.float32]) -> None:
+    def _count(
+        self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32], decoded: NDArray[np.float32]
+    ) -> None:
         error = 0.0 if decoded is values else np.square(values - decoded).sum(dtype=np.float64)
-        squares = self.squares.setdefault(kind, np.zeros(2))
+        squares = self.squares.setdefault(f"{kind} {matrix.name}", np.zeros(2))
         squares += (error, np.square(values).sum(dtype=np.float64))
         self._done += values.size
         self.progress(self._done, self._total)
+
+
+def _relative(squares: NDArray[np.float64]) -> float:
+    """The root of error over weight, to four digits."""
+    error, weight = squares
+    return float(f"{np.sqrt(error / weight) if weight else 0.0:.4g}")
 
 
 def _transposed(down: StoredMatrix, neurons: RowNumbers) -> NDArray[np.float32]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from numpy.typing import NDArray
 
 from tests.conformance.checkpoints import Array, Recipe, config, tensors, tokenizer
 
@@ -52,9 +53,11 @@ def write_gguf(
     *,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, Array] | None = None,
+    instead: dict[str, Array] | None = None,
     name: str = "model",
 ) -> Path:
-    """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors."""
+    """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
+    puts them in place of the recipe's."""
     architecture = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture)
     writer.add_name(name)
@@ -76,8 +79,9 @@ def write_gguf(
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
     for full_name, tensor in tensors(recipe):
-        add_tensor(writer, recipe, full_name, tensor, encoding, architecture)
-    for full_name, tensor in (extra or {}).items():
+        if gguf_name(full_name) not in (instead or {}):
+            add_tensor(writer, recipe, full_name, tensor, encoding, architecture)
+    for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
         writer.add_tensor(full_name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -102,7 +106,37 @@ def add_tensor(writer: GGUFWriter, recipe: Recipe, name: str, values: Array, enc
         writer.add_tensor(gguf_name(name), values)
         return
     kind = GGMLQuantizationType[encoding]
-    writer.add_tensor(gguf_name(name), quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor(gguf_name(name), stored(values, encoding), raw_dtype=kind)
+
+
+def stored(values: Array, encoding: str) -> NDArray[np.uint8]:
+    """A matrix in an encoding. The library cannot make K-quants: those get random bits, the same for the same shape."""
+    if encoding in SCALE_PLACES:
+        return random_blocks(encoding, *values.shape)
+    return quantize(values, GGMLQuantizationType[encoding])
+
+
+# Where the high bytes of a block's fp16 scales lie.
+SCALE_PLACES = {
+    "Q2_K": (81, 83),
+    "Q3_K": (109,),
+    "Q4_K": (1, 3),
+    "Q5_K": (1, 3),
+    "Q6_K": (209,),
+    "IQ4_NL": (1,),
+    "IQ4_XS": (1,),
+}
+
+
+def random_blocks(encoding: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Any bits are valid blocks. Random fp16 scales would be wild, so their exponents are made small."""
+    block_weights, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[encoding]]
+    shape = (rows, columns // block_weights * block_bytes)
+    blocks = np.random.default_rng((rows, columns)).integers(0, 256, shape, dtype=np.uint8)
+    flat = blocks.reshape(-1, block_bytes)
+    for place in SCALE_PLACES[encoding]:
+        flat[:, place] = flat[:, place] & 0x83 | 0x18
+    return blocks
 
 
 def add_tokenizer(writer: GGUFWriter, recipe: Recipe) -> None:
