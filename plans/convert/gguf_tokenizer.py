@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.plans.convert.gguf_splits import SPLITS
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
@@ -22,25 +23,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"
 MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def _words(digits: str) -> str:
-    """The split of Llama 3 and Qwen2, which differ in how many digits stay together."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        r"\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-# The patterns that text is split by, one after the other, for each name of tokenizer.ggml.pre.
-SPLITS = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_words(r"\p{N}{1,3}"),),
-    "qwen2": (_words(r"\p{N}"),),
-}
 
 
 def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabulary: int) -> bytes:
@@ -128,14 +110,15 @@ def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
             metadata.fail("tokenizer.ggml.merges", "expected two pieces and a space between them")
         merges.append((left, right))
     vocabulary = {piece: n for n, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
+    split = SPLITS[pre]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words))
+    if split.composed:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre == "llama-bpe"
+    return tokenizer, split.starts
 
 
 def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tokenizer:
