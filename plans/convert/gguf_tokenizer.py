@@ -7,20 +7,16 @@ cannot be rebuilt is refused, unless a tokenizer.json lies beside the file or is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from neuronpipe.plans.convert.gguf_splits import SPLITS
+from neuronpipe.plans.convert.scored_bpe import CONTROL, NORMAL, framed, scored_bpe, whole_pieces
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.protocol.errors import UserError, named, quoted
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-SPACE = "▁"
 MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
@@ -57,16 +53,13 @@ def build_tokenizer(metadata: Record) -> bytes:
                 tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
             else:
                 metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
-            for piece, kind in zip(pieces, kinds, strict=True):
-                if kind in (CONTROL, USER_DEFINED):
-                    tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
-            values = json.loads(tokenizer.to_str())
+            whole_pieces(tokenizer, pieces, kinds)
+            begin, end = (_frame_token(metadata, *name, pieces) for name in (("bos", starts), ("eos", False)))
+            return framed(tokenizer, pieces, begin, end)
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
         metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
-    values["post_processor"] = _frame(metadata, pieces, starts)
-    return json.dumps(values, ensure_ascii=False).encode()
 
 
 def end_tokens(metadata: Record, vocabulary: int) -> tuple[int, ...]:
@@ -125,52 +118,14 @@ def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tok
     scores = metadata.items("tokenizer.ggml.scores")
     if len(scores) != len(pieces) or not all(isinstance(score, float) for score in scores):
         metadata.fail("tokenizer.ggml.scores", f"expected {len(pieces)} numbers, one for each token")
-    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
-    normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: n for n, piece in enumerate(pieces)},
-            merges=list(_merges(normal, scores)),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in kinds,
-        )
-    )
     field = "tokenizer.ggml.add_space_prefix"
     prefix = metadata.boolean(field) if metadata.has(field) else True
-    tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
-    )
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
+    return scored_bpe(pieces, scores, kinds, space_prefix=prefix)
 
 
-def _merges(normal: dict[str, int], scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Every way to put a piece together from two others, pieces of the highest score first."""
-    for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
-        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        found = [(left, right) for left, right in halves if left in normal and right in normal]
-        yield from sorted(found, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
-
-
-def _frame(metadata: Record, pieces: list[str], starts: bool) -> dict[str, Any] | None:
-    """The post-processor that puts the begin and end tokens round a text, where the file asks for them."""
-    around: list[dict[str, Any] | None] = []
-    special = {}
-    for name, default in (("bos", starts), ("eos", False)):
-        field, wanted = f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.add_{name}_token"
-        if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
-            around.append(None)
-            continue
-        number = metadata.integer(field, 0, len(pieces) - 1)
-        special[pieces[number]] = {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
-        around.append({"SpecialToken": {"id": pieces[number], "type_id": 0}})
-    if not special:
+def _frame_token(metadata: Record, name: str, default: bool, pieces: list[str]) -> int | None:
+    """The begin or end token, where the file asks for it."""
+    wanted = f"tokenizer.ggml.add_{name}_token"
+    if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
         return None
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    single = [part for part in (around[0], texts[0], around[1]) if part]
-    pair = [part for part in (around[0], texts[0], around[1], around[0], texts[1], around[1]) if part]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    return metadata.integer(f"tokenizer.ggml.{name}_token_id", 0, len(pieces) - 1)
