@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "quantization_error": dict(manifest.quantization_error),
         "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
         "source_weights": dict(encoded.source_weights),
+        "predictors": None if encoded.predictors is None else str(encoded.predictors),
         "warnings": warnings(manifest),
     }
 
@@ -111,5 +113,8 @@ def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None 
         lines += ["", _lost_before(encoded)]
     for warning in warnings(manifest):
         lines += ["", f"note: {warning}"]
+    if encoded.predictors is not None and os.path.exists(encoded.predictors):  # a pull keeps no source
+        command = line_to_paste("profile", path, "--import", encoded.predictors, "--text", "FILE")
+        lines += ["", f"note: the source has predictors; exact mode needs none. For predicted mode: {command}"]
     lines += ["", f"run it: {line_to_paste('run', called or path, '-p', 'TEXT')}"]
     return "\n".join(lines)

@@ -198,7 +198,8 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors, and the feed-forward's matrices of every layer
     besides. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons]. inverse_frequency: of rotary positions.
+    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors: the
+    file that holds some beside the model, if any.
     """
 
     source: Source
@@ -209,6 +210,8 @@ class Checkpoint:
     inverse_frequency: NDArray[np.float32] | None
     matrices: Stack
     vectors: Stack
+    down_by_neuron: bool = False
+    predictors: Path | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Checkpoint:
@@ -219,11 +222,17 @@ class Checkpoint:
 
 
 def take_tensors(
-    inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers] | None = None
+    inventory: Inventory,
+    model: ModelSpec,
+    names: TensorNames,
+    orders: Mapping[str, RowNumbers] | None = None,
+    *,
+    down_by_neuron: bool = False,
 ) -> tuple[Stack, Stack]:
     """(matrices, vectors) of a checkpoint, by what its source calls them. orders: of the rows of `query` and `key`,
-    where they are not stored as the engine rotates them. Raises UserError where one is missing or has another shape."""
-    taken = _Tensors(inventory, model, names, orders or {})
+    where they are not stored as the engine rotates them. down_by_neuron: Down is stored transposed. Raises UserError
+    where one is missing or has another shape."""
+    taken = _Tensors(inventory, model, names, orders or {}, down_by_neuron)
     taken.take_around_layers()
     for number in range(model.layers):
         taken.take_layer(number)
@@ -234,11 +243,17 @@ class _Tensors:
     """What take_tensors has taken so far, by its own names."""
 
     def __init__(
-        self, inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers]
+        self,
+        inventory: Inventory,
+        model: ModelSpec,
+        names: TensorNames,
+        orders: Mapping[str, RowNumbers],
+        down_by_neuron: bool,
     ) -> None:
         self.matrices: dict[str, tuple[StoredMatrix, ...]] = {}
         self.vectors: dict[str, tuple[StoredMatrix, ...]] = {}
         self._inventory, self._model, self._names, self._orders = inventory, model, names, orders
+        self._down_by_neuron = down_by_neuron
 
     def take_around_layers(self) -> None:
         """What comes before the first layer and after the last one."""
@@ -291,7 +306,8 @@ class _Tensors:
 
     def _take_ffn(self, here: str, layer: str) -> None:
         neurons, width = self._model.neurons, self._model.width
-        shapes = {"gate": (neurons, width), "up": (neurons, width), "down": (width, neurons)}
+        down = (neurons, width) if self._down_by_neuron else (width, neurons)
+        shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
         for matrix in self._model.ffn_matrices:
             self.matrices[f"{here}.{matrix}"] = (self._weight(f"{layer}{self._name(matrix)}", *shapes[matrix]),)
         if self._model.ffn_bias:

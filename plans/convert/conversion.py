@@ -46,6 +46,7 @@ class Encoded(NamedTuple):
     source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
     worst_tensor: str
     worst_error: float  # |w - w'| / |w|
+    predictors: Path | None = None  # the file that `profile --import` takes, where the source has predictors
 
     @property
     def source_was_quantized(self) -> bool:
@@ -166,7 +167,7 @@ class Conversion:
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
             package = writer.publish()
         if report is not None:
-            report(Encoded(self._source_weights, *work.worst()))
+            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.predictors))
         return package
 
     def pieces_done(self, place: Path) -> int:
@@ -329,6 +330,10 @@ class _Work:
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
         rows_of = {name: self._matrices[f"layers.{layer}.{name}"][0] for name in self.manifest.model.ffn_matrices}
+        if self.checkpoint.down_by_neuron:
+            for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
+                self.writer.neurons(*(self._rows(name, matrix, rows) for name, matrix in rows_of.items()))
+            return
         down = rows_of.pop("down")
         granule = self.manifest.layout.cluster_neurons
         slab_neurons = max(1, self._slab_bytes // (4 * down.rows * granule)) * granule

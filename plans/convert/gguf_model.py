@@ -19,8 +19,21 @@ from neuronpipe.plans.convert.checkpoint import (
 )
 from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
+from neuronpipe.plans.convert.powerinfer import (
+    PREDICTORS,
+    powerinfer_activation,
+    powerinfer_architecture,
+    powerinfer_names,
+)
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
-from neuronpipe.plans.models.family import SAY_WHICH, GgufArchitecture, TensorNames, named_activation, sounds_like_relu
+from neuronpipe.plans.models.family import (
+    SAY_WHICH,
+    Family,
+    GgufArchitecture,
+    TensorNames,
+    named_activation,
+    sounds_like_relu,
+)
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
 from neuronpipe.plans.package.fields import Record, one_line
@@ -56,12 +69,13 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         header = parse_gguf_header(beginning, path)
     metadata = header.metadata
     name = metadata.text("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        metadata.fail("general.architecture", f"{quoted(name)} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
-    family, architecture = GGUF_ARCHITECTURES[name]
+    family, architecture = powerinfer_architecture(metadata) if header.powerinfer else _architecture(metadata, name)
     if metadata.has("split.count") and metadata.integer("split.count", 0, 1 << 16) > 1:
         metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
-    activation = _activation(path, metadata, name, architecture, options.activation)
+    if header.powerinfer:
+        activation = powerinfer_activation(metadata, path.name, options.activation)
+    else:
+        activation = _activation(path, metadata, name, architecture, options.activation)
     with ExitStack() as files:
         files.callback(file.close)
         inventory = _inventory(file, header)
@@ -69,9 +83,10 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         # Pairs that rotate lie next to each other there: queries and keys are permuted.
         heads = {"query": model.query_heads, "key": model.key_heads} if architecture.interleaved else {}
         orders = {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-        matrices, vectors = take_tensors(inventory, model, NAMES, orders)
+        names = powerinfer_names(NAMES) if header.powerinfer else NAMES
+        matrices, vectors = take_tensors(inventory, model, names, orders, down_by_neuron=header.powerinfer)
         frequencies = _frequencies(metadata, name, model, inventory)
-        inventory.refuse_leftovers(NOTHING)
+        inventory.refuse_leftovers(re.compile(PREDICTORS) if header.powerinfer else NOTHING)
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,
@@ -81,9 +96,17 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
+            down_by_neuron=header.powerinfer,
+            predictors=path if any(re.fullmatch(PREDICTORS, tensor) for tensor in header.tensors) else None,
             files=files.pop_all(),
         )
     raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
+
+
+def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture]:
+    if name not in GGUF_ARCHITECTURES:
+        metadata.fail("general.architecture", f"{quoted(name)} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
+    return GGUF_ARCHITECTURES[name]
 
 
 def _activation(

@@ -77,6 +77,11 @@ def profile(
         raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
+    if imported is not None and model.norm == "layer" and not imported_reads_normed:
+        raise UserError(
+            f"{imported.path}: trained on what enters LayerNorm; a package's predictor reads what leaves it, from "
+            "which that cannot be computed: fit one instead, without --import"
+        )
     if imported is not None:
         candidates = [Candidate((model.trigger,), imported.rank, "relu")]
     else:

@@ -55,10 +55,15 @@ def write_gguf(
     extra: dict[str, Array] | None = None,
     instead: dict[str, Array] | None = None,
     name: str = "model",
+    powerinfer: bool = False,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
-    puts them in place of the recipe's."""
-    architecture = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(recipe.architecture, "llama")
+    puts them in place of the recipe's. powerinfer: as that program's converter does it, Down transposed."""
+    architecture = {
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+        "BambooForCausalLM": "bamboo",
+    }.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_block_count(recipe.layers)
@@ -80,13 +85,16 @@ def write_gguf(
         add_value(writer, key, value)
     for full_name, tensor in tensors(recipe):
         if gguf_name(full_name) not in (instead or {}):
-            add_tensor(writer, recipe, full_name, tensor, encoding, architecture)
+            add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
     for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
         writer.add_tensor(full_name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if powerinfer:
+        with path.open("r+b") as file:
+            file.write(b"PWRI")
     return path
 
 
@@ -96,17 +104,29 @@ def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     method.get(type(value), writer.add_array)(key, value)
 
 
-def add_tensor(writer: GGUFWriter, recipe: Recipe, name: str, values: Array, encoding: str, architecture: str) -> None:
+def add_tensor(
+    writer: GGUFWriter,
+    recipe: Recipe,
+    name: str,
+    values: Array,
+    encoding: str,
+    architecture: str,
+    *,
+    powerinfer: bool = False,
+) -> None:
     """Enter one tensor; vectors stay float32, as the stock converter keeps them."""
     heads = {"q": recipe.query_heads, "k": recipe.key_heads}
     match = re.search(r"self_attn\.([qk])_proj", name)
-    if architecture == "llama" and match:
+    if architecture in ("llama", "bamboo") and match:
         values = interleaved(values, heads[match[1]])
+    named = gguf_name(name)
+    if powerinfer and "ffn_down" in named:
+        named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
     if values.ndim == 1 or encoding == "F32":
-        writer.add_tensor(gguf_name(name), values)
+        writer.add_tensor(named, values)
         return
     kind = GGMLQuantizationType[encoding]
-    writer.add_tensor(gguf_name(name), stored(values, encoding), raw_dtype=kind)
+    writer.add_tensor(named, stored(values, encoding), raw_dtype=kind)
 
 
 def stored(values: Array, encoding: str) -> NDArray[np.uint8]:

@@ -114,12 +114,6 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     refuse(path, r"general\.architecture: 'gemma")
 
 
-def test_powerinfers_own_variant_is_named(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", TINY)
-    path.write_bytes(b"PWRI" + path.read_bytes()[4:])
-    refuse(path, "magic: is PWRI: a file for PowerInfer only")
-
-
 def test_what_is_neither_file_nor_directory_is_refused(tmp_path: Path) -> None:
     refuse(tmp_path / "nothing.gguf", "cannot be read: No such file")
     (tmp_path / "text.gguf").write_text("hello, world")
