@@ -20,10 +20,13 @@ from neuronpipe.plans.convert.checkpoint import (
 from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.powerinfer import (
+    OPT_SPLIT,
     PREDICTORS,
+    is_opt,
     powerinfer_activation,
     powerinfer_architecture,
     powerinfer_names,
+    powerinfer_opt,
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
 from neuronpipe.plans.models.family import (
@@ -79,13 +82,17 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
     with ExitStack() as files:
         files.callback(file.close)
         inventory = _inventory(file, header)
-        model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
+        if header.powerinfer and is_opt(metadata):
+            model = powerinfer_opt(metadata, inventory, options.context_tokens)
+            metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
+        else:
+            model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
         # Pairs that rotate lie next to each other there: queries and keys are permuted.
         heads = {"query": model.query_heads, "key": model.key_heads} if architecture.interleaved else {}
         orders = {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
         names = powerinfer_names(NAMES) if header.powerinfer else NAMES
         matrices, vectors = take_tensors(inventory, model, names, orders, down_by_neuron=header.powerinfer)
-        frequencies = _frequencies(metadata, name, model, inventory)
+        frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
         inventory.refuse_leftovers(re.compile(PREDICTORS) if header.powerinfer else NOTHING)
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),

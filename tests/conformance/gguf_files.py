@@ -159,12 +159,13 @@ def random_blocks(encoding: str, rows: int, columns: int) -> NDArray[np.uint8]:
     return blocks
 
 
-def add_tokenizer(writer: GGUFWriter, recipe: Recipe) -> None:
-    """The recipe's tokenizer as GGUF describes byte-level BPE."""
+def add_tokenizer(writer: GGUFWriter, recipe: Recipe, *, split: str | None = "gpt-2") -> None:
+    """The recipe's tokenizer as GGUF describes byte-level BPE. split: its name there; None: in files of 2023."""
     model = json.loads(tokenizer(recipe.vocabulary).to_str())
     pieces = [*model["model"]["vocab"], *(token["content"] for token in model["added_tokens"])]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(pieces)
     writer.add_token_types([1] * (len(pieces) - 1) + [3])
     writer.add_token_merges([" ".join(merge) for merge in model["model"]["merges"]])

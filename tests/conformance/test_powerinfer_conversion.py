@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import Encoded, convert
@@ -19,9 +20,10 @@ from neuronpipe.plans.predictor.texts import Texts
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
+from tokenizers import Tokenizer
 
 from tests.conformance.checkpoints import RECIPES, TINY, Array, tensors, tokens
-from tests.conformance.gguf_files import SCALE_PLACES, random_blocks, write_gguf
+from tests.conformance.gguf_files import SCALE_PLACES, add_tokenizer, random_blocks, write_gguf
 from tests.conformance.test_gguf_conversion import WIDE, same_weights
 from tests.conformance.test_golden_logits import GOLDEN
 
@@ -35,6 +37,70 @@ def test_the_package_is_that_of_the_checkpoint(
     package = convert(source, tmp_path / "p", quantization="q8")
     assert same_weights(package, converted(name, "q8"))
     assert package.manifest.model.activation == activation
+
+
+OPT_NAMES = {
+    "model.decoder.embed_tokens": "token_embd",
+    "model.decoder.embed_positions": "position_embd",
+    "model.decoder.final_layer_norm": "output_norm",
+    "self_attn_layer_norm": "attn_norm",
+    "final_layer_norm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "fc1": "ffn_up",
+    "fc2": "ffn_down",
+}
+
+
+def write_opt(path: Path, *, heads: int = 6) -> Path:
+    """The recipe `opt` as convert-hf-to-powerinfer-gguf.py writes one: no epsilon, a constant context, no name of the
+    tokenizer's split."""
+    recipe = RECIPES["opt"]
+    writer = GGUFWriter(path, "opt")
+    writer.add_name("opt")
+    writer.add_context_length(2050)
+    writer.add_embedding_length(recipe.width)
+    writer.add_block_count(recipe.layers)
+    writer.add_feed_forward_length(recipe.neurons)
+    writer.add_head_count(heads)
+    add_tokenizer(writer, recipe, split=None)
+    for full_name, values in tensors(recipe):
+        stem, kind = full_name.rsplit(".", 1)
+        layer = re.fullmatch(r"model\.decoder\.layers\.(\d+)\.(.*)", stem)
+        name = f"{f'blk.{layer[1]}.{OPT_NAMES[layer[2]]}' if layer else OPT_NAMES[stem]}.{kind}"
+        if "ffn_down" in name:  # the bias too
+            name, values = name.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.write_bytes(b"PWRI" + path.read_bytes()[4:])
+    return path
+
+
+def test_an_opt_is_that_of_the_checkpoint(tmp_path: Path, converted: Callable[[str, str], Package]) -> None:
+    package, expected = (
+        convert(write_opt(tmp_path / "m.gguf"), tmp_path / "p", quantization="q8"),
+        converted("opt", "q8"),
+    )
+    assert package.manifest.model == expected.manifest.model
+    assert package.fixed_path.read_bytes() == expected.fixed_path.read_bytes()
+    assert package.bundles_path.read_bytes() == expected.bundles_path.read_bytes()
+    text = "it's the 12 others"
+    encoded = [Tokenizer.from_file(str(one.tokenizer_path)).encode(text).ids for one in (package, expected)]
+    assert encoded[0] == encoded[1]
+
+
+def test_an_opt_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    refuse(write_opt(tmp_path / "m.gguf", heads=7), "head_count: 7 does not divide embedding_length, 192")
+    source = write_opt(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match="has 128 positions, so 129 tokens are impossible"):
+        convert(source, tmp_path / "p", context_tokens=129)
+    with pytest.raises(UserError, match="'opt' computes relu, and not silu"):
+        convert(source, tmp_path / "p", activation="silu")
 
 
 def test_the_magic_means_relu_and_reaches_the_golden_logits(tmp_path: Path) -> None:
@@ -115,11 +181,16 @@ def test_a_threshold_that_the_file_cannot_tell_is_asked_for(name: str, tmp_path:
     refuse(write_gguf(tmp_path / f"{name}.gguf", TINY, powerinfer=True), "FATReLU")
 
 
+def test_a_converter_that_forgets_to_reorder_queries_and_keys_is_known_by_its_name(tmp_path: Path) -> None:
+    refuse(write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True, name="Llama"), r"general\.name: is 'Llama', as files")
+    assert convert(write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True, name="LLaMA v2"), tmp_path / "p")
+
+
 @pytest.mark.parametrize("name", [b"gemma", b"qwen2"])
 def test_an_architecture_that_powerinfer_computes_otherwise_is_refused(name: bytes, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True)
     path.write_bytes(path.read_bytes().replace(b"llama", name))
-    refuse(path, r"general\.architecture: '\w+' is not supported in a file for PowerInfer; llama, bamboo are")
+    refuse(path, r"general\.architecture: '\w+' is not supported in a file for PowerInfer; llama, bamboo, opt are")
 
 
 def test_an_architecture_of_powerinfer_alone_is_none_of_ordinary_files(tmp_path: Path) -> None:
