@@ -18,7 +18,7 @@ from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_he
 from neuronpipe.plans.package.fields import open_file
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
+from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
@@ -93,9 +93,7 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
 def _header(path: Path) -> dict[str, TensorEntry]:
     """The file's tensors: by PowerInfer's magic those of a GGUF, else of safetensors."""
     with open_file(path) as file:
-        powerinfer = file.read(len(POWERINFER_MAGIC)) == POWERINFER_MAGIC
-        file.seek(0)
-        if not powerinfer:
-            return parse_header(file, path)
+        if file.read(len(POWERINFER_MAGIC)) != POWERINFER_MAGIC:
+            return read_header(path)
         tensors = parse_gguf_header(file, path).tensors
     return {name: TensorEntry(entry.encoding, entry.shape, entry.start, entry.stop) for name, entry in tensors.items()}

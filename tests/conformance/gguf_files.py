@@ -54,12 +54,15 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, Array] | None = None,
     instead: dict[str, Array] | None = None,
+    more: dict[str, Array] | None = None,
     name: str = "model",
     powerinfer: bool = False,
+    architecture: str | None = None,
 ) -> Path:
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
-    puts them in place of the recipe's. powerinfer: as that program's converter does it, Down transposed."""
-    architecture = {
+    puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
+    does it, Down transposed."""
+    architecture = architecture or {
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "BambooForCausalLM": "bamboo",
@@ -88,6 +91,8 @@ def write_gguf(
             add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
     for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
         writer.add_tensor(full_name, tensor)
+    for full_name, tensor in (more or {}).items():
+        writer.add_tensor(full_name, stored(tensor, encoding), raw_dtype=GGMLQuantizationType[encoding])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -22,7 +22,7 @@ from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
-from tests.conformance.checkpoints import RECIPES, TINY, Array, tensors, tokens
+from tests.conformance.checkpoints import RECIPES, TINY, Array, tensors, tokens, write_checkpoint
 from tests.conformance.gguf_files import SCALE_PLACES, add_tokenizer, random_blocks, write_gguf
 from tests.conformance.test_gguf_conversion import WIDE, same_weights
 from tests.conformance.test_golden_logits import GOLDEN
@@ -207,6 +207,46 @@ def test_down_is_never_read_the_other_way_round(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", square, powerinfer=True)
     path.write_bytes(b"GGUF" + path.read_bytes()[4:])
     refuse(path, r"blk\.0\.ffn_down\.weight: the tensor is missing")
+
+
+@pytest.mark.parametrize("neurons", [992, 1000, 1001, 1030])
+def test_no_number_of_neurons_takes_another_path(neurons: int, tmp_path: Path) -> None:
+    recipe = replace(TINY, neurons=neurons)
+    source = write_gguf(tmp_path / "m.gguf", recipe, powerinfer=True)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    expected = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "q", quantization="q8")
+    assert same_weights(package, expected)
+
+
+def test_predictors_of_more_than_ten_layers_stay_with_their_layers(tmp_path: Path) -> None:
+    recipe = replace(TINY, layers=12)
+    factors = {
+        f"blk.{n}.fc{matrix}.weight": np.full(shape, n + matrix / 10, np.float32)
+        for n in reversed(range(recipe.layers))
+        for matrix, shape in ((1, (32, recipe.width)), (2, (recipe.neurons, 32)))
+    }
+    source = write_gguf(tmp_path / "m.gguf", recipe, powerinfer=True, extra=factors)
+    imported = open_imported(source, convert(source, tmp_path / "p").manifest)
+    for n in range(recipe.layers):
+        first, second = imported.layer(n, None)
+        assert (first == np.float32(n + 0.1)).all()
+        assert (second == np.float32(n + 0.2)).all()
+
+
+@pytest.mark.parametrize("encoding", ["F16", "Q4_0", "Q8_0"])
+def test_predictors_are_read_in_the_encoding_they_have(encoding: str, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    shapes = {"fc1": (32, TINY.width), "fc2": (TINY.neurons, 32)}
+    stored = {
+        f"blk.{n}.{name}.weight": random.standard_normal(shape, np.float32)
+        for n in (0, 1)
+        for name, shape in shapes.items()
+    }
+    source = write_gguf(tmp_path / "m.gguf", TINY, encoding, powerinfer=True, more=stored)
+    first, second = open_imported(source, convert(source, tmp_path / "p").manifest).layer(1, None)
+    kind = GGMLQuantizationType[encoding]
+    for values, name in ((first, "blk.1.fc1.weight"), (second, "blk.1.fc2.weight")):
+        np.testing.assert_array_equal(values, dequantize(quantize(stored[name], kind), kind))
 
 
 def test_predictors_in_an_ordinary_file_are_not_ignored(tmp_path: Path) -> None:

@@ -127,6 +127,12 @@ def test_what_cannot_be_rebuilt_is_refused(changes: dict[str, Any], message: str
         build_tokenizer(byte_level("gpt-2", **changes))
 
 
+def test_a_split_that_is_not_named_is_not_guessed() -> None:
+    values = byte_level("gpt-2").without("tokenizer.ggml.pre")
+    with pytest.raises(UserError, match=r"tokenizer\.ggml\.pre: missing"):
+        build_tokenizer(Record(values, "m.gguf"))
+
+
 def test_a_tokenizer_json_beside_the_file_or_named_takes_over(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, metadata={"tokenizer.ggml.add_bos_token": True})
     path.write_bytes(path.read_bytes().replace(b"gpt-2", b"viking"[:5]))
