@@ -10,14 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from neuronpipe.plans.convert.gguf_splits import SPLITS
-from neuronpipe.plans.convert.scored_bpe import CONTROL, NORMAL, framed, scored_bpe, whole_pieces
+from neuronpipe.plans.convert.scored_bpe import CONTROL, NORMAL, complaint_about, framed, scored_bpe, whole_pieces
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.protocol.errors import UserError, named, quoted
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
 
@@ -40,10 +39,8 @@ def build_tokenizer(metadata: Record) -> bytes:
     """tokenizer.json for the metadata, or UserError when it cannot be the same tokenizer."""
     pieces = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = _kinds(metadata, len(pieces))
-    if len(set(pieces)) != len(pieces):
-        metadata.fail("tokenizer.ggml.tokens", "a token appears twice")
-    if (longest := max(map(len, pieces), default=0)) > MAX_PIECE_CHARACTERS:
-        metadata.fail("tokenizer.ggml.tokens", f"a token of {longest} characters: damaged")
+    if complaint := complaint_about(pieces):
+        metadata.fail("tokenizer.ggml.tokens", complaint)
     model = metadata.text("tokenizer.ggml.model")
     try:
         with panics_are_errors():

@@ -13,6 +13,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
+MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
+
+
+def complaint_about(pieces: Sequence[str]) -> str | None:
+    """What is wrong with a vocabulary that no model has, if anything."""
+    if len(set(pieces)) != len(pieces):
+        return "a token appears twice"
+    longest = max(map(len, pieces), default=0)
+    return f"a token of {longest} characters: damaged" if longest > MAX_PIECE_CHARACTERS else None
 
 
 def scored_bpe(

@@ -15,6 +15,7 @@ from neuronpipe.plans.convert.scored_bpe import (
     CONTROL,
     SPACE,
     USER_DEFINED,
+    complaint_about,
     framed,
     scored_bpe,
     whole_pieces,
@@ -54,8 +55,8 @@ def build_from_sentencepiece(path: Path) -> bytes:
         if number == len(pieces):
             pieces, kinds, scores = [*pieces, added.text], [*kinds, USER_DEFINED], [*scores, 0.0]
         kinds[number] = CONTROL if added.special else kinds[number]
-    if len(set(pieces)) != len(pieces):
-        raise UserError(f"{path}: a piece appears twice: damaged")
+    if complaint := complaint_about(pieces):
+        raise UserError(f"{path}: {complaint}")
     try:
         with panics_are_errors():
             tokenizer = scored_bpe(pieces, scores, kinds, space_prefix=model.normalizer_spec.add_dummy_prefix)

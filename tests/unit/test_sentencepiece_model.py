@@ -153,7 +153,7 @@ def test_a_checkpoint_needs_no_tokenizer_json(tmp_path: Path) -> None:
         ({"added_tokens_decoder": {"900": {"content": "far"}}}, r"'far' is added as number 900, which contradicts"),
         ({"added_tokens_decoder": {"5": {"content": "other"}}}, r"'other' is added as number 5, which contradicts"),
         ({"added_tokens_decoder": {"x": {"content": "other"}}}, r"added_tokens_decoder\.x: is no number"),
-        ({"added_tokens_decoder": {"700": {"content": "<s>"}}}, r"a piece appears twice"),
+        ({"added_tokens_decoder": {"700": {"content": "<s>"}}}, r"tokenizer\.model: a token appears twice"),
     ],
 )
 def test_a_configuration_that_contradicts_the_model_is_refused(
