@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, nearest_quantization
 from neuronpipe.plans.models.spec import LayerKind
@@ -136,6 +138,21 @@ def test_the_error_of_encoding_again_is_told_against_what_the_source_stores(tmp_
     assert re.fullmatch(r"(token_embd|output|blk\.0\.\w+)\.weight", report.worst_tensor)
     assert report.source_was_quantized
     assert set(report.source_weights) == {"Q4_K"}
+
+
+def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
+    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^worst +\d+\.\d{4}%  \S+\.weight$", said, re.MULTILINE)
+    assert "the source is quantized itself (Q4_K 100%)" in said
+    assert "`--quantization q8` adds far less" in said
+    assert main(["convert", str(source), str(tmp_path / "q"), "--quantization", "q8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst_tensor"]["error"] < 0.01
+    assert set(told["source_weights"]) == {"Q4_K"}
+    assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), str(tmp_path / "r")]) == 0
+    assert "quantized itself" not in capsys.readouterr().out
 
 
 def test_the_worst_tensor_is_named_where_one_is_worse_than_its_kind(tmp_path: Path) -> None:
