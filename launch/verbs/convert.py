@@ -47,7 +47,9 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
         choices=ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, if the source has none")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json or .model, if the source has none"
+    )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
 
 

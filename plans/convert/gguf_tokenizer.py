@@ -28,7 +28,7 @@ def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabul
         data = build_tokenizer(metadata)
     except UserError as error:
         beside = path.with_name("tokenizer.json")
-        if beside.exists():
+        if beside.exists() or beside.with_suffix(".model").exists():
             return read_tokenizer(beside, vocabulary)
         raise UserError(f"{error}; put the model's tokenizer.json beside the file or pass --tokenizer FILE") from None
     check_tokenizer(data, vocabulary, f"{path}: tokenizer")

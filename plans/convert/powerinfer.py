@@ -1,7 +1,8 @@
 """PowerInfer's variant of GGUF: magic PWRI, Down stored by neuron, predictors of the feed-forward inside.
 
 Its program decides by the magic what a file means: the same architecture `llama` computes ReLU here and SiLU in an
-ordinary GGUF. Facts from its converters and its loader (convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
+ordinary GGUF. Windows of attention are not in such files, and PowerInfer computes none. Facts from its converters and
+its loader (convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
 """
 
 from __future__ import annotations

@@ -14,11 +14,14 @@ import sentencepiece
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert.gguf_tokenizer import build_tokenizer
 from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
+from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.conformance.gguf_files import write_gguf
 
 CORPUS = [
     *(path.read_text() for path in sorted(Path(__file__).parents[2].glob("plans/**/README.md"))),
@@ -94,6 +97,38 @@ def test_any_text_gets_the_librarys_ids(kind: str, tmp_path_factory: pytest.Temp
         assert ours.encode(text, add_special_tokens=False).ids == library.encode(text)
 
     same()
+
+
+@pytest.mark.parametrize("kind", ["as Llama's", "without bytes", "without a space before"])
+def test_a_gguf_of_the_model_gets_the_librarys_ids(kind: str, tmp_path: Path) -> None:
+    library, _ = both(kind, tmp_path / kind)
+    numbers = range(library.vocab_size())
+    kinds = [
+        2 if library.is_unknown(n) else 3 if library.is_control(n) else 6 if library.is_byte(n) else 1 for n in numbers
+    ]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [library.id_to_piece(n) for n in numbers],
+        "tokenizer.ggml.scores": [float(library.get_score(n)) for n in numbers],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.add_space_prefix": kind != "without a space before",
+    }
+    ours = Tokenizer.from_str(build_tokenizer(Record(metadata, "m.gguf")).decode())
+    for text in [*GOLDEN["texts"], *CORPUS]:
+        assert ours.encode(text, add_special_tokens=False).ids == library.encode(text), text
+
+
+def test_a_gguf_takes_a_sentencepiece_model_that_is_named_or_beside_it(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    model = placed(elsewhere, "without bytes", pieces=TINY.vocabulary)
+    source = write_gguf(tmp_path / "m.gguf", TINY, metadata={"llama.hidden_activation": "relu"})
+    named = convert(source, tmp_path / "p", tokenizer=model)
+    source.write_bytes(source.read_bytes().replace(b"gpt-2", b"gpt-9"))
+    placed(tmp_path, "without bytes", pieces=TINY.vocabulary)
+    beside = convert(source, tmp_path / "q")
+    assert named.tokenizer_path.read_bytes() == beside.tokenizer_path.read_bytes() == build_from_sentencepiece(model)
 
 
 def test_texts_begin_and_end_as_the_configuration_says(tmp_path: Path) -> None:
