@@ -170,6 +170,12 @@ class Inventory:
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
+    def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
+        """So many matrices of one shape, one behind the other in one tensor."""
+        whole = self.take(name, count, rows, columns)
+        row = replace(whole, rows=count * rows)
+        return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
+
     def take_rows(self, name: str, columns: int) -> StoredMatrix:
         """A matrix of so many columns and any number of rows."""
         found = self.shape(name)
@@ -196,9 +202,9 @@ class Options(NamedTuple):
 class Checkpoint:
     """Everything about a model that conversion needs. Context manager: closes its files.
 
-    `matrices` and `vectors` have the names of fixed.safetensors, and the feed-forward's matrices of every layer
-    besides. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors: the
+    `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
+    (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
+    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors: the
     file that holds some beside the model, if any.
     """
 
@@ -219,6 +225,11 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
+
+
+def ffn_name(model: ModelSpec, layer: str, expert: int, matrix: str) -> str:
+    """What a matrix of a feed-forward is called in a Checkpoint; layer: what its layer's names begin with."""
+    return f"{layer}.{matrix}" if model.experts == 1 else f"{layer}.experts.{expert}.{matrix}"
 
 
 def take_tensors(
@@ -305,11 +316,17 @@ class _Tensors:
             self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head),)
 
     def _take_ffn(self, here: str, layer: str) -> None:
-        neurons, width = self._model.neurons, self._model.width
+        neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
+        if experts > 1:
+            self.vectors[f"{here}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
         down = (neurons, width) if self._down_by_neuron else (width, neurons)
         shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
-        for matrix in self._model.ffn_matrices:
-            self.matrices[f"{here}.{matrix}"] = (self._weight(f"{layer}{self._name(matrix)}", *shapes[matrix]),)
+        for expert in range(experts):
+            of_expert = "" if experts == 1 else f"{layer}{self._names.expert.format(expert)}"
+            for matrix in self._model.ffn_matrices:
+                stored, shape = f"{of_expert or layer}{self._name(matrix)}", shapes[matrix]
+                taken = self._of_stack(stored, expert, *shape) if self._names.stacked else self._weight(stored, *shape)
+                self.matrices[ffn_name(self._model, here, expert, matrix)] = (taken,)
         if self._model.ffn_bias:
             self.vectors[f"{here}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
             self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
@@ -318,6 +335,9 @@ class _Tensors:
         self.vectors[name] = (self._weight(stored, self._model.width),)
         if self._model.norm == "layer":
             self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
+
+    def _of_stack(self, stored: str, expert: int, rows: int, columns: int) -> StoredMatrix:
+        return self._inventory.take_stack(f"{stored}.weight", self._model.experts, rows, columns)[expert]
 
     def _weight(self, stored: str, *shape: int) -> StoredMatrix:
         return self._inventory.take(f"{stored}.weight", *shape)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix, ffn_name
 from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, nearest_quantization, same_encoding
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
@@ -181,13 +181,14 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons, in which order."""
+    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons; orders: in which
+    order, by expert."""
 
     vectors: tuple[str, ...]
     matrices: tuple[str, ...]
     files: tuple[SourceFile, ...]
     layer: int | None = None
-    order: RowNumbers | None = None
+    orders: tuple[RowNumbers, ...] = ()
 
 
 def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
@@ -206,8 +207,9 @@ def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple
         )
 
     def of_layer(number: int) -> Piece:
-        order = np.arange(model.neurons) if shares is None else hot_first(shares[number, 0])
-        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, order=order)
+        as_stored = np.arange(model.neurons)
+        orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
+        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, orders=orders)
 
     layers = [of_layer(number) for number in range(model.layers)]
     first = piece(lambda name: name in ("embedding", "position_embedding"))
@@ -305,10 +307,8 @@ class _Work:
             self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
         self.squares = squares
         for piece in pieces:
-            layer = (
-                [] if piece.layer is None else [f"layers.{piece.layer}.{m}" for m in self.manifest.model.ffn_matrices]
-            )
-            parts = [part for name in (*piece.matrices, *layer) for part in self._matrices[name]]
+            names = [name for expert in range(len(piece.orders)) for name in self._ffn(piece.layer, expert).values()]
+            parts = [part for name in (*piece.matrices, *names) for part in self._matrices[name]]
             self._done += sum(part.rows * part.columns for part in parts)
 
     def do(self, piece: Piece) -> None:
@@ -322,14 +322,19 @@ class _Work:
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
                     self.writer.matrix(name, self._rows(kind, part, rows))
-        if piece.layer is not None and piece.order is not None:
-            self._neurons(piece.layer, piece.order)
+        for expert, order in enumerate(piece.orders):
+            self._neurons(piece.layer, expert, order)
 
-    def _neurons(self, layer: int, order: RowNumbers) -> None:
-        """One layer's neurons in the given order."""
+    def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
+        """The names of a feed-forward's matrices, by matrix."""
+        model = self.manifest.model
+        return {matrix: ffn_name(model, f"layers.{layer}", expert, matrix) for matrix in model.ffn_matrices}
+
+    def _neurons(self, layer: int | None, expert: int, order: RowNumbers) -> None:
+        """The neurons of one feed-forward in the given order."""
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
-        rows_of = {name: self._matrices[f"layers.{layer}.{name}"][0] for name in self.manifest.model.ffn_matrices}
+        rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
         if self.checkpoint.down_by_neuron:
             for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
                 self.writer.neurons(*(self._rows(name, matrix, rows) for name, matrix in rows_of.items()))

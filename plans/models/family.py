@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec
+from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -26,8 +26,9 @@ class Choices(NamedTuple):
 class TensorNames:
     """What a source calls the tensors of a model, without `.weight` and `.bias`; None: its models have no such tensor.
 
-    Those of a layer follow `layer`, in which {} is the layer's number. first_position: rows of `positions` before the
-    one of position 0.
+    Those of a layer follow `layer`, in which {} is the layer's number; in a mixture gate, up and down follow `expert`
+    besides, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one behind the
+    other. first_position: rows of `positions` before the one of position 0.
     """
 
     embedding: str
@@ -47,6 +48,9 @@ class TensorNames:
     key_norm: str | None = None
     positions: str | None = None
     first_position: int = 0
+    router: str | None = None
+    expert: str = ""
+    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +78,16 @@ class GgufArchitecture:
     qkv_bias: queries, keys and values always have biases; otherwise where the tensors are there
     head_norm: queries and keys are normed, each head by itself
     relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
+    activation: where a file says nothing
+    router_reads: of its mixtures
     """
 
     interleaved: bool
     qkv_bias: bool = False
     head_norm: bool = False
     relu_may_mean_drelu: bool = False
+    activation: Activation = "silu"
+    router_reads: RouterInput = "feed_forward"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.primary_router": "ffn_gate_inp",
+}
+EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight")
+STACKS = {
+    **dict.fromkeys(("w1", "gate_proj", "gate"), "ffn_gate_exps"),
+    **dict.fromkeys(("w3", "up_proj", "up"), "ffn_up_exps"),
+    **dict.fromkeys(("w2", "down_proj", "down"), "ffn_down_exps"),
+}
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "SmallThinkerForCausalLM": "smallthinker",
+    "BambooForCausalLM": "bamboo",
 }
 
 
@@ -36,7 +53,7 @@ def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
     stem, kind = name.rsplit(".", 1)
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
-        return f"blk.{match[1]}.{NAMES[match[2]]}.{kind}"
+        return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
 
@@ -62,11 +79,7 @@ def write_gguf(
     """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
     puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
     does it, Down transposed."""
-    architecture = architecture or {
-        "Qwen2ForCausalLM": "qwen2",
-        "Qwen3ForCausalLM": "qwen3",
-        "BambooForCausalLM": "bamboo",
-    }.get(recipe.architecture, "llama")
+    architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_block_count(recipe.layers)
@@ -86,7 +99,7 @@ def write_gguf(
     add_tokenizer(writer, recipe)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    for full_name, tensor in tensors(recipe):
+    for full_name, tensor in stacked_experts(recipe):
         if gguf_name(full_name) not in (instead or {}):
             add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
     for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
@@ -101,6 +114,18 @@ def write_gguf(
         with path.open("r+b") as file:
             file.write(b"PWRI")
     return path
+
+
+def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """The recipe's tensors; those of all experts of a layer in one, by the name that it has in GGUF."""
+    stacks: dict[str, list[Array]] = {}
+    for name, tensor in tensors(recipe):
+        if match := EXPERT.fullmatch(name):
+            stacks.setdefault(f"{match[1]}.{STACKS[match[2]]}.weight", []).append(tensor)
+        else:
+            yield name, tensor
+    for name, parts in stacks.items():
+        yield name, np.stack(parts)
 
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -127,7 +152,7 @@ def add_tensor(
     named = gguf_name(name)
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
-    if values.ndim == 1 or encoding == "F32":
+    if values.ndim == 1 or "ffn_gate_inp" in named or encoding == "F32":  # routers stay float32 as well
         writer.add_tensor(named, values)
         return
     kind = GGMLQuantizationType[encoding]

@@ -19,6 +19,7 @@ from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
+from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens
 from tests.conformance.gguf_files import SCALE_PLACES, llama3_factors, random_blocks, write_gguf
@@ -54,6 +55,65 @@ def test_gguf_and_safetensors_give_the_same_package(
     )
     assert package.manifest.model == told
     assert package.manifest.end_tokens == expected.manifest.end_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("mixtral", {"llama.expert_count": 5, "llama.expert_used_count": 2}),
+        (
+            "qwen3moe",
+            {
+                "qwen3moe.expert_count": 9,
+                "qwen3moe.expert_used_count": 3,
+                "qwen3moe.expert_feed_forward_length": 90,
+                "qwen3moe.feed_forward_length": 777,
+            },
+        ),
+        (
+            "smallthinker",
+            {
+                "smallthinker.expert_count": 7,
+                "smallthinker.expert_used_count": 3,
+                "smallthinker.expert_gating_func": 2,
+                "smallthinker.attention.sliding_window": 9,
+            },
+        ),
+    ],
+)
+def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
+    name: str, metadata: dict[str, int], tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    told = replace(
+        expected.manifest.model,
+        family=package.manifest.model.family,  # mixtral's architecture is llama there
+        norm_epsilon=float(np.float32(1e-5)),
+    )
+    if name == "smallthinker":  # every fourth layer is without window and rotary positions, there
+        told = replace(told, layer_kinds=(LayerKind(1, 0, False), LayerKind(3, 9)))
+    assert package.manifest.model == told
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("llama.expert_used_count", 6, "6 is outside 1..5"),
+        ("llama.expert_shared_count", 1, "experts that all tokens share are not supported"),
+        ("llama.expert_gating_func", 3, "3 is not supported"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself_is_refused_by_its_key(
+    key: str, value: int, why: str, tmp_path: Path
+) -> None:
+    metadata = {"llama.expert_count": 5, "llama.expert_used_count": 2} | {key: value}
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["mixtral"], "F16", metadata=metadata)
+    with pytest.raises(UserError, match=f"{key}: {why}"):
+        convert(source, tmp_path / "p", quantization="q8")
+    assert not (tmp_path / "p").exists()
 
 
 def test_interleaved_queries_and_keys_reach_the_golden_logits(tmp_path: Path) -> None:

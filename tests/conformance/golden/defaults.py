@@ -28,6 +28,8 @@ def main() -> None:
         transformers.MistralConfig,
         transformers.Qwen2Config,
         transformers.Qwen3Config,
+        transformers.MixtralConfig,
+        transformers.Qwen3MoeConfig,
         transformers.OPTConfig,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
