@@ -204,8 +204,8 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
     (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
-    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors: the
-    file that holds some beside the model, if any.
+    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors:
+    the file that holds some beside the model, if any.
     """
 
     source: Source
