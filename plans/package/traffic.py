@@ -15,7 +15,8 @@ def neuron_row_bytes(manifest: Manifest) -> int:
 
 
 def step_bytes(package: Package, *, predicts: bool) -> int:
-    """The fixed tensors that a step reads from end to end, however many tokens it has."""
+    """The fixed tensors that a step reads from end to end, however many tokens it has; of a mixture's predictors those
+    of the experts that one token chooses."""
     sizes = {name: entry.stop - entry.start for name, entry in package.fixed.items()}
     total = sum(sizes.values())
     looked_up = ["position_embedding"]  # a step reads one row for each token
@@ -23,7 +24,8 @@ def step_bytes(package: Package, *, predicts: bool) -> int:
         looked_up += ["embedding.quants", "embedding.scales"]
     total -= sum(sizes.get(name, 0) for name in looked_up)
     if predicts and package.predictor is not None:
-        total += sum(entry.stop - entry.start for entry in package.predictor.values())
+        predictors = sum(entry.stop - entry.start for entry in package.predictor.values())
+        total += predictors * package.manifest.model.experts_per_token // package.manifest.model.experts
     return total
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.plan.firing import Rates
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 from neuronpipe.plans.plan.regions import touched
@@ -33,6 +33,8 @@ def expected(
     sequential = memory.fixed_bytes
     if not manifest.model.tied_embeddings:
         sequential -= model.vocabulary * row_bytes  # of the embedding one row is read
+    if compute.mode == "predicted" and PREDICTOR in manifest.files:  # of a mixture, those of chosen experts
+        sequential -= int(manifest.files[PREDICTOR].bytes * (1 - rates.chosen))
     half = compute.context_tokens // 2
     seen_tokens = sum(min(half, window or half) for window in model.windows_tokens)  # attention windows of all layers
     sequential += seen_tokens * model.key_heads * 2 * model.head_width * 2

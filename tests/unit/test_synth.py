@@ -79,6 +79,27 @@ def test_the_walk_goes_on_where_the_predictor_leaves_neurons_out(package: Packag
     assert not np.array_equal(predicted, exact)
 
 
+def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> None:
+    model = replace(SMALL, neurons=512, layer_kinds=(LayerKind(2),), experts=5, experts_per_token=2)
+    package = synthesize("mixture", model, tmp_path / "package")
+    manifest, tokens = package.manifest, {}
+
+    def observe(run: LayerRun) -> None:
+        tokens[run.ffn] = len(run.tokens)
+
+    exact = ReferenceEngine(package, observe=observe).run(range(60)).logits
+    predicted = ReferenceEngine(package, mask=StoredPredictor(package).mask).run(range(60)).logits
+    assert exact.argmax(axis=1).tolist() == predicted.argmax(axis=1).tolist() == list(range(1, 61))
+    assert not np.array_equal(predicted, exact)
+    for layer in range(2):
+        chosen = [tokens.get(layer * 5 + expert, 0) for expert in range(5)]
+        assert sum(chosen) == 2 * 60
+        assert sum(count > 0 for count in chosen) >= 3
+    assert manifest.predictor is not None
+    assert manifest.predictor.reads == "feed_forward"
+    assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
+
+
 def test_measured_activity_is_what_was_requested(statistics: dict[str, dict[str, Any]]) -> None:
     for preset, found in statistics.items():
         assert found["mean"]["activity"]["requested"] == pytest.approx(firing.MEAN_ACTIVITY, abs=1e-3)
