@@ -79,6 +79,7 @@ class StoredMatrix:
     columns: int
     encoding: str
     order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
+    offset_added: float = 0.0  # to every element of a vector
 
     def reordered(self, order: RowNumbers | None) -> StoredMatrix:
         """The same matrix with row r taken from the stored row order[r]; None: as stored."""
@@ -122,9 +123,14 @@ class StoredMatrix:
             raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
         return values
 
+    def plus(self, offset: float) -> StoredMatrix:
+        """The same vector with an offset added to every element."""
+        return replace(self, offset_added=offset)
+
     def vector(self) -> NDArray[np.float32]:
         """All values in one row."""
-        return self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+        values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+        return values + np.float32(self.offset_added) if self.offset_added else values
 
 
 OpenFile = Callable[[Path], SourceFile]
@@ -219,11 +225,20 @@ class Checkpoint:
 
 
 def take_tensors(
-    inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers] | None = None
+    inventory: Inventory,
+    model: ModelSpec,
+    names: TensorNames,
+    orders: Mapping[str, RowNumbers] | None = None,
+    *,
+    norm_offset: float = 0.0,
 ) -> tuple[Stack, Stack]:
-    """(matrices, vectors) of a checkpoint, by what its source calls them. orders: of the rows of `query` and `key`,
-    where they are not stored as the engine rotates them. Raises UserError where one is missing or has another shape."""
-    taken = _Tensors(inventory, model, names, orders or {})
+    """(matrices, vectors) of a checkpoint, by what its source calls them. Raises UserError where a tensor is missing or
+    has another shape.
+
+    orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them. norm_offset: what
+    the stored weights of norms lack.
+    """
+    taken = _Tensors(inventory, model, names, orders or {}, norm_offset)
     taken.take_around_layers()
     for number in range(model.layers):
         taken.take_layer(number)
@@ -234,11 +249,17 @@ class _Tensors:
     """What take_tensors has taken so far, by its own names."""
 
     def __init__(
-        self, inventory: Inventory, model: ModelSpec, names: TensorNames, orders: Mapping[str, RowNumbers]
+        self,
+        inventory: Inventory,
+        model: ModelSpec,
+        names: TensorNames,
+        orders: Mapping[str, RowNumbers],
+        norm_offset: float,
     ) -> None:
         self.matrices: dict[str, tuple[StoredMatrix, ...]] = {}
         self.vectors: dict[str, tuple[StoredMatrix, ...]] = {}
         self._inventory, self._model, self._names, self._orders = inventory, model, names, orders
+        self._norm_offset = norm_offset
 
     def take_around_layers(self) -> None:
         """What comes before the first layer and after the last one."""
@@ -287,7 +308,7 @@ class _Tensors:
         for part in ("query", "key"):
             weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
             of_one_head = self._orders[part][:head_width] if part in self._orders else None
-            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head),)
+            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
 
     def _take_ffn(self, here: str, layer: str) -> None:
         neurons, width = self._model.neurons, self._model.width
@@ -299,7 +320,7 @@ class _Tensors:
             self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
 
     def _take_norm(self, name: str, stored: str) -> None:
-        self.vectors[name] = (self._weight(stored, self._model.width),)
+        self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
         if self._model.norm == "layer":
             self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
 

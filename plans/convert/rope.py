@@ -1,6 +1,8 @@
 """Rotary positions: every supported scaling is folded into the table of inverse frequencies.
 
-The engine knows one rule, angle = position * frequency, and no kind of scaling.
+The engine knows one rule, angle = position * frequency, and no kind of scaling. Where only the first part of a head
+rotates, the other elements have frequency 0, which turns nothing, and the rows of queries and keys are put in an order
+in which rotated elements are paired with each other, and the others among themselves.
 """
 
 from __future__ import annotations
@@ -20,24 +22,59 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
     return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
 
 
-def scaled_frequencies(config: Record, head_width: int) -> NDArray[np.float32]:
-    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
+def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
+    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters. rotated: so
+    many elements of a head rotate, and the others have frequency 0; None: all.
 
     Which counts where both are there, and what a missing key means: RotaryEmbeddingConfigMixin in transformers'
     modeling_rope_utils.py.
     """
-    field = (
-        "rope_scaling" if config.has("rope_scaling") and config.record("rope_scaling").names() else "rope_parameters"
-    )
-    scaling = config.record(field) if config.has(field) else None
+    scaling = _scaling(config)
     holder = scaling if scaling is not None and scaling.has("rope_theta") else config
     theta = holder.number("rope_theta", 1.0, MAX_THETA)
-    for record in (config, holder):
-        if record.has("partial_rotary_factor") and record.number("partial_rotary_factor", 0, 1) != 1:
-            record.fail("partial_rotary_factor", "only heads that rotate as a whole are supported")
     if scaling is not None:
         scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
-    return apply_scaling(base_frequencies(head_width, theta), scaling).astype(np.float32)
+    table = np.zeros(head_width // 2, dtype=np.float32)
+    frequencies = apply_scaling(base_frequencies(rotated or head_width, theta), scaling)
+    table[: len(frequencies)] = frequencies
+    return table
+
+
+def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
+    """How many elements of a head rotate, from the first on. partial: the class reads `partial_rotary_factor`; in the
+    others it is refused unless it is 1."""
+    field = "partial_rotary_factor"
+    scaling = _scaling(config)
+    holders = [record for record in (scaling, config) if record is not None and record.has(field)]
+    if not partial:
+        for record in holders:
+            if record.number(field, 0, 1) != 1:
+                record.fail(field, "only heads that rotate as a whole are supported in this class")
+        return head_width
+    if not holders:
+        return head_width
+    share = holders[0].number(field, 0, 1)
+    rotated = int(head_width * share)
+    if rotated == 0 or rotated % 2 or head_width % 2:
+        holders[0].fail(field, f"{share} of a head of {head_width} is {rotated} elements; rotation needs pairs")
+    return rotated
+
+
+def paired_order(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]:
+    """Where the rows of query or key matrices lie, in the order in which element j of a head is paired with element j +
+    head_width/2: first halves of the rotated and of the other elements, then the second halves."""
+    turning, still = np.split(np.arange(head_width, dtype=np.int64), [rotated])
+    halves = zip(np.split(turning, 2), np.split(still, 2), strict=True)
+    head = np.concatenate([part for half in halves for part in half])
+    rows: NDArray[np.int64] = np.arange(heads, dtype=np.int64)[:, None] * head_width + head
+    return rows.reshape(-1)
+
+
+def _scaling(config: Record) -> Record | None:
+    """`rope_scaling` if it says anything, else `rope_parameters`."""
+    old = config.has("rope_scaling") and config.record("rope_scaling").names()
+    field = "rope_scaling" if old else "rope_parameters"
+    return config.record(field) if config.has(field) else None
 
 
 def _original_tokens(config: Record) -> int | None:

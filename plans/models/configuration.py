@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError, runs_of
@@ -117,29 +118,40 @@ def gated_model(
     head_norm: bool = False,
 ) -> ModelSpec:
     """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share."""
+    return described(
+        config,
+        **sizes(config, choices),
+        family=family,
+        layer_kinds=runs_of(windows),
+        norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
+        head_norm=head_norm,
+        activation=activation,
+        qkv_bias=qkv_bias,
+    )
+
+
+def sizes(config: Record, choices: Choices) -> dict[str, Any]:
+    """Fields of ModelSpec whose keys are called alike in Llama and most classes after it."""
     width = config.integer("hidden_size", 1, MAX.width)
     query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:
         config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
     key_heads = "num_key_value_heads"
+    return {
+        "width": width,
+        "neurons": config.integer("intermediate_size", 1, MAX.neurons),
+        "query_heads": query_heads,
+        "key_heads": config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
+        "head_width": config.integer("head_dim", 2, MAX.head_width) if config.has("head_dim") else width // query_heads,
+        "vocabulary": config.integer("vocab_size", 1, MAX.vocabulary),
+        "context_tokens": context_tokens(config, choices.context_tokens),
+        "tied_embeddings": config.has("tie_word_embeddings") and config.boolean("tie_word_embeddings"),
+    }
+
+
+def described(config: Record, **fields: Any) -> ModelSpec:
+    """The description with these fields. Raises UserError where they contradict each other."""
     try:
-        return ModelSpec(
-            family=family,
-            width=width,
-            neurons=config.integer("intermediate_size", 1, MAX.neurons),
-            layer_kinds=runs_of(windows),
-            query_heads=query_heads,
-            key_heads=config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
-            head_width=config.integer("head_dim", 2, MAX.head_width)
-            if config.has("head_dim")
-            else width // query_heads,
-            vocabulary=config.integer("vocab_size", 1, MAX.vocabulary),
-            context_tokens=context_tokens(config, choices.context_tokens),
-            norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
-            head_norm=head_norm,
-            activation=activation,
-            qkv_bias=qkv_bias,
-            tied_embeddings=config.has("tie_word_embeddings") and config.boolean("tie_word_embeddings"),
-        )
+        return ModelSpec(**fields)
     except SpecError as error:
         config.fail(error.field, error.complaint)

@@ -57,6 +57,8 @@ class Architecture:
     defaults: of that class, for every key that is read here; `null` in a file is not missing
     read: (configuration, whether there is a tensor of this name, choices) -> the model; raises UserError by the field
     harmless: a regular expression of tensors that change nothing, and may be there
+    norm_offset: added to the stored weight of every norm
+    partial_rotary: `partial_rotary_factor` counts: so much of a head, from its first element on, is rotated
     """
 
     config_class: str
@@ -64,6 +66,8 @@ class Architecture:
     read: Callable[[Record, Callable[[str], bool], Choices], ModelSpec]
     names: TensorNames
     harmless: str = r"(?!)"
+    norm_offset: float = 0.0
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import llama, opt, qwen3
+from neuronpipe.plans.models import llama, nemotron, opt, qwen3
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (llama.FAMILY, qwen3.FAMILY, opt.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        llama.FAMILY,
+        qwen3.FAMILY,
+        opt.FAMILY,
+        nemotron.FAMILY,
+    )
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     name: architecture for family in FAMILIES.values() for name, architecture in family.architectures.items()

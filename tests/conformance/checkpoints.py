@@ -49,6 +49,7 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
+    "NemotronForCausalLM": "nemotron",
 }
 
 RECIPES = {
@@ -80,6 +81,10 @@ RECIPES = {
             config={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         ),
         Recipe("opt", "OPTForCausalLM", "relu", 192, 500, 3, 6, 6, 32, tied=True, bias=True),
+        Recipe(
+            "nemotron", "NemotronForCausalLM", "relu2", 192, 500, 3, 4, 2, 48, bias=True,
+            config={"norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True, "mlp_bias": True},
+        ),
     )
 }  # fmt: skip
 
@@ -110,6 +115,9 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     """Every tensor under its Hugging Face name, rounded to the recipe's dtype."""
     if recipe.architecture == "OPTForCausalLM":
         yield from _opt_tensors(recipe)
+        return
+    if recipe.architecture == "NemotronForCausalLM":
+        yield from _nemotron_tensors(recipe)
         return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
@@ -165,6 +173,37 @@ def _opt_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
         yield from linear(f"{name}.fc1", neurons, width, 1.0)
         yield from linear(f"{name}.fc2", width, neurons, 0.5)
     yield from norm("model.decoder.final_layer_norm")
+
+
+def _nemotron_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Stored norms lack 1."""
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
+
+    def made(name: str, shape: tuple[int, ...], deviation: float) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation), recipe.dtype)
+
+    def linear(name: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+        if recipe.bias:
+            yield made(f"{name}.bias", (rows,), 0.3)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (width,), 0.1)
+        yield made(f"{name}.bias", (width,), 0.2)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield from norm(f"{name}.input_layernorm")
+        for projection, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
+            yield from linear(f"{name}.self_attn.{projection}_proj", heads * recipe.head_width, width, 1.3)
+        yield from linear(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
+        yield from norm(f"{name}.post_attention_layernorm")
+        yield from linear(f"{name}.mlp.up_proj", neurons, width, 1.0)
+        yield from linear(f"{name}.mlp.down_proj", width, neurons, 0.5)
+    yield from norm("model.norm")
+    yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
 
 
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:

@@ -56,7 +56,9 @@ QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", activation="silu", bias=T
 GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golden" / "defaults.json").read_text())
 
 
-@pytest.mark.parametrize("owner", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "OPTConfig"])
+@pytest.mark.parametrize(
+    "owner", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "OPTConfig", "NemotronConfig"]
+)
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     (ours,) = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
     theirs = {"head_dim": None, **GOLDEN_DEFAULTS[owner]}  # Qwen2's class leaves it to modeling_qwen2.py, which agrees

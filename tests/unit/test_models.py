@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
@@ -15,7 +16,7 @@ from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import RECIPES, write_checkpoint
+from tests.conformance.checkpoints import RECIPES, tensors, write_checkpoint
 
 DENSE = ModelSpec(
     family="llama",
@@ -79,6 +80,10 @@ def test_every_family_is_known_by_the_name_that_its_models_carry() -> None:
         ("qwen3", {"attention_bias": True}, "attention_bias: is true"),
         ("qwen3", {"head_dim": None}, r"q_proj\.weight: has shape \[192, 160\], but the configuration needs"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: .*for each of 4 layers"),
+        ("nemotron", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
+        ("nemotron", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ("nemotron", {"mlp_bias": False}, r"mlp\.(up|down)_proj\.bias: a tensor that this architecture does not have"),
+        ("nemotron", {"partial_rotary_factor": 0.15}, r"partial_rotary_factor: 0\.15 of a head of 48 is 7 elements"),
     ],
 )
 def test_what_a_family_cannot_be_is_refused_by_its_field(
@@ -90,6 +95,26 @@ def test_what_a_family_cannot_be_is_refused_by_its_field(
     with pytest.raises(UserError, match=complaint):
         convert(source, tmp_path / "package", quantization="q4")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+def test_half_of_each_head_rotates_in_a_nemotron_that_does_not_say_how_much(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["nemotron"], head_width=32, config={}, bias=False))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.inverse_frequency is not None
+        assert np.count_nonzero(checkpoint.inverse_frequency) == 8
+        assert len(checkpoint.inverse_frequency) == 16
+
+
+def test_the_weights_of_nemotrons_norms_get_their_one_and_biases_do_not(tmp_path: Path) -> None:
+    recipe = RECIPES["nemotron"]
+    stored = dict(tensors(recipe))
+    with open_huggingface(write_checkpoint(tmp_path / "source", recipe), Options()) as checkpoint:
+        found = {name: parts[0].vector() for name, parts in checkpoint.vectors.items() if "norm" in name}
+    assert np.array_equal(found["output_norm"], stored["model.norm.weight"] + 1)
+    assert np.array_equal(found["output_norm.bias"], stored["model.norm.bias"])
+    assert np.array_equal(
+        found["layers.2.ffn_norm"], stored["model.layers.2.post_attention_layernorm.weight"] + np.float32(1)
+    )
 
 
 def test_a_shorter_context_takes_the_first_positions(tmp_path: Path) -> None:

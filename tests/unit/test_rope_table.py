@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.convert.rope import paired_order, scaled_frequencies
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
 from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.reference.engine import rotate
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,3 +61,15 @@ def test_llama3_scaling_is_its_three_cases() -> None:
         assert after == pytest.approx(expected, rel=1e-6)
     assert cases == {"long", "between", "short"}
     assert np.all(np.diff(found) < 0)
+
+
+@pytest.mark.parametrize("rotated", [12, 24, 44])
+def test_a_part_of_a_head_rotates_alone_once_its_elements_are_paired(rotated: int) -> None:
+    random = np.random.default_rng(1)
+    heads, angles = random.standard_normal((3, 2, 48)), random.standard_normal((3, rotated // 2))
+    expected = np.concatenate((rotate(heads[..., :rotated], angles), heads[..., rotated:]), axis=-1)
+    order = paired_order(1, 48, rotated)
+    still = np.zeros((3, 24 - rotated // 2))
+    found = rotate(heads[..., order], np.concatenate((angles, still), axis=-1))
+    assert np.array_equal(found, expected[..., order])
+    assert np.array_equal(paired_order(2, 48, rotated), np.concatenate((order, order + 48)))

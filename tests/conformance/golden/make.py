@@ -1,4 +1,5 @@
-"""Make the golden logits with PyTorch and transformers: python make.py (from this directory, with both installed).
+"""Make the golden logits with PyTorch and transformers: python make.py (from this directory, with both installed). What
+logits.npz has already stays as it is, byte for byte; names make those anew: python make.py opt qwen3.
 
 Every recipe of checkpoints.py is written to disk, loaded by transformers' own classes and run in float32. Bamboo's
 class is not part of transformers: it is Mistral with the activation on gate and up alike, which is put in here.
@@ -35,14 +36,19 @@ def golden_logits(recipe: Recipe, directory: Path) -> np.ndarray:
         return model(torch.tensor([tokens(recipe)])).logits[0].numpy().astype(np.float32)
 
 
-def main() -> None:
+def main(again: list[str]) -> None:
     """Write logits.npz beside this file: one array per recipe."""
+    path = HERE / "logits.npz"
+    kept = {name: values for name, values in np.load(path).items() if name not in again} if path.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
-        logits = {name: golden_logits(recipe, Path(directory) / name) for name, recipe in RECIPES.items()}
-    for name, values in logits.items():
+        made = {
+            name: golden_logits(recipe, Path(directory) / name) for name, recipe in RECIPES.items() if name not in kept
+        }
+    for name, values in made.items():
         print(f"{name:10} {values.shape} deviation {values.std():.2f} largest {np.abs(values).max():.1f}")
-    np.savez_compressed(HERE / "logits.npz", **logits)
+    logits = kept | made
+    np.savez_compressed(path, **{name: logits[name] for name in RECIPES})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
