@@ -1,4 +1,5 @@
-/* Attention of one layer: three stages with a barrier after each. A predictor that reads attention's input comes first, with a short
+/* Attention of one layer: three stages with a barrier after each; where the feed-forward reads what attention reads, it comes before the
+ * last of them, the only one that changes the residual stream. A predictor that reads attention's input comes first, with a short
  * stage of its own, so that flash has all of attention's time to bring what it asks for.
  *
  *   stage    piece of work                    writes
@@ -85,7 +86,7 @@ static void attend(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 
-static void project(np_engine *engine, uint32_t layer)
+int np_engine_project(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
@@ -101,6 +102,7 @@ static void project(np_engine *engine, uint32_t layer)
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
+    return np_engine_barrier(engine);
 }
 
 static int predict(np_engine *engine, const np_norm *norm)
@@ -124,9 +126,5 @@ int np_engine_attention(np_engine *engine, uint32_t layer)
     if (done < 0)
         return done;
     attend(engine, layer);
-    done = np_engine_barrier(engine);
-    if (done < 0)
-        return done;
-    project(engine, layer);
     return np_engine_barrier(engine);
 }

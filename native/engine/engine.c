@@ -139,14 +139,23 @@ static int begin(np_engine *engine, const np_step *step)
     return NP_OK;
 }
 
+static int layer_of(np_engine *engine, uint32_t layer)
+{
+    int (*const stages[2][3])(np_engine *, uint32_t) = {
+        {np_engine_attention, np_engine_project, np_engine_feed_forward},
+        {np_engine_attention, np_engine_feed_forward, np_engine_project}, /* parallel: both read what the layer gets */
+    };
+    int done = NP_OK;
+    for (int i = 0; i < 3 && done >= 0; i++)
+        done = stages[engine->shape.parallel != 0][i](engine, layer);
+    return done;
+}
+
 static int layers(np_engine *engine, uint32_t logits_first, uint32_t logits_count)
 {
     int done = np_engine_embed(engine);
-    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++) {
-        done = np_engine_attention(engine, layer);
-        if (done >= 0)
-            done = np_engine_feed_forward(engine, layer);
-    }
+    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++)
+        done = layer_of(engine, layer);
     return done >= 0 && logits_count ? np_engine_logits(engine, logits_first, logits_count) : done;
 }
 

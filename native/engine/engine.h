@@ -99,7 +99,9 @@ void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix
                    const float *bias, float *out, size_t out_stride);
 
 int np_engine_embed(np_engine *engine);
+/* Attention of a layer, which leaves the residual stream as it is; and its output, which is added to it. */
 int np_engine_attention(np_engine *engine, uint32_t layer);
+int np_engine_project(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 

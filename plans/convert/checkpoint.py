@@ -235,8 +235,8 @@ def take_tensors(
     """(matrices, vectors) of a checkpoint, by what its source calls them. Raises UserError where a tensor is missing or
     has another shape.
 
-    orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them. norm_offset: what
-    the stored weights of norms lack.
+    orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them, and of
+    `query_key_value`. norm_offset: what the stored weights of norms lack.
     """
     taken = _Tensors(inventory, model, names, orders or {}, norm_offset)
     taken.take_around_layers()
@@ -287,6 +287,8 @@ class _Tensors:
         """The matrices that make queries, keys and values, one below the other, and their biases."""
         model, orders = self._model, self._orders
         rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
+        if self._names.query_key_value is not None:
+            rows = {"query_key_value": model.qkv_rows}
         stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
         self.matrices[f"{here}.qkv"] = tuple(
             self._weight(stored[part], rows[part], model.width).reordered(orders.get(part)) for part in rows

@@ -43,11 +43,11 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
-        frequencies, orders = _positions(config, model, architecture)
-        matrices, vectors = take_tensors(
-            inventory, model, architecture.names, orders, norm_offset=architecture.norm_offset
-        )
-        unused = f"{architecture.names.output}.weight" if model.tied_embeddings else "(?!)"
+        names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
+        if architecture.joined_rows is not None:
+            orders["query_key_value"] = architecture.joined_rows(config, model)
+        matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
+        unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         return Checkpoint(
             source=Source("huggingface", one_line(path.resolve().name), name),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import llama, nemotron, opt, qwen3
+from neuronpipe.plans.models import falcon, llama, nemotron, opt, qwen3
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
 FAMILIES: Mapping[str, Family] = {
@@ -14,6 +14,7 @@ FAMILIES: Mapping[str, Family] = {
         qwen3.FAMILY,
         opt.FAMILY,
         nemotron.FAMILY,
+        falcon.FAMILY,
     )
 }
 

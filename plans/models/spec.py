@@ -4,14 +4,14 @@ Everything else derives from this description: which tensors a package holds, wh
 run takes. Nothing else asks which family a model is of.
 
     step       x = embedding[token] (+ position_embedding[position])
-    each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x)))
+    each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x))) ; parallel: both of the same x
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
@@ -81,6 +81,7 @@ class ModelSpec:
     gated: whether the feed-forward has Gate beside Up and Down
     qkv_bias, output_bias: of attention's projections; ffn_bias: of Up and Down, in a feed-forward without Gate
     tied_embeddings: the embedding is the output matrix too
+    parallel: the feed-forward of a layer reads what its attention reads, and not what attention has added to
     """
 
     family: str
@@ -103,6 +104,7 @@ class ModelSpec:
     output_bias: bool = False
     ffn_bias: bool = False
     tied_embeddings: bool = False
+    parallel: bool = False
 
     def __post_init__(self) -> None:
         for field, most in MAX._asdict().items():
@@ -160,6 +162,10 @@ class ModelSpec:
     def trigger(self) -> Literal["gate", "up"]:
         """The matrix whose row decides whether a neuron fires."""
         return "gate" if self.gated else "up"
+
+
+# A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
+LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in ("parallel",)}
 
 
 def runs_of(windows_tokens: list[int]) -> tuple[LayerKind, ...]:

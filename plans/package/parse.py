@@ -140,6 +140,7 @@ def _parse_model(record: Record) -> ModelSpec:
             output_bias=record.boolean("output_bias"),
             ffn_bias=record.boolean("ffn_bias"),
             tied_embeddings=record.boolean("tied_embeddings"),
+            parallel=record.has("parallel") and record.boolean("parallel"),
         )
     except SpecError as error:
         record.fail(error.field, error.complaint)

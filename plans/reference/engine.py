@@ -122,9 +122,9 @@ class ReferenceEngine:
         fired = np.empty((model.layers, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
             attention_input = self._normed(f"layers.{layer}.attention_norm", x)
-            x = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
-            change, fired[layer] = self._feed_forward(layer, attention_input, x)
-            x = x + change
+            attended = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            change, fired[layer] = self._feed_forward(layer, attention_input, x if model.parallel else attended)
+            x = attended + change
         return x, fired
 
     def logits(self, hidden: Array) -> Array:

@@ -46,8 +46,8 @@ class NumpyBackend:
             x = x + self._weights.vector("position_embedding").reshape(-1, m.width)[positions]
         for layer in range(m.layers):
             normed = self._engine._normed(f"layers.{layer}.attention_norm", x)
-            x = x + self._attention(layer, work.sequences[0], normed, positions)
-            x = x + self._engine._feed_forward(layer, normed, x)[0]
+            attended = x + self._attention(layer, work.sequences[0], normed, positions)
+            x = attended + self._engine._feed_forward(layer, normed, x if m.parallel else attended)[0]
         wanted = slice(work.logits_first, work.logits_first + work.logits_count)
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}

@@ -55,6 +55,10 @@ SPECS = {
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32,
         norm="layer", positions="learned", activation="drelu", output_bias=True, **COMMON,
     ),
+    "parallel": ModelSpec(
+        family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
+        norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
+    ),
 }  # fmt: skip
 
 RANK = 64

@@ -57,7 +57,8 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
 
 
 @pytest.mark.parametrize(
-    "owner", ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "OPTConfig", "NemotronConfig"]
+    "owner",
+    ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "OPTConfig", "NemotronConfig", "FalconConfig"],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     (ours,) = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
@@ -167,7 +168,7 @@ def test_biases_that_the_class_would_leave_out_are_not_ignored(fields: dict[str,
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another architecture": ({"architectures": ["FalconForCausalLM"]}, r"architectures: .*is not supported; Llama"),
+    "another architecture": ({"architectures": ["BloomForCausalLM"]}, r"architectures: .*is not supported; Llama"),
     "ProSparse's class": ({"architectures": ["SparseLlamaForCausalLM"]}, "architectures: "),
     "no architecture": ({"architectures": ...}, "architectures: missing"),
     "an unknown activation": ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
