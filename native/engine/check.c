@@ -1,6 +1,8 @@
 /* Whether what an engine is made of fits together: what is wrong is named by its field. */
 #include "engine.h"
 
+#include <math.h>
+
 enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
 
 /* The first of these conditions that does not hold, or NULL. */
@@ -27,6 +29,8 @@ static const char *wrong_size(const np_shape *s)
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
                                    (s->gated && (s->activation == NP_DRELU || s->activation == NP_SILU))},
+                {"activation_threshold", s->activation == NP_RELU ? s->activation_threshold >= 0.0f && isfinite(s->activation_threshold)
+                                                                 : s->activation_threshold == 0.0f},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
-from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError, runs_of
+from neuronpipe.plans.models.spec import MAX, MAX_THRESHOLD, Activation, ModelSpec, SpecError, runs_of
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -87,15 +87,28 @@ def gated_activation(
     config: Record, has: Callable[[str], bool], wanted: Activation | None, *, relu_may_mean_drelu: bool = False
 ) -> Activation:
     """What was asked for, else what `hidden_act` says, where the tensors do not speak against it."""
-    if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
-        config.fail("hidden_act_param", "activations with a threshold are not supported")
     if wanted is not None:
         return wanted
+    if is_fatrelu(config):
+        return "relu"
+    if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
+        config.fail("hidden_act_param", f"is a threshold, which {quoted(config.text('hidden_act'))} does not have")
     activation = named_activation(config, "hidden_act", relu_may_mean_drelu=relu_may_mean_drelu)
     if has("model.layers.0.mlp.predictor.fc1.weight") and activation != "drelu":
         said = quoted(config.text("hidden_act"))
         config.fail("hidden_act", f"is {said}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
     return activation
+
+
+def is_fatrelu(config: Record) -> bool:
+    """Whether `hidden_act` says ReLU with a threshold, of which `hidden_act_param` says how high it is."""
+    return config.text("hidden_act") == "fatrelu"
+
+
+def threshold(config: Record, choices: Choices) -> float:
+    """What a gate must exceed. Who names another activation than the file's names one without threshold."""
+    fat = choices.activation is None and is_fatrelu(config)
+    return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
 
 def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
@@ -126,6 +139,7 @@ def gated_model(
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         head_norm=head_norm,
         activation=activation,
+        activation_threshold=threshold(config, choices),
         qkv_bias=qkv_bias,
     )
 

@@ -7,6 +7,7 @@ run takes. Nothing else asks which family a model is of.
     each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x))) ; parallel: both of the same x
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
+    relu       of what does not exceed activation_threshold 0, of the rest itself
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
 
 
 MAX = Limits()
+MAX_THRESHOLD = 1e6
 
 
 class SpecError(ValueError):
@@ -82,6 +84,7 @@ class ModelSpec:
     qkv_bias, output_bias: of attention's projections; ffn_bias: of Up and Down, in a feed-forward without Gate
     tied_embeddings: the embedding is the output matrix too
     parallel: the feed-forward of a layer reads what its attention reads, and not what attention has added to
+    activation_threshold: what a neuron's trigger must exceed for the neuron to fire; other than 0 with relu alone
     """
 
     family: str
@@ -105,6 +108,7 @@ class ModelSpec:
     ffn_bias: bool = False
     tied_embeddings: bool = False
     parallel: bool = False
+    activation_threshold: float = 0.0
 
     def __post_init__(self) -> None:
         for field, most in MAX._asdict().items():
@@ -122,6 +126,10 @@ class ModelSpec:
         self._require("norm_epsilon", 0 <= self.norm_epsilon <= 1, f"{self.norm_epsilon} is not between 0 and 1")
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
+        within = 0 <= self.activation_threshold <= MAX_THRESHOLD
+        self._require("activation_threshold", within, f"{self.activation_threshold} is not 0 to {MAX_THRESHOLD}")
+        plain = self.activation == "relu" or self.activation_threshold == 0
+        self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
         self._require("ffn_bias", not (self.gated and self.ffn_bias), "not supported where there is a gate")
 
     def _require(self, field: str, holds: bool, complaint: str) -> None:
@@ -165,7 +173,8 @@ class ModelSpec:
 
 
 # A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
-LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in ("parallel",)}
+_LATER = ("parallel", "activation_threshold")
+LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
 def runs_of(windows_tokens: list[int]) -> tuple[LayerKind, ...]:

@@ -10,6 +10,7 @@ from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import (
     ACTIVATIONS,
     MAX,
+    MAX_THRESHOLD,
     NORMS,
     POSITIONS,
     Activation,
@@ -141,6 +142,9 @@ def _parse_model(record: Record) -> ModelSpec:
             ffn_bias=record.boolean("ffn_bias"),
             tied_embeddings=record.boolean("tied_embeddings"),
             parallel=record.has("parallel") and record.boolean("parallel"),
+            activation_threshold=record.number("activation_threshold", 0.0, MAX_THRESHOLD)
+            if record.has("activation_threshold")
+            else 0.0,
         )
     except SpecError as error:
         record.fail(error.field, error.complaint)

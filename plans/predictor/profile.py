@@ -100,9 +100,9 @@ def profile(
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         active = run.inner != 0
         mean.append(round(float(active.mean()), 6))
-        trigger_fired.append(round(float((run.values[model.trigger] > 0).mean()), 6))
+        trigger_fired.append(round(float((run.values[model.trigger] > model.activation_threshold).mean()), 6))
         for candidate in candidates:
-            calibration = _calibration(run, inputs, active, cut, candidate.sides)
+            calibration = _calibration(run, inputs, active, cut, candidate.sides, model.activation_threshold)
             if imported is None:
                 factors = fit_layer(calibration, candidate.rank, quantization, recall)
             else:
@@ -149,14 +149,20 @@ def _candidates(sides: str, rank: int, model: ModelSpec) -> list[Candidate]:
 
 
 def _calibration(
-    run: LayerRun, inputs: NDArray[np.float32], active: NDArray[np.bool_], cut: int, sides: tuple[Side, ...]
+    run: LayerRun,
+    inputs: NDArray[np.float32],
+    active: NDArray[np.bool_],
+    cut: int,
+    sides: tuple[Side, ...],
+    threshold: float,
 ) -> Calibration:
+    """The first `cut` tokens. Values are counted from the threshold: a neuron fires where they are above zero."""
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
         feed_forward=feed_forward,
         weights={side: run.weights[side] for side in sides},
-        values={side: run.values[side][:cut] for side in sides},
+        values={side: run.values[side][:cut] - np.float32(threshold) for side in sides},
         active=active[:cut],
     )
 

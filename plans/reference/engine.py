@@ -181,6 +181,8 @@ class ReferenceEngine:
             if model.gated
             else UNGATED[model.activation](values["up"])
         )
+        if model.activation_threshold:
+            inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
         run = LayerRun(layer, attention_input, normed, weights, values, inner)
         if self._observe is not None:
             self._observe(run)

@@ -117,6 +117,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "rotary": s.positions == "rotary",
             "type": TYPES[manifest.quantization],
             "activation": ACTIVATIONS[s.activation],
+            "activation_threshold": s.activation_threshold,
             "parallel": s.parallel,
             "gated": s.gated,
             "cluster_neurons": layout.cluster_neurons,

@@ -50,6 +50,7 @@ MODEL_TYPES = {
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "NemotronForCausalLM": "nemotron",
+    "SparseLlamaForCausalLM": "sparsellama",
 }
 
 RECIPES = {
@@ -84,6 +85,15 @@ RECIPES = {
         Recipe(
             "nemotron", "NemotronForCausalLM", "relu2", 192, 500, 3, 4, 2, 48, bias=True,
             config={"norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True, "mlp_bias": True},
+        ),
+        Recipe(
+            # A threshold makes a jump: it lies in a gap of the text's gates, so that rounding decides nothing.
+            "prosparse", "SparseLlamaForCausalLM", "fatrelu", 160, 200, 3, 5, 5, 32,
+            config={"model_type": "sparsellama", "hidden_act_param": 0.0469},
+        ),
+        Recipe(
+            "sparse lm", "SparseLlamaForCausalLM", "silu", 128, 333, 3, 4, 4, 32, tied=True, dtype="BF16",
+            config={"model_type": "llama_sparse_relu", "sparsity_gated_mlp": True, "rope_theta": 100_000.0},
         ),
         Recipe(
             "falcon 7b", "FalconForCausalLM", "relu", 160, 500, 3, 5, 1, 32, tied=True,

@@ -36,6 +36,7 @@ OPT: dict[str, Any] = {
     **COMMON,
 }
 
+# A threshold makes a jump: it lies in a gap of the gates of the tests' text, so that rounding decides nothing.
 SPECS = {
     "opt": ModelSpec(
         width=160, neurons=333, layer_kinds=(LayerKind(3),), query_heads=4, key_heads=4, head_width=40, **OPT
@@ -54,6 +55,10 @@ SPECS = {
     "gated layer norm": ModelSpec(
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32,
         norm="layer", positions="learned", activation="drelu", output_bias=True, **COMMON,
+    ),
+    "threshold": ModelSpec(
+        family="llama", width=128, neurons=100, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
+        activation="relu", activation_threshold=0.29, **COMMON,
     ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,

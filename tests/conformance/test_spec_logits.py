@@ -15,7 +15,7 @@ from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.worker.backend import Share, StepWork
 from numpy.typing import NDArray
@@ -157,6 +157,20 @@ def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[st
     ):
         score(client, TEXT, window_tokens=made.compute.context_tokens, path=path, keep=keep)
     return np.asarray(np.load(out))
+
+
+def test_no_more_rows_of_up_are_read_than_gates_exceed_the_threshold(packages: Packages) -> None:
+    package, exceed = packages("threshold", "f16"), {0.29: 0, 0.0: 0}
+
+    def count(run: LayerRun) -> None:
+        for threshold in exceed:
+            exceed[threshold] += int((run.values["gate"] > threshold).sum())
+
+    ReferenceEngine(package, observe=count).run(TEXT[:12])
+    participants = Participants(package, count=1, max_tokens=12)
+    participants.run(TEXT[:12], 12)
+    counters = participants.counters()
+    assert counters["fired"] == counters["up_rows"] == exceed[0.29] < 0.9 * exceed[0.0]
 
 
 @pytest.mark.parametrize("name", ["opt", "ungated relu2"])

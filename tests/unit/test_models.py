@@ -46,6 +46,9 @@ DENSE = ModelSpec(
         ({"norm_epsilon": float("nan")}, "norm_epsilon"),
         ({"gated": False, "activation": "silu"}, "activation"),
         ({"ffn_bias": True}, "ffn_bias"),
+        ({"activation_threshold": -1.0}, "activation_threshold"),
+        ({"activation_threshold": float("inf")}, "activation_threshold"),
+        ({"activation_threshold": 0.1, "activation": "drelu"}, "activation_threshold"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:

@@ -1,0 +1,69 @@
+"""Models whose configuration does not tell their activation: the right one, or a refusal that says what to pass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.huggingface import open_huggingface
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.protocol.errors import UserError
+
+from tests.conformance.checkpoints import RECIPES, TINY, Recipe, write_checkpoint
+
+PROSPARSE, SPARSE_LM = RECIPES["prosparse"], RECIPES["sparse lm"]
+
+
+def read(directory: Path, recipe: Recipe, options: Options = Options(), **fields: Any) -> ModelSpec:  # noqa: B008
+    """The recipe as it is described, once config.json has these fields; ... removes one."""
+    path = write_checkpoint(directory, recipe) / "config.json"
+    values = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not ...}))
+    with open_huggingface(directory, options) as checkpoint:
+        return checkpoint.model
+
+
+def test_prosparse_has_its_threshold_and_sparselm_has_none_whatever_its_files_say(tmp_path: Path) -> None:
+    prosparse, sparse_lm = read(tmp_path / "a", PROSPARSE), read(tmp_path / "b", SPARSE_LM)
+    assert (prosparse.activation, prosparse.activation_threshold) == ("relu", 0.0469)
+    for fields in ({"hidden_act": "silu"}, {"hidden_act": "gelu"}, {"hidden_act": "fatrelu", "hidden_act_param": 0.1}):
+        assert read(tmp_path / "b", SPARSE_LM, **fields) == sparse_lm
+    assert (sparse_lm.activation, sparse_lm.activation_threshold, sparse_lm.gated) == ("relu", 0, True)
+
+
+def test_a_sparselm_without_gate_has_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gate_proj\.weight: a tensor that this architecture does not have"):
+        read(tmp_path / "source", SPARSE_LM, sparsity_gated_mlp=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"model_type": "llama"}, r"model_type: is 'llama'; .*ProSparse's with sparsellama.*--activation relu\|"),
+        ({"model_type": ...}, "model_type: missing"),
+        ({"hidden_act_param": ...}, "hidden_act_param: missing"),
+        ({"hidden_act_param": -0.1}, "hidden_act_param: -0.1 is outside"),
+        ({"hidden_act": "silu"}, "hidden_act_param: is a threshold, which 'silu' does not have"),
+        ({"sparsity_new_intermediate_size": 64}, "sparsity_new_intermediate_size: is not supported"),
+    ],
+)
+def test_which_of_two_families_a_sparse_llama_is_must_be_clear(
+    fields: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=complaint):
+        read(tmp_path / "source", PROSPARSE, **fields)
+
+
+def test_what_a_person_says_settles_it(tmp_path: Path) -> None:
+    model = read(tmp_path / "source", PROSPARSE, Options(activation="drelu"), model_type=...)
+    assert (model.activation, model.activation_threshold) == ("drelu", 0)
+
+
+def test_any_class_with_a_gate_may_have_a_threshold(tmp_path: Path) -> None:
+    recipe = replace(TINY, activation="fatrelu")
+    model = read(tmp_path / "source", recipe, hidden_act_param=0.01)
+    assert (model.activation, model.activation_threshold) == ("relu", 0.01)
