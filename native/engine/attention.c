@@ -98,8 +98,10 @@ int np_engine_project(np_engine *engine, uint32_t layer)
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
         np_engine_dot(engine, &engine->vectors, &l->attention_output, row, rows, l->attention_output_bias, engine->rows,
                       engine->max_rows);
-        for (uint32_t t = 0; t < engine->count; t++)
+        for (uint32_t t = 0; t < engine->count; t++) {
+            np_scale(engine->rows + t * engine->max_rows, rows, s->residual_scale);
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
+        }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
     return np_engine_barrier(engine);

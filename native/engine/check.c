@@ -31,6 +31,9 @@ static const char *wrong_size(const np_shape *s)
                                    (s->gated && (s->activation == NP_DRELU || s->activation == NP_SILU))},
                 {"activation_threshold", s->activation == NP_RELU ? s->activation_threshold >= 0.0f && isfinite(s->activation_threshold)
                                                                  : s->activation_threshold == 0.0f},
+                {"embedding_scale", s->embedding_scale > 0.0f && isfinite(s->embedding_scale)},
+                {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
+                {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }
 

@@ -265,6 +265,7 @@ int np_engine_embed(np_engine *engine)
         float *residual = engine->shared.residual + (size_t)t * s->width;
         np_decode_row(s->type, (const uint8_t *)m->quants + (size_t)engine->token[t] * engine->row_quant_bytes,
                       (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width, residual);
+        np_scale(residual, s->width, s->embedding_scale);
         if (!s->rotary)
             np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);
     }
@@ -280,6 +281,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
     for (uint32_t t = 0; t < count; t++) {
         norm_vector(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
                     engine->vector);
+        np_scale(engine->vector, s->width, s->logit_scale);
         np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {

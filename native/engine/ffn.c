@@ -201,6 +201,7 @@ static int combine(np_engine *engine, np_range tokens)
                         columns, engine->rows);
             if (bias)
                 np_add(bias + column, columns, engine->rows);
+            np_scale(engine->rows, columns, s->residual_scale);
             np_add(engine->rows, columns, engine->shared.residual + (size_t)t * s->width + column);
         }
     np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import falcon, llama, nemotron, opt, qwen3, sparse_llama
+from neuronpipe.plans.models import falcon, llama, minicpm, nemotron, opt, qwen3, sparse_llama
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
 FAMILIES: Mapping[str, Family] = {
@@ -16,6 +16,7 @@ FAMILIES: Mapping[str, Family] = {
         nemotron.FAMILY,
         falcon.FAMILY,
         sparse_llama.FAMILY,
+        minicpm.FAMILY,
     )
 }
 

@@ -39,6 +39,8 @@ class Limits(NamedTuple):
 
 MAX = Limits()
 MAX_THRESHOLD = 1e6
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+SCALES = ("embedding_scale", "residual_scale", "logit_scale")
 
 
 class SpecError(ValueError):
@@ -85,6 +87,8 @@ class ModelSpec:
     tied_embeddings: the embedding is the output matrix too
     parallel: the feed-forward of a layer reads what its attention reads, and not what attention has added to
     activation_threshold: what a neuron's trigger must exceed for the neuron to fire; other than 0 with relu alone
+    embedding_scale, logit_scale: the embedding of a token, and every logit, is multiplied by it
+    residual_scale: what attention and feed-forward add is multiplied by it
     """
 
     family: str
@@ -109,6 +113,9 @@ class ModelSpec:
     tied_embeddings: bool = False
     parallel: bool = False
     activation_threshold: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for field, most in MAX._asdict().items():
@@ -126,6 +133,9 @@ class ModelSpec:
         self._require("norm_epsilon", 0 <= self.norm_epsilon <= 1, f"{self.norm_epsilon} is not between 0 and 1")
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
+        for field in SCALES:
+            value = getattr(self, field)
+            self._require(field, MIN_SCALE <= value <= MAX_SCALE, f"{value} is not {MIN_SCALE} to {MAX_SCALE}")
         within = 0 <= self.activation_threshold <= MAX_THRESHOLD
         self._require("activation_threshold", within, f"{self.activation_threshold} is not 0 to {MAX_THRESHOLD}")
         plain = self.activation == "relu" or self.activation_threshold == 0
@@ -173,7 +183,7 @@ class ModelSpec:
 
 
 # A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
-_LATER = ("parallel", "activation_threshold")
+_LATER = ("parallel", "activation_threshold", *SCALES)
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 

@@ -10,9 +10,12 @@ from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import (
     ACTIVATIONS,
     MAX,
+    MAX_SCALE,
     MAX_THRESHOLD,
+    MIN_SCALE,
     NORMS,
     POSITIONS,
+    SCALES,
     Activation,
     LayerKind,
     ModelSpec,
@@ -145,6 +148,7 @@ def _parse_model(record: Record) -> ModelSpec:
             activation_threshold=record.number("activation_threshold", 0.0, MAX_THRESHOLD)
             if record.has("activation_threshold")
             else 0.0,
+            **{name: record.number(name, MIN_SCALE, MAX_SCALE) for name in SCALES if record.has(name)},
         )
     except SpecError as error:
         record.fail(error.field, error.complaint)

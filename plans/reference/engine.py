@@ -116,21 +116,24 @@ class ReferenceEngine:
         for tokens in texts:
             self._check(tokens, model)
         x = self._weights.matrix("embedding")[np.concatenate([np.asarray(tokens) for tokens in texts])]
+        x = x * np.float32(model.embedding_scale)
         if model.positions == "learned":
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
             x = x + np.concatenate([table[: len(tokens)] for tokens in texts])
+        scale = np.float32(model.residual_scale)
         fired = np.empty((model.layers, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
             attention_input = self._normed(f"layers.{layer}.attention_norm", x)
-            attended = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            attended = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts]) * scale
             change, fired[layer] = self._feed_forward(layer, attention_input, x if model.parallel else attended)
-            x = attended + change
+            x = attended + change * scale
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
         """Logits [tokens, vocabulary] of the residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._manifest.model.tied_embeddings else "output")
-        return self._normed("output_norm", hidden) @ output.T
+        normed: Array = self._normed("output_norm", hidden) * np.float32(self._manifest.model.logit_scale)
+        return normed @ output.T
 
     def _normed(self, name: str, x: Array) -> Array:
         model, weight = self._manifest.model, self._weights.vector(name)

@@ -50,6 +50,7 @@ MODEL_TYPES = {
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "NemotronForCausalLM": "nemotron",
+    "MiniCPMForCausalLM": "minicpm",
     "SparseLlamaForCausalLM": "sparsellama",
 }
 
@@ -94,6 +95,10 @@ RECIPES = {
         Recipe(
             "sparse lm", "SparseLlamaForCausalLM", "silu", 128, 333, 3, 4, 4, 32, tied=True, dtype="BF16",
             config={"model_type": "llama_sparse_relu", "sparsity_gated_mlp": True, "rope_theta": 100_000.0},
+        ),
+        Recipe(
+            "minicpm", "MiniCPMForCausalLM", "fatrelu", 160, 200, 3, 5, 1, 32, tied=True, dtype="BF16",
+            config={"hidden_act_param": 0.0562, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 96},
         ),
         Recipe(
             "falcon 7b", "FalconForCausalLM", "relu", 160, 500, 3, 5, 1, 32, tied=True,

@@ -41,13 +41,14 @@ class NumpyBackend:
         """A chunk of a prompt."""
         first, end, m = work.positions[0], work.positions[-1] + 1, self._model
         positions = np.arange(first, end)
-        x = self._weights.matrix("embedding")[np.asarray(work.tokens)]
+        x = self._weights.matrix("embedding")[np.asarray(work.tokens)] * np.float32(m.embedding_scale)
+        scale = np.float32(m.residual_scale)
         if m.positions == "learned":
             x = x + self._weights.vector("position_embedding").reshape(-1, m.width)[positions]
         for layer in range(m.layers):
             normed = self._engine._normed(f"layers.{layer}.attention_norm", x)
-            attended = x + self._attention(layer, work.sequences[0], normed, positions)
-            x = attended + self._engine._feed_forward(layer, normed, x if m.parallel else attended)[0]
+            attended = x + scale * self._attention(layer, work.sequences[0], normed, positions)
+            x = attended + scale * self._engine._feed_forward(layer, normed, x if m.parallel else attended)[0]
         wanted = slice(work.logits_first, work.logits_first + work.logits_count)
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}

@@ -60,6 +60,10 @@ SPECS = {
         family="llama", width=128, neurons=100, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
         activation="relu", activation_threshold=0.29, **COMMON,
     ),
+    "scaled": ModelSpec(
+        family="llama", width=96, neurons=300, layer_kinds=(LayerKind(3),), query_heads=3, key_heads=3, head_width=32,
+        activation="relu", embedding_scale=12.0, residual_scale=0.7, logit_scale=0.3, **COMMON,
+    ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
         norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,

@@ -71,6 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),
     "an unknown field of the shape": (lambda m: m["model"].update(heads=1), r"model\.heads: unknown field"),
     "parallel as a number": (lambda m: m["model"].update(parallel=1), r"model\.parallel: expected true or false"),
+    "no scale": (lambda m: m["model"].update(residual_scale=0), r"model\.residual_scale: 0 is outside"),
     "a missing field": (lambda m: m["model"].pop("width"), r"model\.width: missing"),
     "a number as text": (lambda m: m["model"].update(width="64"), r"model\.width: expected a whole number"),
     "true as a number": (lambda m: m["model"].update(width=True), r"model\.width: expected a whole number"),

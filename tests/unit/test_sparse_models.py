@@ -63,6 +63,18 @@ def test_what_a_person_says_settles_it(tmp_path: Path) -> None:
     assert (model.activation, model.activation_threshold) == ("drelu", 0)
 
 
+def test_minicpms_scales_are_what_its_class_makes_of_its_keys(tmp_path: Path) -> None:
+    recipe = RECIPES["minicpm"]
+    model = read(tmp_path / "source", recipe)
+    assert (model.activation, model.activation_threshold) == ("relu", 0.0562)
+    assert (model.embedding_scale, model.residual_scale) == (12, pytest.approx(1.4 / 3**0.5))
+    assert model.logit_scale == pytest.approx(96 / 160)
+    plain = read(tmp_path / "source", recipe, scale_emb=..., scale_depth=..., dim_model_base=160)
+    assert (plain.embedding_scale, plain.residual_scale, plain.logit_scale) == (1, pytest.approx(3**-0.5), 1)
+    with pytest.raises(UserError, match=r"scale_depth: 0 is outside 1e-06\.\.1000000\.0"):
+        read(tmp_path / "source", recipe, scale_depth=0)
+
+
 def test_any_class_with_a_gate_may_have_a_threshold(tmp_path: Path) -> None:
     recipe = replace(TINY, activation="fatrelu")
     model = read(tmp_path / "source", recipe, hidden_act_param=0.01)

@@ -3,12 +3,14 @@ logits.npz has already stays as it is, byte for byte; names make those anew: pyt
 
 Every recipe of checkpoints.py is written to disk, loaded by transformers' own classes and run in float32. Classes that
 are not part of transformers are others with an activation that is put in here: Bamboo is Mistral with the activation on
-gate and up alike, ProSparse is Llama with a threshold, SparseLM is Llama with ReLU.
+gate and up alike, ProSparse is Llama with a threshold, SparseLM is Llama with ReLU; MiniCPM is Granite, which has its
+scales under other names.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -49,6 +51,17 @@ def stand_in(recipe: Recipe) -> tuple[dict[str, Any], Inner | None]:
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu"}
         threshold = recipe.config.get("hidden_act_param")
         return llama, relu if threshold is None else fatrelu(threshold)
+    if recipe.architecture == "MiniCPMForCausalLM":
+        granite = {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "hidden_act": "relu",
+            "embedding_multiplier": recipe.config["scale_emb"],
+            "residual_multiplier": recipe.config["scale_depth"] / math.sqrt(recipe.layers),
+            "attention_multiplier": 1 / math.sqrt(recipe.head_width),
+            "logits_scaling": recipe.width / recipe.config["dim_model_base"],
+        }
+        return granite, fatrelu(recipe.config["hidden_act_param"])
     return {}, None
 
 
