@@ -404,6 +404,7 @@ typedef struct {
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* what a trigger must exceed for its neuron to fire; other than 0 with NP_RELU alone */
     float embedding_scale, logit_scale; /* a token's embedding, and every logit, is multiplied by it */
+    float attention_scale;          /* scores are multiplied by it, besides 1 / sqrt(head_width) */
     float residual_scale;           /* what attention and feed-forward add is multiplied by it */
     int32_t parallel;               /* 1: a layer's feed-forward reads what its attention reads; 0: what attention has added to */
     int32_t gated;                  /* 1: a neuron's value is activation(gate) * up; 0: activation(up), and there is no gate */

@@ -71,7 +71,7 @@ static void attend(np_engine *engine, uint32_t layer)
     const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const uint32_t group = s->query_heads / s->key_heads;
     const uint32_t heads = s->key_heads * engine->count >= engine->participants ? group : 1;
-    const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
+    const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NO_PIECE;) {

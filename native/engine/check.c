@@ -33,6 +33,7 @@ static const char *wrong_size(const np_shape *s)
                                                                  : s->activation_threshold == 0.0f},
                 {"embedding_scale", s->embedding_scale > 0.0f && isfinite(s->embedding_scale)},
                 {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
+                {"attention_scale", s->attention_scale > 0.0f && isfinite(s->attention_scale)},
                 {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from neuronpipe.plans.convert.checkpoint import (
     SourceFile,
     take_tensors,
 )
-from neuronpipe.plans.convert.rope import paired_order, rotated_width, scaled_frequencies
+from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
@@ -43,6 +44,8 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
+        if model.positions == "rotary":
+            model = replace(model, attention_scale=attention_scale(config))
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
         if architecture.joined_rows is not None:
             orders["query_key_value"] = architecture.joined_rows(config, model)
@@ -74,6 +77,8 @@ def _positions(
     frequencies = scaled_frequencies(config, model.head_width, rotated)
     if rotated == model.head_width:
         return frequencies, {}
+    if model.attention_scale != 1:
+        config.fail("partial_rotary_factor", "yarn's factor on scores is not supported where a part of a head rotates")
     heads = {"query": model.query_heads, "key": model.key_heads}
     return frequencies, {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import falcon, llama, minicpm, nemotron, opt, qwen3, sparse_llama
+from neuronpipe.plans.models import arcee, falcon, llama, minicpm, nemotron, opt, qwen3, sparse_llama
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
 FAMILIES: Mapping[str, Family] = {
@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, Family] = {
         falcon.FAMILY,
         sparse_llama.FAMILY,
         minicpm.FAMILY,
+        arcee.FAMILY,
     )
 }
 

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 MAX = Limits()
 MAX_THRESHOLD = 1e6
 MIN_SCALE, MAX_SCALE = 1e-6, 1e6
-SCALES = ("embedding_scale", "residual_scale", "logit_scale")
+SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale")
 
 
 class SpecError(ValueError):
@@ -89,6 +89,7 @@ class ModelSpec:
     activation_threshold: what a neuron's trigger must exceed for the neuron to fire; other than 0 with relu alone
     embedding_scale, logit_scale: the embedding of a token, and every logit, is multiplied by it
     residual_scale: what attention and feed-forward add is multiplied by it
+    attention_scale: scores are multiplied by it, besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     """
 
     family: str
@@ -116,6 +117,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    attention_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for field, most in MAX._asdict().items():

@@ -124,9 +124,9 @@ class ReferenceEngine:
         fired = np.empty((model.layers, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
             attention_input = self._normed(f"layers.{layer}.attention_norm", x)
-            attended = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts]) * scale
+            attended = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
             change, fired[layer] = self._feed_forward(layer, attention_input, x if model.parallel else attended)
-            x = attended + change * scale
+            x = attended + scale * change
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
@@ -157,6 +157,7 @@ class ReferenceEngine:
         for text in np.split(qkv.reshape(len(normed), -1, model.head_width), np.cumsum(lengths)[:-1]):
             queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
             queries, keys = self._placed(f"{name}.query_norm", queries), self._placed(f"{name}.key_norm", keys)
+            queries = queries * np.float32(model.attention_scale)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
         attention = np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention

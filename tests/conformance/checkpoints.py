@@ -50,6 +50,7 @@ MODEL_TYPES = {
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
     "MiniCPMForCausalLM": "minicpm",
     "SparseLlamaForCausalLM": "sparsellama",
 }
@@ -99,6 +100,14 @@ RECIPES = {
         Recipe(
             "minicpm", "MiniCPMForCausalLM", "fatrelu", 160, 200, 3, 5, 1, 32, tied=True, dtype="BF16",
             config={"hidden_act_param": 0.0562, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 96},
+        ),
+        Recipe(
+            "arcee", "ArceeForCausalLM", "relu2", 160, 333, 3, 5, 1, 64, dtype="BF16",
+            config={
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 20.0, "beta_fast": 2.0, "original_max_position_embeddings": 32,
+                },
+            },
         ),
         Recipe(
             "falcon 7b", "FalconForCausalLM", "relu", 160, 500, 3, 5, 1, 32, tied=True,
@@ -170,7 +179,8 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
                 yield made(f"{name}.self_attn.{projection}_norm.weight", (recipe.head_width,), 0.3, 1.2)
         yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
         yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
-        yield made(f"{name}.mlp.gate_proj.weight", (neurons, width), width**-0.5)
+        if recipe.architecture != "ArceeForCausalLM":
+            yield made(f"{name}.mlp.gate_proj.weight", (neurons, width), width**-0.5)
         yield made(f"{name}.mlp.up_proj.weight", (neurons, width), width**-0.5)
         yield made(f"{name}.mlp.down_proj.weight", (width, neurons), 0.5 * neurons**-0.5)
     yield made("model.norm.weight", (width,), 0.1, 1.0)

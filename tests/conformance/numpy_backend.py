@@ -72,7 +72,7 @@ class NumpyBackend:
         distance = positions[:, None] - np.arange(positions[-1] + 1)
         window = m.windows_tokens[layer]
         seen = (distance >= 0) & ((distance < window) if window else True)
-        queries = self._placed(f"{name}.query_norm", queries, positions)
+        queries = self._placed(f"{name}.query_norm", queries, positions) * np.float32(m.attention_scale)
         mixed = np.empty_like(queries)
         for head in range(m.query_heads):
             head_keys, head_values = past[head * m.key_heads // m.query_heads]

@@ -62,7 +62,8 @@ SPECS = {
     ),
     "scaled": ModelSpec(
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(3),), query_heads=3, key_heads=3, head_width=32,
-        activation="relu", embedding_scale=12.0, residual_scale=0.7, logit_scale=0.3, **COMMON,
+        activation="relu", embedding_scale=12.0, residual_scale=0.7, logit_scale=0.3, attention_scale=1.4,
+        **COMMON,
     ),
     "parallel": ModelSpec(
         family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,

@@ -58,7 +58,16 @@ GOLDEN_DEFAULTS = json.loads((Path(__file__).parents[1] / "conformance" / "golde
 
 @pytest.mark.parametrize(
     "owner",
-    ["LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "OPTConfig", "NemotronConfig", "FalconConfig"],
+    [
+        "LlamaConfig",
+        "MistralConfig",
+        "Qwen2Config",
+        "Qwen3Config",
+        "OPTConfig",
+        "NemotronConfig",
+        "FalconConfig",
+        "ArceeConfig",
+    ],
 )
 def test_a_missing_key_means_what_it_means_to_transformers(owner: str) -> None:
     (ours,) = (one.defaults for one in ARCHITECTURES.values() if one.config_class == owner)
@@ -173,9 +182,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown activation": ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     "a shifted threshold": ({"hidden_act": "fatrelu"}, "hidden_act_param: missing"),
     "quantized weights": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized checkpoints"),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, r"rope_scaling\.rope_type: 'yarn' is not supp"),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, r"rope_scaling\.rope_type: 'longrope' is n"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"rope_scaling\.type: 'dynamic'"),
-    "yarn in the new form": ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters\.rope_type: 'yarn'"),
+    "yarn without its factor": ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters\.factor: missing"),
     "half a llama3": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
         r"rope_scaling\.low_freq_factor: missing",

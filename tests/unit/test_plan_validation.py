@@ -222,6 +222,7 @@ def of_gate(**fields: int) -> dict[str, dict[str, int]]:
         ({"activation": lib.NP_RELU2, "activation_threshold": 0.1}, "activation_threshold"),
         ({"embedding_scale": 0.0}, "embedding_scale"),
         ({"residual_scale": -1.0}, "residual_scale"),
+        ({"attention_scale": 0.0}, "attention_scale"),
         ({"logit_scale": float("inf")}, "logit_scale"),
         ({"activation": lib.NP_RELU, "gated": 0}, "up"),
         ({"cluster_neurons": 0}, "cluster_neurons"),
