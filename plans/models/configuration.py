@@ -30,6 +30,7 @@ GATED_NAMES = TensorNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
 )
+PREDICTOR = "model.layers.0.mlp.predictor.fc1.weight"  # TurboSparse's; Bamboo has none
 # Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
 GATED_HARMLESS = r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)"
 
@@ -94,7 +95,7 @@ def gated_activation(
     if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
         config.fail("hidden_act_param", f"is a threshold, which {quoted(config.text('hidden_act'))} does not have")
     activation = named_activation(config, "hidden_act", relu_may_mean_drelu=relu_may_mean_drelu)
-    if has("model.layers.0.mlp.predictor.fc1.weight") and activation != "drelu":
+    if has(PREDICTOR) and activation != "drelu":
         said = quoted(config.text("hidden_act"))
         config.fail("hidden_act", f"is {said}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
     return activation

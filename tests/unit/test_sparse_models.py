@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.safetensors_header import read_header
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import RECIPES, TINY, Recipe, write_checkpoint
+from tests.conformance.checkpoints import RECIPES, TINY, Recipe, write_checkpoint, write_safetensors
 
 PROSPARSE, SPARSE_LM = RECIPES["prosparse"], RECIPES["sparse lm"]
 
@@ -79,3 +81,54 @@ def test_any_class_with_a_gate_may_have_a_threshold(tmp_path: Path) -> None:
     recipe = replace(TINY, activation="fatrelu")
     model = read(tmp_path / "source", recipe, hidden_act_param=0.01)
     assert (model.activation, model.activation_threshold) == ("relu", 0.01)
+
+
+def with_predictors(directory: Path, recipe: Recipe) -> Path:
+    """A checkpoint with predictors of two ranks among its tensors, as TurboSparse has them."""
+    path = write_checkpoint(directory, recipe) / "model.safetensors"
+    data = path.read_bytes()
+    stored = {
+        name: (entry.dtype, entry.shape, data[entry.start : entry.stop]) for name, entry in read_header(path).items()
+    }
+    for layer in range(recipe.layers):
+        rank = 8 + layer
+        for name, shape in (("fc1", (rank, recipe.width)), ("fc2", (recipe.neurons, rank))):
+            stored[f"model.layers.{layer}.mlp.predictor.{name}.weight"] = ("F16", shape, bytes(2 * shape[0] * shape[1]))
+    write_safetensors(path, stored)
+    return directory
+
+
+BAMBOO = replace(TINY, architecture="BambooForCausalLM")
+
+
+@pytest.mark.parametrize("made", [write_checkpoint, with_predictors])
+def test_bamboo_and_turbosparse_mistral_say_relu_and_mean_drelu(
+    made: Callable[[Path, Recipe], Path], tmp_path: Path
+) -> None:
+    with open_huggingface(made(tmp_path / "source", BAMBOO), Options()) as checkpoint:
+        assert checkpoint.model.activation == "drelu"
+        assert checkpoint.model.windows_tokens == (4096, 4096)
+
+
+@pytest.mark.parametrize(("made", "who"), [(write_checkpoint, "Bamboo"), (with_predictors, "TurboSparse-Mistral")])
+def test_what_their_class_is_not_known_to_say_is_refused_by_the_name_that_the_tensors_give(
+    made: Callable[[Path, Recipe], Path], who: str, tmp_path: Path
+) -> None:
+    source = made(tmp_path / "source", replace(BAMBOO, activation="silu"))
+    with pytest.raises(UserError, match=rf"hidden_act: is 'silu', but {who} says relu and means drelu.*--activation"):
+        open_huggingface(source, Options())
+    with open_huggingface(source, Options(activation="silu")) as checkpoint:
+        assert checkpoint.model.activation == "silu"
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("said", ["relu", "silu"])
+def test_predictors_speak_against_what_any_other_class_says(architecture: str, said: str, tmp_path: Path) -> None:
+    biased = architecture == "Qwen2ForCausalLM"
+    source = with_predictors(
+        tmp_path / "source", replace(TINY, architecture=architecture, activation=said, bias=biased)
+    )
+    with pytest.raises(UserError, match=f"hidden_act: is '{said}', but .*--activation.*drelu: SparseQwen2"):
+        open_huggingface(source, Options())
+    with open_huggingface(source, Options(activation="drelu")) as checkpoint:
+        assert checkpoint.model.activation == "drelu"
