@@ -384,8 +384,10 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * always computed whole, by the same kernel, in index order. Who takes part, and whose blocks are which, may change with every step. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
-/* What a layer's predictor reads: the normed input of its attention or of its feed-forward. */
-enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1 };
+/* What a layer's predictor or router reads: the normed input of its attention or of its feed-forward; a router instead the layer's input. */
+enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2 };
+/* The shares of the experts that were chosen, from the router's values for them: softmax, or sigmoids over their sum. */
+enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
 
 /* Where a matrix of the feed-forward lies in a cluster: its first row's quants and scales, each by part and offset within it. */
 typedef struct {
@@ -395,7 +397,10 @@ typedef struct {
 
 typedef struct {
     uint32_t width, neurons, layers, query_heads, key_heads, head_width, vocabulary, context_tokens;
-    uint32_t experts;               /* of each layer: 1 */
+    uint32_t experts;               /* of each layer: 1 in a dense model */
+    uint32_t experts_per_token;     /* how many compute a token: those whose router values are greatest */
+    int32_t router;                 /* NP_ROUTER_* */
+    int32_t router_reads;           /* NP_READS_FEED_FORWARD, NP_READS_LAYER */
     int32_t norm;                   /* NP_NORM_RMS, NP_NORM_LAYER: of the residual stream */
     float norm_epsilon;             /* of every norm */
     int32_t head_norm;              /* 1: queries and keys are RMS-normed, each head by itself, before they are rotated */
@@ -439,7 +444,9 @@ typedef struct {
     const float *qkv_bias, *attention_output_bias;  /* NULL: none */
     const float *query_norm, *key_norm;             /* [head_width], where shape.head_norm */
     const float *up_bias, *down_bias;               /* [neurons], [width], where there is no gate; NULL: none */
-    np_predictor predictor;                         /* looked at when shape.predictor_rank > 0 */
+    const float *router;                            /* [experts][width], where there are several experts */
+    const np_predictor *predictors;                 /* [experts], looked at when shape.predictor_rank > 0 */
+    int32_t rotary, unused;                         /* 0: heads are not rotated in this layer, even where shape.rotary */
 } np_layer;
 
 typedef struct {
@@ -450,15 +457,17 @@ typedef struct {
     const np_layer *layers;
 } np_fixed;
 
-/* Memory that the participants share. T: most tokens of a step. */
+/* Memory that the participants share. T: most tokens of a step; P = T * experts_per_token: most pairs of a token and its expert; G: the
+ * lesser of P and experts. */
 typedef struct {
     float *residual;   /* [T][width] */
     float *queries;    /* [T][query_heads*head_width] */
     float *attention;  /* [T][query_heads*head_width] */
-    float *hidden;     /* [T][blocks*block_neurons]: gates where there are, then values */
-    float *partials;   /* [partial_tokens][blocks][width] */
-    float *ranks;      /* [T][predictor_rank]; NULL without a predictor */
-    uint8_t *predicted;/* [blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t; NULL without a predictor */
+    float *hidden;     /* [P][blocks*block_neurons]: gates where there are, then values */
+    float *partials;   /* [partial_tokens*experts_per_token][blocks][width] */
+    float *ranks;      /* [P][predictor_rank]; NULL without a predictor */
+    uint8_t *predicted;/* [G][blocks*block_neurons][(T+7)/8], bit t%8 of byte t/8: predicted for token t of the expert's; NULL without a
+                        * predictor */
     uint32_t *claims;  /* [np_engine_claims(layers)], zeroed before every step */
     float *logits;     /* [logit_rows][vocabulary] */
     uint16_t *kv;      /* [layers][sequences][key_heads][2][context_tokens][head_width] */
@@ -470,7 +479,7 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
     np_trace trace;                        /* this participant's own */
-    uint32_t *activity;                    /* [layers][blocks*block_neurons], this participant's own: counts values other than zero; or NULL */
+    uint32_t *activity;                    /* [layers][experts][blocks*block_neurons], this participant's own: counts values other than zero; or NULL */
 } np_shared;
 
 typedef struct {
@@ -489,7 +498,7 @@ typedef struct {
     uint64_t number;
     uint32_t epoch;
     uint32_t participants, participant; /* how many compute it, and which of them this is */
-    uint32_t first_block, end_block;    /* whose neurons it computes, in every layer */
+    uint32_t first_block, end_block;    /* whose neurons it computes, in every layer and expert */
     uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
                                          * groups that share blocks are one too many */
     uint32_t count;

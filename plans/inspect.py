@@ -22,6 +22,12 @@ ALWAYS_FIRES = (
 )
 
 
+CHOSEN_FIRE = (
+    "silu: every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
+    "expert; nothing inside an expert is sparse"
+)
+
+
 def describe(package: Package) -> dict[str, Any]:
     """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster."""
     manifest = package.manifest
@@ -65,7 +71,10 @@ def describe(package: Package) -> dict[str, Any]:
 
 def warnings(manifest: Manifest) -> list[str]:
     """What a person should know before the package disappoints them, a sentence each."""
-    found = [ALWAYS_FIRES] if manifest.model.activation == "silu" else []
+    model, found = manifest.model, []
+    if model.activation == "silu":
+        share = model.experts_per_token / model.experts
+        found.append(ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share))
     if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
         found.append(said)
     return found
@@ -113,13 +122,15 @@ def render(description: dict[str, Any]) -> str:
     model, layout, sizes = description["model"], description["layout"], description["bytes"]
     source = description["source"]
     windows = sorted({kind["window_tokens"] for kind in model["layer_kinds"]} - {0})
+    feed_forward = "expert" if model["experts"] > 1 else "layer"
     window = f", attention window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
+    experts = f"{model['experts']} experts, {model['experts_per_token']} a token, of " if model["experts"] > 1 else ""
     lines = [
         f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['quantization']}, "
         f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",
         f"  id      {description['id']}",
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",
-        f"  shape   {model['layers']} layers of width {model['width']:,} with {model['neurons']:,} neurons; "
+        f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
         f"{model['query_heads']} query heads on {model['key_heads']} key heads of {model['head_width']}; "
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
         "",
@@ -127,7 +138,7 @@ def render(description: dict[str, Any]) -> str:
         *(f"  {kind:<10} {size:>15,}  {size / sizes['total']:>6.1%}" for kind, size in sizes.items()),
         "",
         f"Clusters of {layout['cluster_neurons']} neurons ({layout['neuron_order']} order), {layout['clusters']:,} per "
-        f"layer; blocks of {layout['block_neurons']}, {layout['blocks']} per layer",
+        f"{feed_forward}; blocks of {layout['block_neurons']}, {layout['blocks']} per {feed_forward}",
         *_drawn("trigger", layout["trigger_part"]),
         *_drawn("value", layout["value_part"]),
         "",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
 
@@ -38,19 +40,21 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        default="q4",
-        help="quantization of the weights in the package (default: %(default)s)",
+        help="quantization of the weights in the package (default: q4; q8 for a GGUF of 5 to 8 bits)",
     )
     parser.add_argument(
         "--activation",
         choices=ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json, if the source has none")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json or .model, if the source has none"
+    )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    reports: list[Encoded] = []
     with Progress("converting", "bytes", plain=arguments.json, steady=True) as progress:
         package = convert(
             arguments.source,
@@ -63,12 +67,14 @@ def main(arguments: argparse.Namespace) -> int:
             name=arguments.name,
             overwrite=arguments.overwrite,
             progress=progress,
+            report=reports.append,
         )
-    print(json.dumps(made(package)) if arguments.json else render(package.path, package.manifest))
+    (encoded,) = reports
+    print(json.dumps(made(package, encoded)) if arguments.json else render(package.path, package.manifest, encoded))
     return 0
 
 
-def made(package: Package) -> dict[str, Any]:
+def made(package: Package, encoded: Encoded) -> dict[str, Any]:
     """What was made, for a script."""
     manifest = package.manifest
     return {
@@ -78,6 +84,9 @@ def made(package: Package) -> dict[str, Any]:
         "activation": manifest.model.activation,
         "bytes": size_bytes(manifest),
         "quantization_error": dict(manifest.quantization_error),
+        "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
+        "source_weights": dict(encoded.source_weights),
+        "predictors": None if encoded.predictors is None else str(encoded.predictors),
         "warnings": warnings(manifest),
     }
 
@@ -87,13 +96,29 @@ def size_bytes(manifest: Manifest) -> int:
     return sum(entry.bytes for entry in manifest.files.values())
 
 
-def render(path: Path, manifest: Manifest, called: str | None = None) -> str:
+def _lost_before(encoded: Encoded, quantization: Quantization) -> str:
+    total = sum(encoded.source_weights.values())
+    nearer = "; `--quantization q8` adds far less, for nearly twice the space" if quantization == "q4" else ""
+    shares = ", ".join(f"{name} {count / total:.0%}" for name, count in encoded.source_weights.items())
+    return (
+        f"note: the source is quantized itself ({shares}). The errors above are against its values, and come on top of "
+        f"what it had lost{nearer}; a checkpoint of 16 bits, converted here, loses less"
+    )
+
+
+def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None = None) -> str:
     """What was made, and what quantization cost, for a person. called: the package's name, where it is known by one."""
     model, size = manifest.model, show_bytes(size_bytes(manifest))
     lines = [f"{path}: {manifest.name}, {manifest.quantization}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
+    lines += [f"{'worst':<12}{encoded.worst_error:>22.4%}  {encoded.worst_tensor}"]
+    if encoded.source_was_quantized:
+        lines += ["", _lost_before(encoded, manifest.quantization)]
     for warning in warnings(manifest):
         lines += ["", f"note: {warning}"]
+    if encoded.predictors is not None and os.path.exists(encoded.predictors):  # a pull keeps no source
+        command = line_to_paste("profile", path, "--import", encoded.predictors, "--text", "FILE")
+        lines += ["", f"note: the source has predictors; exact mode needs none. For predicted mode: {command}"]
     lines += ["", f"run it: {line_to_paste('run', called or path, '-p', 'TEXT')}"]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.verbs.convert import add_conversion_arguments, made, render
+from neuronpipe.plans.convert import Encoded
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.pull.packages import VARIABLE, checked_name, unfinished_pull
 from neuronpipe.plans.pull.pull import Need, pull
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     reference = Reference.parse(arguments.reference)
     name = checked_name(arguments.name or reference.name)
+    reports: list[Encoded] = []
     with ExitStack() as shown:
         bars = [shown.enter_context(Progress("asking the hub", "bytes", plain=arguments.json, steady=True))]
 
@@ -56,12 +58,14 @@ def main(arguments: argparse.Namespace) -> int:
                 overwrite=arguments.overwrite,
                 agree=agree,
                 progress=lambda done, total: bars[0](done, total),
+                report=reports.append,
             )
         except KeyboardInterrupt:
             shown.close()
             if unfinished_pull(name) is not None:
                 print("neuronpipe: what has come is kept: the same command goes on from here", file=sys.stderr)
             raise
+    (encoded,) = reports
     if arguments.json:
         pulled = {
             "name": name,
@@ -70,15 +74,17 @@ def main(arguments: argparse.Namespace) -> int:
             "downloaded_bytes": need.download_bytes,
             "disk_bytes": need.disk_bytes,
         }
-        print(json.dumps(pulled | made(package)))
+        print(json.dumps(pulled | made(package, encoded)))
     else:
-        print(render(package.path, package.manifest, called=name))
+        print(render(package.path, package.manifest, encoded, called=name))
     return 0
 
 
 def _command(arguments: argparse.Namespace, name: str) -> list[str]:
     """The words that go on with this pull from anywhere."""
-    words = ["pull", arguments.reference, "--name", name, "--quantization", arguments.quantization]
+    words = ["pull", arguments.reference, "--name", name]
+    if arguments.quantization is not None:
+        words += ["--quantization", arguments.quantization]
     if arguments.activation is not None:
         words += ["--activation", arguments.activation]
     if arguments.tokenizer is not None:

@@ -10,7 +10,7 @@ np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t 
 
 int np_look_up(np_engine *engine, int part, uint32_t cluster)
 {
-    const uint32_t index = np_cluster_index(engine, engine->layer, 0, cluster);
+    const uint32_t index = np_cluster_index(engine, engine->layer, engine->group->expert, cluster);
     const uint32_t value = np_entry_look(&engine->shared.entries[part][index]);
     switch (value & NP_ENTRY_STATE_MASK) {
     case NP_ENTRY_PRESENT:
@@ -26,9 +26,9 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
     }
 }
 
-uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts)
+uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster, uint32_t parts)
 {
-    const uint32_t index = np_cluster_index(engine, layer, 0, cluster);
+    const uint32_t index = np_cluster_index(engine, layer, expert, cluster);
     uint32_t lacking = 0;
     if (parts & NP_REQUEST_TRIGGER && (np_entry_look(&engine->shared.entries[NP_TRIGGER][index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
         lacking |= NP_REQUEST_TRIGGER;
@@ -53,13 +53,13 @@ int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
     }
 }
 
-void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t parts)
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts)
 {
-    for (uint32_t block = first_block; block < end_block; block++) {
+    for (uint32_t block = blocks.from; block < blocks.to; block++) {
         const np_range clusters = np_clusters_of(engine, block, block + 1);
         uint32_t count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-            const uint32_t lacking = np_lacking(engine, layer, cluster, parts);
+            const uint32_t lacking = np_lacking(engine, layer, expert, cluster, parts);
             if (lacking)
                 engine->asked[count++] = lacking | NP_REQUEST_PREFETCH;
         }

@@ -20,12 +20,12 @@ static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequenc
 }
 
 /* A query or a key as attention compares it: normed and rotated, by the model. */
-static void norm_and_rotate(const np_engine *engine, const float *norm, int32_t position, float *head)
+static void norm_and_rotate(const np_engine *engine, const float *norm, int rotary, int32_t position, float *head)
 {
     const np_shape *s = &engine->shape;
     if (s->head_norm)
         np_rms_norm(head, norm, s->head_width, s->norm_epsilon, head);
-    if (s->rotary)
+    if (s->rotary && rotary)
         np_rope(head, s->head_width, engine->fixed.inverse_frequency, position);
 }
 
@@ -39,9 +39,9 @@ static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
         float *query = engine->shared.queries + ((size_t)t * s->query_heads + head) * width;
         for (size_t j = 0; j < width; j++)
             query[j] = values[j];
-        norm_and_rotate(engine, l->query_norm, engine->position[t], query);
+        norm_and_rotate(engine, l->query_norm, l->rotary, engine->position[t], query);
     } else if (head < s->query_heads + s->key_heads) {
-        norm_and_rotate(engine, l->key_norm, engine->position[t], values);
+        norm_and_rotate(engine, l->key_norm, l->rotary, engine->position[t], values);
         np_f32_to_f16(values, width, kv_of(engine, layer, sequence, head - s->query_heads, 0) + position * width);
     } else {
         const uint32_t key_head = head - s->query_heads - s->key_heads;
@@ -92,7 +92,7 @@ int np_engine_project(np_engine *engine, uint32_t layer)
     const np_layer *l = &engine->fixed.layers[layer];
     const size_t columns = (size_t)s->query_heads * s->head_width;
     const uint64_t started = np_clock_ns();
-    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, columns, columns, NULL);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
@@ -119,7 +119,7 @@ int np_engine_attention(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
-    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     int done = np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
     if (done < 0)
         return done;

@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
+enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
 
 /* The first of these conditions that does not hold, or NULL. */
 #define FIRST_WRONG(...)                                                  \
@@ -21,7 +21,11 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536 };
 static const char *wrong_size(const np_shape *s)
 {
     FIRST_WRONG({"width", s->width && np_quant_bytes(s->type, s->width) > 0}, {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
-                {"experts", s->experts == 1}, {"key_heads", s->key_heads > 0},
+                {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
+                {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
+                {"router", s->router == NP_ROUTER_SOFTMAX || s->router == NP_ROUTER_SIGMOID},
+                {"router_reads", s->router_reads == NP_READS_FEED_FORWARD || s->router_reads == NP_READS_LAYER},
+                {"key_heads", s->key_heads > 0},
                 {"head_width", s->head_width && (!s->rotary || s->head_width % 2 == 0)},
                 {"query_heads", s->query_heads && s->key_heads && s->query_heads % s->key_heads == 0 &&
                                     np_quant_bytes(s->type, (size_t)s->query_heads * s->head_width) > 0},
@@ -35,6 +39,7 @@ static const char *wrong_size(const np_shape *s)
                 {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
                 {"attention_scale", s->attention_scale > 0.0f && isfinite(s->attention_scale)},
                 {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
+                {"predictor_reads", s->experts == 1 || s->predictor_reads == NP_READS_FEED_FORWARD},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }
 
@@ -45,7 +50,7 @@ static const char *wrong_layout(const np_shape *s)
                 {"block_neurons", s->block_neurons && s->cluster_neurons && s->block_neurons % s->cluster_neurons == 0 &&
                                       s->block_neurons / s->cluster_neurons <= NP_MAX_BLOCK_CLUSTERS},
                 {"blocks", stored <= (uint64_t)s->blocks * s->block_neurons},
-                {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
+                {"clusters", stored >= s->neurons && (uint64_t)s->layers * s->experts * s->clusters <= NP_REQUEST_CLUSTER_MASK + 1u});
 }
 
 /* Whether `rows` of so many bytes from `offset` on lie within a slot of `part`. */

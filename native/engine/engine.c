@@ -45,6 +45,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     const size_t longest = larger(shape->width, heads_width);
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
+    const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, pairs < shape->experts ? pairs : shape->experts);
     engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
     engine->row_scale_bytes = (uint32_t)np_scale_bytes(shape->type, shape->width);
     engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
@@ -64,18 +65,31 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->list.beside = aligned_zeros((shape->block_neurons + 1) * sizeof(void *));
     engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
-    engine->asked = aligned_zeros(shape->clusters * sizeof(uint32_t));
+    engine->asked = aligned_zeros(groups * shape->clusters * sizeof(uint32_t));
+    engine->groups = aligned_zeros(groups * sizeof(np_group));
+    engine->pair_token = aligned_zeros(pairs * sizeof(uint32_t));
+    engine->pair_weight = aligned_zeros(pairs * sizeof(float));
+    engine->token_pairs = aligned_zeros(pairs * sizeof(uint32_t));
+    engine->shares = aligned_zeros(pairs * sizeof(float));
+    engine->expert_counts = aligned_zeros(shape->experts * sizeof(uint32_t));
+    engine->expert_values = aligned_zeros(shape->experts * sizeof(float));
     const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
                                engine->rows,          engine->scores,           engine->cluster_state,   engine->slot[NP_TRIGGER],
                                engine->slot[NP_VALUE], engine->pending,         engine->list.quants,     engine->list.scales,
-                               engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked};
+                               engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked,
+                               engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
+                               engine->shares,        engine->expert_counts,    engine->expert_values};
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
     if (shape->predictor_rank && shape->predictor_type != shape->type)
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
-        complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
+        complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, pairs);
+    if (shape->experts > 1)
+        complete &= vectors_create(&engine->gathered, shape->type, shape->width, tokens);
+    if (shape->experts > 1 && shape->predictor_rank)
+        complete &= vectors_create(&engine->gathered_ranks, shape->predictor_type, shape->predictor_rank, tokens);
     if (!complete) {
         np_engine_destroy(engine);
         return NULL;
@@ -90,8 +104,8 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
-    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks};
-    for (int i = 0; i < 3; i++) {
+    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_ranks};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);
         free(all[i]->panel);
     }
@@ -108,6 +122,13 @@ void np_engine_destroy(np_engine *engine)
     free(engine->list.values);
     free(engine->list.neurons);
     free(engine->asked);
+    free(engine->groups);
+    free(engine->pair_token);
+    free(engine->pair_weight);
+    free(engine->token_pairs);
+    free(engine->shares);
+    free(engine->expert_counts);
+    free(engine->expert_values);
     free(engine);
 }
 
@@ -136,6 +157,8 @@ static int begin(np_engine *engine, const np_step *step)
     memcpy(engine->sequence, step->sequences, count * sizeof *step->sequences);
     memcpy(engine->position, step->positions, count * sizeof *step->positions);
     memcpy(engine->token, step->tokens, count * sizeof *step->tokens);
+    if (s->experts == 1)
+        np_engine_route_all(engine);
     return NP_OK;
 }
 
@@ -146,6 +169,8 @@ static int layer_of(np_engine *engine, uint32_t layer)
         {np_engine_attention, np_engine_feed_forward, np_engine_project}, /* parallel: both read what the layer gets */
     };
     int done = NP_OK;
+    if (np_engine_routes(engine, NP_READS_LAYER))
+        np_engine_route(engine, layer);
     for (int i = 0; i < 3 && done >= 0; i++)
         done = stages[engine->shape.parallel != 0][i](engine, layer);
     return done;
@@ -210,7 +235,7 @@ int np_engine_barrier(np_engine *engine)
     return last;
 }
 
-static void norm_vector(const np_engine *engine, const np_norm *norm, const float *x, size_t n, float *out)
+void np_engine_norm(const np_engine *engine, const np_norm *norm, const float *x, size_t n, float *out)
 {
     if (engine->shape.norm == NP_NORM_LAYER)
         np_layer_norm(x, norm->weight, norm->bias, n, engine->shape.norm_epsilon, out);
@@ -218,19 +243,20 @@ static void norm_vector(const np_engine *engine, const np_norm *norm, const floa
         np_rms_norm(x, norm->weight, n, engine->shape.norm_epsilon, out);
 }
 
-void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const np_norm *norm)
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, uint32_t count, size_t stride, size_t n, const np_norm *norm)
 {
     to->n = n;
-    for (uint32_t t = 0; t < engine->count; t++) {
+    to->count = count;
+    for (uint32_t t = 0; t < count; t++) {
         const float *x = source + t * stride;
         if (norm) {
-            norm_vector(engine, norm, x, n, engine->vector);
+            np_engine_norm(engine, norm, x, n, engine->vector);
             x = engine->vector;
         }
         np_activation_prepare(to->type, x, n, to->prepared + t * to->stride);
     }
-    if (engine->count >= NP_PANEL_TOKENS)
-        np_panel_prepare(to->type, to->prepared, to->stride, engine->count, n, to->panel);
+    if (count >= NP_PANEL_TOKENS)
+        np_panel_prepare(to->type, to->prepared, to->stride, count, n, to->panel);
 }
 
 void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
@@ -239,8 +265,8 @@ void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix
     const size_t quant_bytes = np_quant_bytes(x->type, x->n), scale_bytes = np_scale_bytes(x->type, x->n);
     const uint8_t *quants = (const uint8_t *)m->quants + first_row * quant_bytes;
     const uint8_t *scales = scale_bytes ? (const uint8_t *)m->scales + first_row * scale_bytes : NULL;
-    if (engine->count < NP_PANEL_TOKENS) {
-        np_dot_rows(x->type, quants, scales, rows, x->n, x->prepared, x->stride, engine->count, bias ? bias + first_row : NULL, out,
+    if (x->count < NP_PANEL_TOKENS) {
+        np_dot_rows(x->type, quants, scales, rows, x->n, x->prepared, x->stride, x->count, bias ? bias + first_row : NULL, out,
                     out_stride);
         return;
     }
@@ -251,7 +277,7 @@ void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix
             quants_at[r] = quants + (row + r) * quant_bytes;
             scales_at[r] = scales ? scales + (row + r) * scale_bytes : NULL;
         }
-        np_dot_panel(x->type, quants_at, scales_at, some, x->n, x->panel, engine->count, bias ? bias + first_row + row : NULL,
+        np_dot_panel(x->type, quants_at, scales_at, some, x->n, x->panel, x->count, bias ? bias + first_row + row : NULL,
                      out + row, out_stride);
     }
 }
@@ -279,7 +305,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     const uint64_t started = np_clock_ns();
     for (uint32_t t = 0; t < count; t++) {
-        norm_vector(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
+        np_engine_norm(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
                     engine->vector);
         np_scale(engine->vector, s->width, s->logit_scale);
         np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);

@@ -12,7 +12,8 @@ typedef struct {
 typedef struct {
     int type;
     size_t n, stride;   /* elements of a vector now; bytes from one token's to the next */
-    uint8_t *prepared;  /* [max_tokens] */
+    uint32_t count;     /* vectors that are prepared */
+    uint8_t *prepared;  /* [most vectors] */
     uint8_t *panel;     /* NULL when steps have too few tokens for one */
 } np_vectors;
 enum { NP_PANEL_TOKENS = 16 }; /* from so many on a panel pays */
@@ -25,6 +26,12 @@ typedef struct {
     uint32_t *neurons;             /* [block_neurons] whose rows they are */
     uint32_t count;
 } np_row_list;
+
+/* The tokens that one expert computes. A token and one of its experts are a pair; a group's pairs follow each other, by ascending token,
+ * and groups by ascending expert. A dense layer is one group of all tokens. */
+typedef struct {
+    uint32_t expert, first, count; /* pairs [first, first+count) */
+} np_group;
 
 struct np_engine {
     np_shape shape;
@@ -43,14 +50,30 @@ struct np_engine {
     /* scratch, private to this participant */
     np_vectors vectors;         /* what the matrices and the neurons read */
     np_vectors predictor_input; /* the same for the predictor, where its type is another */
-    np_vectors ranks;
+    np_vectors ranks;           /* by pair */
+    np_vectors gathered;        /* those of one group's tokens; of a dense layer's nobody needs a copy */
+    np_vectors gathered_ranks;
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */
     size_t max_rows;
     float *scores;             /* [4][context_tokens] */
 
+    /* who computes which token of the layer in work (route.c) */
+    np_group *groups;          /* [G] */
+    uint32_t group_count;
+    uint32_t *pair_token;      /* [P] */
+    float *pair_weight;        /* [P] the expert's share of the token's sum */
+    uint32_t *token_pairs;     /* [max_tokens][experts_per_token], by ascending expert */
+    uint32_t *expert_counts;   /* [experts] */
+    float *expert_values;      /* [experts] of one token */
+    float *shares;             /* [max_tokens][experts_per_token] */
+
     /* the feed-forward layer in work */
     uint32_t layer;
+    const np_group *group;     /* in work: what clusters, neurons and tokens below are of */
+    const np_vectors *inputs;  /* of the group's tokens */
+    uint32_t block_piece, down_piece; /* taken, and not begun: maybe of a later group */
+    uint32_t downs_done;       /* pieces of the groups before */
     np_range window;           /* blocks */
     uint32_t claimed[2];       /* pieces of the layer's blocks and Downs that were taken, where nobody shares them */
     uint32_t row_quant_bytes, row_scale_bytes;
@@ -61,7 +84,7 @@ struct np_engine {
     uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
     uint32_t pending_count;
     np_row_list list;
-    uint32_t *asked;           /* [clusters] requests for the loader */
+    uint32_t *asked;           /* [G*clusters] requests for the loader */
     np_engine_counters counters;
 };
 
@@ -92,9 +115,11 @@ uint32_t np_engine_claim_own(np_engine *engine, int work, uint32_t pieces);
 np_range np_engine_share(const np_engine *engine, uint32_t n);
 /* Barrier with the engine's epoch; counts the time. */
 int np_engine_barrier(np_engine *engine);
-/* Prepare the `n`-long vectors of all tokens from `source` ([tokens][stride]); norm: theirs, or NULL. */
-void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, size_t stride, size_t n, const np_norm *norm);
-/* out[t*out_stride + r] = row first_row + r of the matrix times token t's vector. */
+/* Prepare `count` vectors, `n` long, from `source` ([count][stride]); norm: theirs, or NULL. */
+void np_engine_prepare(np_engine *engine, np_vectors *to, const float *source, uint32_t count, size_t stride, size_t n, const np_norm *norm);
+/* One token's vector, normed; out is n long. */
+void np_engine_norm(const np_engine *engine, const np_norm *norm, const float *x, size_t n, float *out);
+/* out[t*out_stride + r] = row first_row + r of the matrix times vector t. */
 void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
                    const float *bias, float *out, size_t out_stride);
 
@@ -110,6 +135,12 @@ int np_engine_embed(np_engine *engine);
 int np_engine_attention(np_engine *engine, uint32_t layer);
 int np_engine_project(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
+/* Routing (route.c): who computes which token of a layer, and asking for what that will need. np_engine_route_all is for dense layers. */
+int np_engine_routes(const np_engine *engine, int reads);
+void np_engine_route(np_engine *engine, uint32_t layer);
+void np_engine_route_all(np_engine *engine);
+/* The vectors of a group's tokens, out of those of all tokens (by_pair 0) or of all pairs (1): `from` itself, or a copy in `to`. */
+const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, int by_pair, np_vectors *to);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 
 /* Prediction (predict.c): rank vectors from the residual stream; and, after a barrier, scores: who is predicted, and what of it
@@ -126,8 +157,9 @@ int np_find_triggers(np_engine *engine, np_range clusters);
 void np_compute_triggers(np_engine *engine, np_range clusters);
 int np_find_values(np_engine *engine, np_range clusters);
 void np_compute_values(np_engine *engine, np_range clusters);
-/* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
-int np_add_downs(np_engine *engine, uint32_t block, np_range tokens);
+/* The block's partial sums of the group's tokens [from, to), into rows of `partials` from first_row on: its neurons' rows of Down in
+ * index order, times the expert's share. */
+int np_add_downs(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row);
 /* From so many tokens on, some token wants nearly every neuron's value part: it is asked for with the trigger part. */
 enum { NP_DENSE_TOKENS = 16 };
 
@@ -142,10 +174,10 @@ np_range np_clusters_of(const np_engine *engine, uint32_t first_block, uint32_t 
  * NP_NO_PIECE. NP_E_DAMAGED when it failed. */
 int np_look_up(np_engine *engine, int part, uint32_t cluster);
 /* The request for what a cluster lacks of these parts (NP_REQUEST_TRIGGER, NP_REQUEST_VALUE), or 0. */
-uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t cluster, uint32_t parts);
+uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster, uint32_t parts);
 /* Ask the loader for clusters that the step waits for. Returns NP_OK or NP_E_EPOCH. */
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count);
 /* A guess of what later work wants; what the ring has no room for is let go. */
-void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t first_block, uint32_t end_block, uint32_t parts);
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts);
 
 #endif

@@ -1,11 +1,12 @@
-/* Feed-forward of one layer: the blocks this participant takes, what is resident of them first.
+/* Feed-forward of one layer: the blocks this participant takes, what is resident of them first. In a mixture each chosen expert has
+ * blocks of its own, for the tokens that chose it: one group after the other. A dense layer is one group of all tokens.
  *
  *   a cluster    looked  ->  triggered (fired or not)  ->  done   its two parts may arrive at any time, in any order
  *   a block      claimed ->  pending, while some cluster of it is not done  ->  done: its rows of Down are added
  *
  * The promise of equal bits rests on three rules kept here and in neurons.c: a gate or up value is one whole row product; the
  * neurons of a block add to the block's partial sum in index order; block sums meet in a fixed tree (np_sum_tree). When a cluster
- * arrives, and who computes a block, changes nothing. */
+ * arrives, and who computes a block, changes nothing. A token's experts are added to its residual stream one after the other, by number. */
 #include <string.h>
 
 #include "engine.h"
@@ -22,8 +23,9 @@ static int sums_at_once(const np_engine *engine)
 static int finish(np_engine *engine, uint32_t block)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
-    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * engine->count;
-    const int added = sums_at_once(engine) ? np_add_downs(engine, block, (np_range){0, engine->count}) : NP_OK;
+    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * engine->group->count;
+    const int added =
+        sums_at_once(engine) ? np_add_downs(engine, block, (np_range){0, engine->group->count}, engine->group->first) : NP_OK;
     return added < 0 ? added : 1;
 }
 
@@ -75,27 +77,58 @@ static void close_window(np_engine *engine)
     engine->window = (np_range){0, 0};
 }
 
-/* Publish the window that holds `block`: what the cache must leave alone while this participant reads it. Whoever takes a window's first
- * block asks for what the next window lacks, where every trigger is needed anyway. */
+/* What is asked for ahead, where every trigger is needed: with many tokens, or where every neuron fires, the value parts as well. */
+static uint32_t parts_ahead(const np_engine *engine, const np_group *group)
+{
+    const int whole = group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
+    return whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
+}
+
+/* Of a mixture all that the layer will want, by the experts that were chosen: each sharer asks for some of the groups. */
+static void ask_for_groups(np_engine *engine)
+{
+    if (!engine->config.prefetch || engine->shape.predictor_rank)
+        return;
+    for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
+        np_ask_ahead(engine, engine->layer, engine->groups[g].expert, engine->blocks, parts_ahead(engine, &engine->groups[g]));
+}
+
+/* Of a dense layer what the window after this one lacks. */
+static void ask_for_next_window(np_engine *engine)
+{
+    const np_range own = engine->blocks;
+    const uint32_t end = engine->window.to, wide = engine->config.window_blocks;
+    const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
+    if (layer < engine->shape.layers)
+        np_ask_ahead(engine, layer, 0, (np_range){next, own.to - next < wide ? own.to : next + wide}, parts_ahead(engine, engine->group));
+}
+
+/* Publish the window of the group that holds `block`: what the cache must leave alone while this participant reads it. Whoever takes a
+ * window's first block asks for what the next window lacks. */
 static void open_window(np_engine *engine, uint32_t block)
 {
-    const np_shape *s = &engine->shape;
     const np_range own = engine->blocks;
     const uint32_t wide = engine->config.window_blocks, first = own.from + (block - own.from) / wide * wide;
     const uint32_t end = own.to - first < wide ? own.to : first + wide;
     const np_range clusters = np_clusters_of(engine, first, end);
-    const uint64_t base = np_cluster_index(engine, engine->layer, 0, 0);
+    const uint64_t base = np_cluster_index(engine, engine->layer, engine->group->expert, 0);
     engine->window = (np_range){first, end};
     np_long_store(engine->shared.window, (base + clusters.from) << 32 | (base + clusters.to));
     memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
         engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NO_PIECE;
-    if (!engine->config.prefetch || s->predictor_rank || block != first)
+    if (engine->config.prefetch && !engine->shape.predictor_rank && engine->shape.experts == 1 && block == first)
+        ask_for_next_window(engine);
+}
+
+/* From now on clusters, neurons and tokens are this group's. Nothing of another group may be pending. */
+static void enter_group(np_engine *engine, const np_group *group)
+{
+    if (engine->group == group)
         return;
-    const uint32_t parts = engine->count >= NP_DENSE_TOKENS ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
-    const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
-    if (layer < s->layers)
-        np_ask_ahead(engine, layer, next, own.to - next < wide ? own.to : next + wide, parts);
+    close_window(engine);
+    engine->group = group;
+    engine->inputs = np_engine_gather(engine, group, &engine->vectors, 0, &engine->gathered);
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
@@ -141,9 +174,10 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
 
 /* One part after the other, as engines without a pipeline do it: a window's triggers are all there before the first is computed, and
  * all participants have computed theirs before the value parts begin, which wait for each other likewise. For comparison. */
-static int compute_matrices(np_engine *engine)
+static int compute_matrices(np_engine *engine, const np_group *group)
 {
     int done = NP_OK;
+    enter_group(engine, group);
     for (uint32_t block = engine->blocks.from; block < engine->blocks.to && done >= 0; block = engine->window.to) {
         open_window(engine, block);
         done = do_own(engine, triggers_there, triggers_there);
@@ -160,15 +194,23 @@ static int compute_matrices(np_engine *engine)
 }
 
 /* ---- the pipeline ------------------------------------------------------------------------------------------------- */
-static int compute_blocks(np_engine *engine)
+static void take_block(np_engine *engine)
+{
+    const uint32_t own = engine->blocks.to - engine->blocks.from;
+    engine->block_piece = np_engine_claim_own(engine, NP_WORK_BLOCKS, engine->group_count * own);
+}
+
+/* The blocks that this participant takes of one group. The first that is another's waits. */
+static int compute_blocks(np_engine *engine, const np_group *group)
 {
     if (!engine->config.pipeline)
-        return compute_matrices(engine);
+        return compute_matrices(engine, group);
+    const uint32_t own = engine->blocks.to - engine->blocks.from;
     int done = NP_OK;
     engine->pending_count = 0;
-    const uint32_t pieces = engine->blocks.to - engine->blocks.from;
-    for (uint32_t piece; (piece = np_engine_claim_own(engine, NP_WORK_BLOCKS, pieces)) != NP_NO_PIECE;) {
-        const uint32_t block = engine->blocks.from + piece;
+    for (; engine->block_piece != NP_NO_PIECE && engine->groups + engine->block_piece / own == group; take_block(engine)) {
+        const uint32_t block = engine->blocks.from + engine->block_piece % own;
+        enter_group(engine, group);
         if (block < engine->window.from || block >= engine->window.to) {
             done = finish_pending(engine, advance);
             if (done < 0)
@@ -184,47 +226,78 @@ static int compute_blocks(np_engine *engine)
     return finish_pending(engine, advance);
 }
 
-/* Add the sums of all blocks, and Down's bias, to the residual stream, for the tokens [from, to). */
-static int combine(np_engine *engine, np_range tokens)
+/* ---- sums --------------------------------------------------------------------------------------------------------- */
+/* Add a row of block sums to a token's residual stream, in these columns. */
+static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_range columns)
 {
     const np_shape *s = &engine->shape;
-    const np_range own = np_engine_share(engine, s->width);
     const float *bias = engine->fixed.layers[engine->layer].down_bias;
-    int done = np_engine_barrier(engine);
+    for (uint32_t column = columns.from; column < columns.to; column += NP_PIECE_ROWS) {
+        const uint32_t some = columns.to - column < NP_PIECE_ROWS ? columns.to - column : NP_PIECE_ROWS;
+        np_sum_tree(engine->shared.partials + (size_t)row * s->blocks * s->width + column, s->blocks, s->width, some, engine->rows);
+        if (bias)
+            np_add(bias + column, some, engine->rows);
+        np_scale(engine->rows, some, s->residual_scale);
+        np_add(engine->rows, some, engine->shared.residual + (size_t)token * s->width + column);
+    }
+}
+
+/* Add the sums of all blocks, and Down's bias, to the residual stream: of every token's pairs, where group is NULL; else of the group's
+ * tokens [from, to), which lie in rows from 0 on. */
+static int combine(np_engine *engine, const np_group *group, np_range tokens)
+{
+    const np_range own = np_engine_share(engine, engine->shape.width);
+    const uint32_t each = engine->shape.experts_per_token;
+    const int done = np_engine_barrier(engine);
     if (done < 0)
         return done;
     const uint64_t started = np_clock_ns();
-    for (uint32_t t = tokens.from; t < tokens.to; t++)
-        for (uint32_t column = own.from; column < own.to; column += NP_PIECE_ROWS) {
-            const uint32_t columns = own.to - column < NP_PIECE_ROWS ? own.to - column : NP_PIECE_ROWS;
-            np_sum_tree(engine->shared.partials + (size_t)(t - tokens.from) * s->blocks * s->width + column, s->blocks, s->width,
-                        columns, engine->rows);
-            if (bias)
-                np_add(bias + column, columns, engine->rows);
-            np_scale(engine->rows, columns, s->residual_scale);
-            np_add(engine->rows, columns, engine->shared.residual + (size_t)t * s->width + column);
-        }
+    for (uint32_t t = tokens.from; t < tokens.to; t++) {
+        if (group)
+            add_block_sums(engine, t - tokens.from, engine->pair_token[group->first + t], own);
+        for (uint32_t n = 0; !group && n < each; n++)
+            add_block_sums(engine, engine->token_pairs[t * each + n], t, own);
+    }
     np_trace_put(&engine->shared.trace, NP_SPAN_COMBINE, engine->layer, tokens.to - tokens.from, engine->step, started);
     return np_engine_barrier(engine);
 }
 
-/* Many tokens: block sums of some tokens, their combination, then those of the next. The window, a whole layer, is still open. */
-static int sum_by_turns(np_engine *engine)
+/* Many tokens: block sums of some of a group's tokens, their combination, then those of the next. The window, a whole expert, stays open. */
+static int sum_by_turns(np_engine *engine, const np_group *group)
 {
-    const uint32_t blocks = engine->blocks.to - engine->blocks.from, at_once = engine->config.partial_tokens;
-    const uint32_t turns = (engine->count + at_once - 1) / at_once;
+    const uint32_t own = engine->blocks.to - engine->blocks.from, at_once = engine->config.partial_tokens;
+    const uint32_t turns = (group->count + at_once - 1) / at_once;
     int done = np_engine_barrier(engine);
+    enter_group(engine, group);
     if (engine->window.to == 0)
         open_window(engine, engine->blocks.from); /* this participant had no block */
-    uint32_t piece = np_engine_claim_own(engine, NP_WORK_DOWNS, turns * blocks);
     for (uint32_t turn = 0; turn < turns && done >= 0; turn++) {
-        const uint32_t from = turn * at_once;
-        const np_range tokens = {from, engine->count - from < at_once ? engine->count : from + at_once};
-        for (; piece != NP_NO_PIECE && piece / blocks == turn && done >= 0;
-             piece = np_engine_claim_own(engine, NP_WORK_DOWNS, turns * blocks))
-            done = np_add_downs(engine, engine->blocks.from + piece % blocks, tokens);
+        const uint32_t from = turn * at_once, end = engine->downs_done + (turn + 1) * own;
+        const np_range tokens = {from, group->count - from < at_once ? group->count : from + at_once};
+        for (; engine->down_piece < end && done >= 0; engine->down_piece = np_engine_claim_own(engine, NP_WORK_DOWNS, UINT32_MAX))
+            done = np_add_downs(engine, engine->blocks.from + engine->down_piece % own, tokens, 0);
         if (done >= 0)
-            done = combine(engine, tokens);
+            done = combine(engine, group, tokens);
+    }
+    engine->downs_done += turns * own;
+    return done;
+}
+
+static int compute_groups(np_engine *engine)
+{
+    const int at_once = sums_at_once(engine);
+    int done = NP_OK;
+    engine->group = NULL;
+    engine->claimed[0] = engine->claimed[1] = 0;
+    engine->downs_done = 0;
+    if (engine->config.pipeline)
+        take_block(engine);
+    if (!at_once)
+        engine->down_piece = np_engine_claim_own(engine, NP_WORK_DOWNS, UINT32_MAX);
+    for (uint32_t g = 0; g < engine->group_count && done >= 0; g++) {
+        done = compute_blocks(engine, &engine->groups[g]);
+        if (done >= 0 && !at_once)
+            done = sum_by_turns(engine, &engine->groups[g]);
     }
     return done;
 }
@@ -234,9 +307,12 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     const np_shape *s = &engine->shape;
     int done = NP_OK;
     engine->layer = layer;
-    engine->claimed[0] = engine->claimed[1] = 0;
     const np_norm *norm = &engine->fixed.layers[layer].ffn_norm;
-    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, s->width, s->width, norm);
+    np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
+    if (np_engine_routes(engine, NP_READS_FEED_FORWARD))
+        np_engine_route(engine, layer);
+    if (s->experts > 1)
+        ask_for_groups(engine);
     if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
         np_predict_ranks(engine, norm);
         done = np_engine_barrier(engine);
@@ -247,10 +323,8 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     }
     const uint64_t started = np_clock_ns(), active = engine->counters.active;
     if (done >= 0)
-        done = compute_blocks(engine);
+        done = compute_groups(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, layer, (uint32_t)(engine->counters.active - active), engine->step, started);
-    if (done >= 0 && !sums_at_once(engine))
-        done = sum_by_turns(engine);
     close_window(engine); /* whatever happened: nothing is read now */
-    return done >= 0 && sums_at_once(engine) ? combine(engine, (np_range){0, engine->count}) : done;
+    return done >= 0 && sums_at_once(engine) ? combine(engine, NULL, (np_range){0, engine->count}) : done;
 }

@@ -8,9 +8,10 @@
 #include <math.h>
 #include <string.h>
 
-static float *hidden_of(np_engine *engine, uint32_t token, uint32_t neuron)
+/* A neuron's value for the group's token t. */
+static float *hidden_of(np_engine *engine, uint32_t t, uint32_t neuron)
 {
-    return engine->shared.hidden + token * engine->layer_neurons + neuron;
+    return engine->shared.hidden + (engine->group->first + t) * engine->layer_neurons + neuron;
 }
 
 /* Whether a neuron's value can be other than zero, from its trigger alone. */
@@ -53,7 +54,7 @@ static void list_row(np_engine *engine, const uint8_t *quants, const uint8_t *sc
 static void dot_listed(np_engine *engine, uint32_t t, const np_fetch *fetch)
 {
     np_dot_scattered(engine->shape.type, engine->list.quants, engine->list.scales, engine->list.count, engine->shape.width,
-                     engine->count == 1 ? fetch : NULL, engine->vectors.prepared + t * engine->vectors.stride, 0, 1,
+                     engine->group->count == 1 ? fetch : NULL, engine->inputs->prepared + t * engine->inputs->stride, 0, 1,
                      engine->list.values, 0);
 }
 
@@ -76,7 +77,7 @@ static const uint8_t *scales_of(const np_engine *engine, const np_matrix_place *
 /* Where the value part seems to be, good for fetching only; the trigger part when it is not there. */
 static const void *value_part_at_a_glance(const np_engine *engine, uint32_t cluster, const uint8_t *trigger_part)
 {
-    const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, 0, cluster)]);
+    const uint32_t value = np_word_load(&engine->shared.entries[NP_VALUE][np_cluster_index(engine, engine->layer, engine->group->expert, cluster)]);
     if ((value & NP_ENTRY_STATE_MASK) != NP_ENTRY_PRESENT)
         return trigger_part;
     return engine->shared.slots[NP_VALUE] + (size_t)(value & NP_ENTRY_SLOT_MASK) * engine->shape.slot_bytes[NP_VALUE];
@@ -111,7 +112,7 @@ static void take_value(np_engine *engine, uint32_t t, uint32_t neuron, float val
     *hidden_of(engine, t, neuron) = value;
     engine->counters.active += value != 0.0f;
     if (engine->shared.activity && value != 0.0f)
-        engine->shared.activity[engine->layer * engine->layer_neurons + neuron]++;
+        engine->shared.activity[(engine->layer * engine->shape.experts + engine->group->expert) * engine->layer_neurons + neuron]++;
 }
 
 static void note_fired(np_engine *engine, uint32_t neuron)
@@ -162,22 +163,22 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const int own_slot = s->cluster_neurons == 1;
-    if (!s->predictor_rank && engine->count > 1) { /* all tokens want all triggers */
+    if (!s->predictor_rank && engine->group->count > 1) { /* all tokens want all triggers */
         const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, NULL, 0};
         list_triggers(engine, clusters, 0, 0);
-        if (engine->count >= NP_PANEL_TOKENS)
-            np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->vectors.panel,
-                         engine->count, NULL, engine->rows, engine->max_rows);
+        if (engine->group->count >= NP_PANEL_TOKENS)
+            np_dot_panel(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, engine->inputs->panel,
+                         engine->group->count, NULL, engine->rows, engine->max_rows);
         else
             np_dot_scattered(s->type, engine->list.quants, engine->list.scales, engine->list.count, s->width, &fetch,
-                             engine->vectors.prepared, engine->vectors.stride, engine->count, engine->rows, engine->max_rows);
-        for (uint32_t t = 0; t < engine->count; t++)
+                             engine->inputs->prepared, engine->inputs->stride, engine->group->count, engine->rows, engine->max_rows);
+        for (uint32_t t = 0; t < engine->group->count; t++)
             take_triggers(engine, t, engine->rows + t * engine->max_rows);
     } else {
         /* A neuron that was predicted will most likely fire: its value part comes along. */
         const int whole = own_slot && s->predictor_rank;
         const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, whole ? engine->list.beside : NULL, s->slot_bytes[NP_VALUE]};
-        for (uint32_t t = 0; t < engine->count; t++) {
+        for (uint32_t t = 0; t < engine->group->count; t++) {
             list_triggers(engine, clusters, t, whole);
             dot_listed(engine, t, &fetch);
             take_triggers(engine, t, engine->list.values);
@@ -191,7 +192,8 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
 /* Look the trigger parts of a block up. Returns how many are still to come, or an error. */
 int np_find_triggers(np_engine *engine, np_range clusters)
 {
-    const int whole = (engine->shape.predictor_rank && engine->config.bundle) || engine->count >= NP_DENSE_TOKENS;
+    const int dense = engine->group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
+    const int whole = (engine->shape.predictor_rank && engine->config.bundle) || dense;
     const uint32_t parts = whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     int missing = 0;
     uint32_t asked = 0;
@@ -200,7 +202,7 @@ int np_find_triggers(np_engine *engine, np_range clusters)
         if (*state & NP_CLUSTER_TRIGGERED)
             continue;
         if (!(*state & NP_CLUSTER_LOOKED) && !np_cluster_is_predicted(engine, cluster)) {
-            for (uint32_t t = 0; t < engine->count; t++)
+            for (uint32_t t = 0; t < engine->group->count; t++)
                 memset(hidden_of(engine, t, cluster * engine->shape.cluster_neurons), 0, engine->shape.cluster_neurons * sizeof(float));
             *state |= NP_CLUSTER_LOOKED | NP_CLUSTER_TRIGGERED | NP_CLUSTER_DONE;
             continue;
@@ -218,7 +220,7 @@ int np_find_triggers(np_engine *engine, np_range clusters)
         missing++;
         if (!(*state & NP_CLUSTER_TRIGGER_ASKED)) {
             *state |= NP_CLUSTER_TRIGGER_ASKED;
-            const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
+            const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, parts);
             if (lacking)
                 engine->asked[asked++] = lacking;
         }
@@ -245,7 +247,7 @@ int np_find_values(np_engine *engine, np_range clusters)
             engine->counters.clusters[NP_VALUE]++;
             engine->counters.missed[NP_VALUE] += !there;
             if (!there) {
-                const uint32_t lacking = np_lacking(engine, engine->layer, cluster, NP_REQUEST_VALUE);
+                const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, NP_REQUEST_VALUE);
                 if (lacking)
                     engine->asked[asked++] = lacking;
             }
@@ -262,7 +264,7 @@ static void multiply_by_ups(np_engine *engine, np_range clusters)
     const np_shape *s = &engine->shape;
     const uint32_t n = s->cluster_neurons;
     const np_fetch fetch = {n == 1 ? s->slot_bytes[NP_VALUE] : 0, NULL, 0}; /* the row of Down lies behind that of Up */
-    for (uint32_t t = 0; t < engine->count; t++) {
+    for (uint32_t t = 0; t < engine->group->count; t++) {
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
             if ((engine->cluster_state[cluster] & (NP_CLUSTER_FIRED | NP_CLUSTER_DONE)) != NP_CLUSTER_FIRED ||
@@ -303,14 +305,14 @@ static int find_again(np_engine *engine, uint32_t cluster)
     return NP_OK;
 }
 
-/* The block's partial sums of the tokens [from, to), into rows from 0 on: its neurons' rows of Down in index order. */
-int np_add_downs(np_engine *engine, uint32_t block, np_range tokens)
+int np_add_downs(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row)
 {
     const np_shape *s = &engine->shape;
     const np_range clusters = np_clusters_of(engine, block, block + 1);
     const uint32_t n = s->cluster_neurons;
     for (uint32_t t = tokens.from; t < tokens.to; t++) {
-        float *partial = engine->shared.partials + ((size_t)(t - tokens.from) * s->blocks + block) * s->width;
+        float *partial = engine->shared.partials + ((size_t)(first_row + t - tokens.from) * s->blocks + block) * s->width;
+        const float share = engine->pair_weight[engine->group->first + t];
         engine->list.count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
             for (uint32_t i = 0; i < n; i++) {
@@ -321,7 +323,7 @@ int np_add_downs(np_engine *engine, uint32_t block, np_range tokens)
                 if (found < 0)
                     return found;
                 list_row(engine, quants_of(engine, &s->down, cluster) + (size_t)i * engine->row_quant_bytes,
-                         scales_of(engine, &s->down, cluster) + (size_t)i * engine->row_scale_bytes, cluster * n + i, value);
+                         scales_of(engine, &s->down, cluster) + (size_t)i * engine->row_scale_bytes, cluster * n + i, share * value);
             }
         memset(partial, 0, s->width * sizeof *partial);
         np_add_rows(s->type, engine->list.quants, engine->list.scales, engine->list.values, engine->list.count, s->width, partial);

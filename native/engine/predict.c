@@ -11,9 +11,11 @@ int np_predicts(const np_engine *engine, int reads)
     return engine->shape.predictor_rank && engine->shape.predictor_reads == reads;
 }
 
+/* Of a neuron of the group in work. */
 static uint8_t *predictions(const np_engine *engine, uint32_t neuron)
 {
-    return engine->shared.predicted + neuron * engine->mask_bytes;
+    const size_t group = (size_t)(engine->group - engine->groups);
+    return engine->shared.predicted + (group * engine->layer_neurons + neuron) * engine->mask_bytes;
 }
 
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t)
@@ -35,36 +37,43 @@ int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
 void np_predict_ranks(np_engine *engine, const np_norm *norm)
 {
     const np_shape *s = &engine->shape;
-    const np_matrix *m = &engine->fixed.layers[engine->layer].predictor.input;
-    np_vectors *x = s->predictor_type == s->type ? &engine->vectors : &engine->predictor_input;
-    if (x != &engine->vectors)
-        np_engine_prepare(engine, x, engine->shared.residual, s->width, s->width, norm);
+    np_vectors *all = s->predictor_type == s->type ? &engine->vectors : &engine->predictor_input;
+    if (all != &engine->vectors)
+        np_engine_prepare(engine, all, engine->shared.residual, engine->count, s->width, s->width, norm);
     const uint32_t pieces = (s->predictor_rank + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
-    for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_RANK, pieces)) != NP_NO_PIECE;) {
-        const uint32_t row = piece * NP_PIECE_ROWS, left = s->predictor_rank - row, rows = left < NP_PIECE_ROWS ? left : NP_PIECE_ROWS;
-        float *ranks = engine->shared.ranks + row;
+    const np_vectors *x = NULL;
+    engine->group = NULL;
+    for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_RANK, engine->group_count * pieces)) != NP_NO_PIECE;) {
+        const np_group *group = &engine->groups[piece / pieces];
+        if (group != engine->group)
+            x = np_engine_gather(engine, group, all, 0, &engine->gathered);
+        engine->group = group;
+        const np_matrix *m = &engine->fixed.layers[engine->layer].predictors[group->expert].input;
+        const uint32_t row = piece % pieces * NP_PIECE_ROWS, left = s->predictor_rank - row;
+        const uint32_t rows = left < NP_PIECE_ROWS ? left : NP_PIECE_ROWS;
+        float *ranks = engine->shared.ranks + (size_t)group->first * s->predictor_rank + row;
         np_engine_dot(engine, x, m, row, rows, NULL, ranks, s->predictor_rank);
-        for (uint32_t t = 0; s->predictor_relu && t < engine->count; t++)
+        for (uint32_t t = 0; s->predictor_relu && t < group->count; t++)
             for (uint32_t r = 0; r < rows; r++)
                 if (ranks[t * s->predictor_rank + r] < 0.0f)
                     ranks[t * s->predictor_rank + r] = 0.0f;
     }
 }
 
-/* Who of a block is predicted. Padding beyond the layer's last neuron is not. */
-static uint32_t predict_block(np_engine *engine, uint32_t block)
+/* Who of a block of the group in work is predicted; ranks: of its tokens. Padding beyond the last neuron is not. */
+static uint32_t predict_block(np_engine *engine, const np_vectors *ranks, uint32_t block)
 {
     const np_shape *s = &engine->shape;
-    const np_predictor *p = &engine->fixed.layers[engine->layer].predictor;
+    const np_predictor *p = &engine->fixed.layers[engine->layer].predictors[engine->group->expert];
     const uint32_t first = block * s->block_neurons, left = s->neurons > first ? s->neurons - first : 0;
     const uint32_t rows = left < s->block_neurons ? left : s->block_neurons;
     uint32_t predicted = 0;
     memset(predictions(engine, first), 0, s->block_neurons * engine->mask_bytes);
     const int both = p->sides[1].quants != NULL;
     for (int side = 0; side <= both; side++)
-        np_engine_dot(engine, &engine->ranks, &p->sides[side], first, rows, p->biases[side],
+        np_engine_dot(engine, ranks, &p->sides[side], first, rows, p->biases[side],
                       engine->rows + (size_t)side * s->block_neurons, engine->max_rows);
-    for (uint32_t t = 0; t < engine->count; t++) {
+    for (uint32_t t = 0; t < engine->group->count; t++) {
         const float *trigger = engine->rows + t * engine->max_rows, *up = both ? trigger + s->block_neurons : trigger;
         uint8_t *mask = predictions(engine, first) + t / 8;
         const uint8_t bit = (uint8_t)(1u << t % 8);
@@ -85,7 +94,7 @@ static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
         if (!np_cluster_is_predicted(engine, cluster))
             continue;
-        const uint32_t lacking = np_lacking(engine, engine->layer, cluster, parts);
+        const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, parts);
         engine->counters.foreseen++;
         if (lacking & NP_REQUEST_TRIGGER) { /* of a neuron whose trigger is there, that decides whether the value part is read */
             engine->asked[count++] = lacking;
@@ -99,10 +108,18 @@ int np_predict_scores(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const uint64_t started = np_clock_ns();
+    const uint32_t pairs = engine->count * s->experts_per_token;
     uint32_t predicted = 0, asked = 0;
-    np_engine_prepare(engine, &engine->ranks, engine->shared.ranks, s->predictor_rank, s->predictor_rank, NULL);
-    for (uint32_t block; (block = np_engine_claim(engine, engine->layer, NP_WORK_SCORE, s->blocks)) != NP_NO_PIECE;) {
-        predicted += predict_block(engine, block);
+    np_engine_prepare(engine, &engine->ranks, engine->shared.ranks, pairs, s->predictor_rank, s->predictor_rank, NULL);
+    const np_vectors *ranks = NULL;
+    engine->group = NULL;
+    for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_SCORE, engine->group_count * s->blocks)) != NP_NO_PIECE;) {
+        const np_group *group = &engine->groups[piece / s->blocks];
+        const uint32_t block = piece % s->blocks;
+        if (group != engine->group)
+            ranks = np_engine_gather(engine, group, &engine->ranks, 1, &engine->gathered_ranks);
+        engine->group = group;
+        predicted += predict_block(engine, ranks, block);
         if (engine->config.prefetch)
             asked = foresee(engine, block, asked);
     }

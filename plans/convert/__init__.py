@@ -1,5 +1,5 @@
 """From the model files people have to a package."""
 
-from neuronpipe.plans.convert.conversion import Progress, convert
+from neuronpipe.plans.convert.conversion import Encoded, Progress, convert
 
-__all__ = ["Progress", "convert"]
+__all__ = ["Encoded", "Progress", "convert"]

@@ -55,11 +55,10 @@ def refuse_missing_tokenizer(path: Path) -> None:
     """Refuse when there is no tokenizer.json at `path`; a slow tokenizer beside it can be saved as a fast one."""
     if os.path.exists(path):
         return
-    slow = next((name for name in ("tokenizer.model", "vocab.json") if os.path.exists(path.with_name(name))), None)
-    if path.name == "tokenizer.json" and slow is not None:
+    if path.name == "tokenizer.json" and os.path.exists(path.with_name("vocab.json")):
         raise UserError(
-            f"{path}: missing, there is {slow} only; make it with `{_saved_by('AutoTokenizer', path.parent)}` "
-            "(needs transformers and sentencepiece), or pass --tokenizer FILE"
+            f"{path}: missing, there is vocab.json only; make it with `{_saved_by('AutoTokenizer', path.parent)}` "
+            "(needs transformers), or pass --tokenizer FILE"
         )
     raise UserError(f"{path}: missing; save the model's fast tokenizer there, or pass --tokenizer FILE")
 

@@ -176,6 +176,12 @@ class Inventory:
         self._taken.add(name)
         return StoredMatrix(name, file, offset, shape[0] if len(shape) > 1 else 1, shape[-1], encoding)
 
+    def take_stack(self, name: str, count: int, rows: int, columns: int) -> tuple[StoredMatrix, ...]:
+        """So many matrices of one shape, one behind the other in one tensor."""
+        whole = self.take(name, count, rows, columns)
+        row = replace(whole, rows=count * rows)
+        return tuple(replace(row.rows_from(number * rows, rows), rows=rows) for number in range(count))
+
     def take_rows(self, name: str, columns: int) -> StoredMatrix:
         """A matrix of so many columns and any number of rows."""
         found = self.shape(name)
@@ -202,9 +208,10 @@ class Options(NamedTuple):
 class Checkpoint:
     """Everything about a model that conversion needs. Context manager: closes its files.
 
-    `matrices` and `vectors` have the names of fixed.safetensors, and the feed-forward's matrices of every layer
-    besides. A name stands for one stored tensor or for several, one below the other (query, key and value). down is
-    [width, neurons]. inverse_frequency: of rotary positions.
+    `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
+    (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
+    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors:
+    the file that holds some beside the model, if any.
     """
 
     source: Source
@@ -215,6 +222,8 @@ class Checkpoint:
     inverse_frequency: NDArray[np.float32] | None
     matrices: Stack
     vectors: Stack
+    down_by_neuron: bool = False
+    predictors: Path | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Checkpoint:
@@ -224,6 +233,11 @@ class Checkpoint:
         self.files.close()
 
 
+def ffn_name(model: ModelSpec, layer: str, expert: int, matrix: str) -> str:
+    """What a matrix of a feed-forward is called in a Checkpoint; layer: what its layer's names begin with."""
+    return f"{layer}.{matrix}" if model.experts == 1 else f"{layer}.experts.{expert}.{matrix}"
+
+
 def take_tensors(
     inventory: Inventory,
     model: ModelSpec,
@@ -231,14 +245,15 @@ def take_tensors(
     orders: Mapping[str, RowNumbers] | None = None,
     *,
     norm_offset: float = 0.0,
+    down_by_neuron: bool = False,
 ) -> tuple[Stack, Stack]:
     """(matrices, vectors) of a checkpoint, by what its source calls them. Raises UserError where a tensor is missing or
     has another shape.
 
     orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them, and of
-    `query_key_value`. norm_offset: what the stored weights of norms lack.
+    `query_key_value`. norm_offset: what the stored weights of norms lack. down_by_neuron: Down is stored transposed.
     """
-    taken = _Tensors(inventory, model, names, orders or {}, norm_offset)
+    taken = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
     taken.take_around_layers()
     for number in range(model.layers):
         taken.take_layer(number)
@@ -255,11 +270,13 @@ class _Tensors:
         names: TensorNames,
         orders: Mapping[str, RowNumbers],
         norm_offset: float,
+        down_by_neuron: bool,
     ) -> None:
         self.matrices: dict[str, tuple[StoredMatrix, ...]] = {}
         self.vectors: dict[str, tuple[StoredMatrix, ...]] = {}
         self._inventory, self._model, self._names, self._orders = inventory, model, names, orders
         self._norm_offset = norm_offset
+        self._down_by_neuron = down_by_neuron
 
     def take_around_layers(self) -> None:
         """What comes before the first layer and after the last one."""
@@ -313,10 +330,17 @@ class _Tensors:
             self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
 
     def _take_ffn(self, here: str, layer: str) -> None:
-        neurons, width = self._model.neurons, self._model.width
-        shapes = {"gate": (neurons, width), "up": (neurons, width), "down": (width, neurons)}
-        for matrix in self._model.ffn_matrices:
-            self.matrices[f"{here}.{matrix}"] = (self._weight(f"{layer}{self._name(matrix)}", *shapes[matrix]),)
+        neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
+        if experts > 1:
+            self.vectors[f"{here}.router"] = (self._weight(f"{layer}{self._name('router')}", experts, width),)
+        down = (neurons, width) if self._down_by_neuron else (width, neurons)
+        shapes = {"gate": (neurons, width), "up": (neurons, width), "down": down}
+        for expert in range(experts):
+            of_expert = "" if experts == 1 else f"{layer}{self._names.expert.format(expert)}"
+            for matrix in self._model.ffn_matrices:
+                stored, shape = f"{of_expert or layer}{self._name(matrix)}", shapes[matrix]
+                taken = self._of_stack(stored, expert, *shape) if self._names.stacked else self._weight(stored, *shape)
+                self.matrices[ffn_name(self._model, here, expert, matrix)] = (taken,)
         if self._model.ffn_bias:
             self.vectors[f"{here}.up.bias"] = (self._bias(f"{layer}{self._names.up}", neurons).as_column(),)
             self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
@@ -325,6 +349,9 @@ class _Tensors:
         self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
         if self._model.norm == "layer":
             self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
+
+    def _of_stack(self, stored: str, expert: int, rows: int, columns: int) -> StoredMatrix:
+        return self._inventory.take_stack(f"{stored}.weight", self._model.experts, rows, columns)[expert]
 
     def _weight(self, stored: str, *shape: int) -> StoredMatrix:
         return self._inventory.take(f"{stored}.weight", *shape)

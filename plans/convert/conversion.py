@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
-from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix
-from neuronpipe.plans.convert.encodings import decode_stored, same_encoding
+from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, RowNumbers, SourceFile, StoredMatrix, ffn_name
+from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, nearest_quantization, same_encoding
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
@@ -39,11 +39,30 @@ Progress = Callable[[int, int], None]
 """Called with the number of weights that are written and the number of all weights."""
 
 
+class Encoded(NamedTuple):
+    """What encoding did to the matrices. The error is against the values that the source stores: a source that is
+    quantized had lost something before."""
+
+    source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
+    worst_tensor: str
+    worst_error: float  # |w - w'| / |w|
+    predictors: Path | None = None  # the file that `profile --import` takes, where the source has predictors
+
+    @property
+    def source_was_quantized(self) -> bool:
+        """Whether any matrix had lost something before."""
+        return not set(self.source_weights) <= set(PLAIN_BYTES)
+
+
+Report = Callable[[Encoded], None]
+"""Called once, when the package is complete."""
+
+
 def convert(
     source: Path,
     target: Path,
     *,
-    quantization: Quantization,
+    quantization: Quantization | None = None,
     activation: Activation | None = None,
     frequencies: Path | None = None,
     tokenizer: Path | None = None,
@@ -51,16 +70,18 @@ def convert(
     name: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    report: Report | None = None,
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
+    quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
     activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
     [layers, experts, neurons]; neurons are then stored hot first. Configuration, headers and shapes are checked before
     anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
     """
     with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
-        return conversion.write(target, overwrite=overwrite, progress=progress)
+        return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 
 
 def open_checkpoint(path: Path, options: Options) -> Checkpoint:
@@ -82,11 +103,13 @@ class Conversion:
         self,
         checkpoint: Checkpoint,
         *,
-        quantization: Quantization,
+        quantization: Quantization | None = None,
         frequencies: Path | None = None,
         name: str | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
+        self._source_weights = _weights_by_encoding(checkpoint)
+        quantization = quantization or nearest_quantization(self._source_weights)
         _require_groups(checkpoint, quantization)
         shares = None if frequencies is None else read_frequencies(frequencies, model)
         neuron_order: NeuronOrder = "source" if shares is None else "frequency"
@@ -111,7 +134,13 @@ class Conversion:
         return package_bytes(self.manifest) + len(self.checkpoint.tokenizer)
 
     def write(
-        self, target: Path, *, overwrite: bool, progress: Progress | None = None, place: Path | None = None
+        self,
+        target: Path,
+        *,
+        overwrite: bool,
+        progress: Progress | None = None,
+        report: Report | None = None,
+        place: Path | None = None,
     ) -> Package:
         """Convert, and let the package appear as `target`.
 
@@ -136,7 +165,10 @@ class Conversion:
                     file.release()
             chat = self.checkpoint.chat_template
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
-            return writer.publish()
+            package = writer.publish()
+        if report is not None:
+            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.predictors))
+        return package
 
     def pieces_done(self, place: Path) -> int:
         """How many pieces work in this place has done already."""
@@ -149,13 +181,14 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons, in which order."""
+    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons; orders: in which
+    order, by expert."""
 
     vectors: tuple[str, ...]
     matrices: tuple[str, ...]
     files: tuple[SourceFile, ...]
     layer: int | None = None
-    order: RowNumbers | None = None
+    orders: tuple[RowNumbers, ...] = ()
 
 
 def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
@@ -174,8 +207,9 @@ def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple
         )
 
     def of_layer(number: int) -> Piece:
-        order = np.arange(model.neurons) if shares is None else hot_first(shares[number, 0])
-        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, order=order)
+        as_stored = np.arange(model.neurons)
+        orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
+        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, orders=orders)
 
     layers = [of_layer(number) for number in range(model.layers)]
     first = piece(lambda name: name in ("embedding", "position_embedding"))
@@ -206,6 +240,14 @@ def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
 def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
     """Neuron numbers by falling share; among equals the order of the source."""
     return np.argsort(-shares, kind="stable")
+
+
+def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many weights of the matrices the source stores in each encoding, the most first."""
+    weights: dict[str, int] = {}
+    for part in (part for parts in checkpoint.matrices.values() for part in parts):
+        weights[part.encoding] = weights.get(part.encoding, 0) + part.rows * part.columns
+    return dict(sorted(weights.items(), key=lambda item: -item[1]))
 
 
 def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -243,8 +285,17 @@ class _Work:
 
     def errors(self) -> dict[str, float]:
         """Relative rms error per kind of tensor, |w - w'| / |w|, to four digits: the same for any block size."""
-        ratios = {kind: np.sqrt(error / weight) if weight else 0.0 for kind, (error, weight) in self.squares.items()}
-        return {kind: float(f"{ratio:.4g}") for kind, ratio in ratios.items()}
+        kinds: Squares = {}
+        for name, squares in self.squares.items():
+            kind = name.partition(" ")[0]
+            kinds[kind] = kinds.get(kind, np.zeros(2)) + squares
+        return {kind: _relative(squares) for kind, squares in kinds.items()}
+
+    def worst(self) -> tuple[str, float]:
+        """The source's tensor with the largest relative rms error, and that error."""
+        errors = {name.partition(" ")[2]: _relative(squares) for name, squares in self.squares.items()}
+        name = max(errors, key=lambda name: errors[name])
+        return name, errors[name]
 
     def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
         """These pieces are done, with these sums of squares."""
@@ -256,10 +307,8 @@ class _Work:
             self.writer.vector("rope.inverse_frequency", self.checkpoint.inverse_frequency)
         self.squares = squares
         for piece in pieces:
-            layer = (
-                [] if piece.layer is None else [f"layers.{piece.layer}.{m}" for m in self.manifest.model.ffn_matrices]
-            )
-            parts = [part for name in (*piece.matrices, *layer) for part in self._matrices[name]]
+            names = [name for expert in range(len(piece.orders)) for name in self._ffn(piece.layer, expert).values()]
+            parts = [part for name in (*piece.matrices, *names) for part in self._matrices[name]]
             self._done += sum(part.rows * part.columns for part in parts)
 
     def do(self, piece: Piece) -> None:
@@ -273,14 +322,23 @@ class _Work:
             for part in self._matrices[name]:
                 for rows in _blocks(np.arange(part.rows), part.columns):
                     self.writer.matrix(name, self._rows(kind, part, rows))
-        if piece.layer is not None and piece.order is not None:
-            self._neurons(piece.layer, piece.order)
+        for expert, order in enumerate(piece.orders):
+            self._neurons(piece.layer, expert, order)
 
-    def _neurons(self, layer: int, order: RowNumbers) -> None:
-        """One layer's neurons in the given order."""
+    def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
+        """The names of a feed-forward's matrices, by matrix."""
+        model = self.manifest.model
+        return {matrix: ffn_name(model, f"layers.{layer}", expert, matrix) for matrix in model.ffn_matrices}
+
+    def _neurons(self, layer: int | None, expert: int, order: RowNumbers) -> None:
+        """The neurons of one feed-forward in the given order."""
         if (name := f"layers.{layer}.up.bias") in self.checkpoint.vectors:
             self.writer.vector(name, self.checkpoint.vectors[name][0].vector()[order])
-        rows_of = {name: self._matrices[f"layers.{layer}.{name}"][0] for name in self.manifest.model.ffn_matrices}
+        rows_of = {matrix: self._matrices[name][0] for matrix, name in self._ffn(layer, expert).items()}
+        if self.checkpoint.down_by_neuron:
+            for rows in _blocks(order, self.manifest.model.width, self.manifest.layout.cluster_neurons):
+                self.writer.neurons(*(self._rows(name, matrix, rows) for name, matrix in rows_of.items()))
+            return
         down = rows_of.pop("down")
         granule = self.manifest.layout.cluster_neurons
         slab_neurons = max(1, self._slab_bytes // (4 * down.rows * granule)) * granule
@@ -302,7 +360,7 @@ class _Work:
         if same is None:
             return self._encode(kind, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
         values = matrix.checked(decode_stored(matrix.encoding, stored))
-        self._count(kind, values, values)
+        self._count(kind, matrix, values, values)
         return same
 
     def _encode(self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
@@ -310,15 +368,23 @@ class _Work:
             rows = encode(self.manifest.quantization, values)
         except OverflowError:
             raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
-        self._count(kind, values, decode(self.manifest.quantization, rows))
+        self._count(kind, matrix, values, decode(self.manifest.quantization, rows))
         return rows
 
-    def _count(self, kind: str, values: NDArray[np.float32], decoded: NDArray[np.float32]) -> None:
+    def _count(
+        self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32], decoded: NDArray[np.float32]
+    ) -> None:
         error = 0.0 if decoded is values else np.square(values - decoded).sum(dtype=np.float64)
-        squares = self.squares.setdefault(kind, np.zeros(2))
+        squares = self.squares.setdefault(f"{kind} {matrix.name}", np.zeros(2))
         squares += (error, np.square(values).sum(dtype=np.float64))
         self._done += values.size
         self.progress(self._done, self._total)
+
+
+def _relative(squares: NDArray[np.float64]) -> float:
+    """The root of error over weight, to four digits."""
+    error, weight = squares
+    return float(f"{np.sqrt(error / weight) if weight else 0.0:.4g}")
 
 
 def _transposed(down: StoredMatrix, neurons: RowNumbers) -> NDArray[np.float32]:

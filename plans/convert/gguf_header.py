@@ -37,10 +37,11 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key, and tensors by name."""
+    """Metadata by key, and tensors by name. powerinfer: the magic is PowerInfer's, whose tensors mean other things."""
 
     metadata: Record
     tensors: dict[str, GgufTensor]
+    powerinfer: bool
 
 
 def parse_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
@@ -86,7 +87,7 @@ class _Reader:
             self._fail("is not UTF-8 text: damaged")
 
     def header(self) -> GgufHeader:
-        self._check_magic()
+        powerinfer = self._read_magic() == POWERINFER_MAGIC
         self._what = "number of tensors"
         tensor_count = self._count("Q", MAX_TENSORS)
         self._what = "number of metadata entries"
@@ -98,20 +99,16 @@ class _Reader:
                 self._fail("the key appears twice: damaged")
             values[key] = self._value(self._numbers("I")[0], 0)
         metadata = Record(values, str(self._path))
-        return GgufHeader(metadata, self._tensors(tensor_count, metadata))
+        return GgufHeader(metadata, self._tensors(tensor_count, metadata), powerinfer)
 
-    def _check_magic(self) -> None:
+    def _read_magic(self) -> bytes:
         magic = self._take(4)
-        if magic == POWERINFER_MAGIC:
-            self._fail(
-                "is PWRI: a file for PowerInfer only, with predictors inside; convert the original "
-                "Hugging Face checkpoint or an ordinary GGUF of the same model instead"
-            )
-        if magic != MAGIC:
+        if magic not in (MAGIC, POWERINFER_MAGIC):
             self._fail("is not GGUF; expected a GGUF file or a Hugging Face directory")
         self._what = "version"
         if (version := self._numbers("I")[0]) not in VERSIONS:
             self._fail(f"{version} is not supported; {' and '.join(map(str, VERSIONS))} are")
+        return magic
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in SCALARS:

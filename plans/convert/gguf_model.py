@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,26 @@ from neuronpipe.plans.convert.checkpoint import (
 )
 from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
+from neuronpipe.plans.convert.powerinfer import (
+    OPT_SPLIT,
+    PREDICTORS,
+    is_opt,
+    powerinfer_activation,
+    powerinfer_architecture,
+    powerinfer_names,
+    powerinfer_opt,
+)
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
-from neuronpipe.plans.models.family import SAY_WHICH, GgufArchitecture, TensorNames, named_activation, sounds_like_relu
+from neuronpipe.plans.models.family import (
+    SAY_WHICH,
+    Family,
+    GgufArchitecture,
+    TensorNames,
+    named_activation,
+    sounds_like_relu,
+)
 from neuronpipe.plans.models.registry import GGUF_ARCHITECTURES
-from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
+from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, Router, SpecError, runs_of
 from neuronpipe.plans.package.fields import Record, one_line
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.protocol.errors import quoted
@@ -46,6 +63,11 @@ NAMES = TensorNames(
     up="ffn_up",
     down="ffn_down",
 )
+MIXTURE_NAMES = replace(
+    NAMES, router="ffn_gate_inp", gate="ffn_gate_exps", up="ffn_up_exps", down="ffn_down_exps", stacked=True
+)
+GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid"}  # llama_expert_gating_func_type
+NOPE_EVERY = 4  # of a smallthinker with windows, one layer in so many has neither window nor rotary positions
 NOTHING = re.compile("(?!)")
 
 
@@ -56,22 +78,28 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         header = parse_gguf_header(beginning, path)
     metadata = header.metadata
     name = metadata.text("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        metadata.fail("general.architecture", f"{quoted(name)} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
-    family, architecture = GGUF_ARCHITECTURES[name]
+    family, architecture = powerinfer_architecture(metadata) if header.powerinfer else _architecture(metadata, name)
     if metadata.has("split.count") and metadata.integer("split.count", 0, 1 << 16) > 1:
         metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
-    activation = _activation(path, metadata, name, architecture, options.activation)
+    if header.powerinfer:
+        activation = powerinfer_activation(metadata, path.name, options.activation)
+    else:
+        activation = _activation(path, metadata, name, architecture, options.activation)
     with ExitStack() as files:
         files.callback(file.close)
         inventory = _inventory(file, header)
-        model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
+        if header.powerinfer and is_opt(metadata):
+            model = powerinfer_opt(metadata, inventory, options.context_tokens)
+            metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
+        else:
+            model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
         # Pairs that rotate lie next to each other there: queries and keys are permuted.
         heads = {"query": model.query_heads, "key": model.key_heads} if architecture.interleaved else {}
         orders = {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-        matrices, vectors = take_tensors(inventory, model, NAMES, orders)
-        frequencies = _frequencies(metadata, name, model, inventory)
-        inventory.refuse_leftovers(NOTHING)
+        names = powerinfer_names(NAMES) if header.powerinfer else NAMES if model.experts == 1 else MIXTURE_NAMES
+        matrices, vectors = take_tensors(inventory, model, names, orders, down_by_neuron=header.powerinfer)
+        frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
+        inventory.refuse_leftovers(re.compile(PREDICTORS) if header.powerinfer else NOTHING)
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,
@@ -81,9 +109,17 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
+            down_by_neuron=header.powerinfer,
+            predictors=path if any(re.fullmatch(PREDICTORS, tensor) for tensor in header.tensors) else None,
             files=files.pop_all(),
         )
     raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
+
+
+def _architecture(metadata: Record, name: str) -> tuple[Family, GgufArchitecture]:
+    if name not in GGUF_ARCHITECTURES:
+        metadata.fail("general.architecture", f"{quoted(name)} is not supported; {', '.join(GGUF_ARCHITECTURES)} are")
+    return GGUF_ARCHITECTURES[name]
 
 
 def _activation(
@@ -97,13 +133,13 @@ def _activation(
         return named_activation(metadata, field, relu_may_mean_drelu=architecture.relu_may_mean_drelu)
     keys = [key for key in metadata.names() if re.fullmatch(r"general\.(\w+\.)*(\d+\.)?(name|basename|finetune)", key)]
     names = [metadata.text(key) for key in keys]
-    if suspect := sounds_like_relu(*names, path.name):
+    if architecture.activation == "silu" and (suspect := sounds_like_relu(*names, path.name)):
         metadata.fail(
             "general.architecture",
             f"{name!r} means SiLU, but {quoted(suspect)} sounds like a ReLU model, which such a file cannot "
             f"tell; {SAY_WHICH}",
         )
-    return "silu"
+    return architecture.activation
 
 
 def _inventory(file: SourceFile, header: GgufHeader) -> Inventory:
@@ -126,8 +162,14 @@ def _model(
         field = f"{name}.{key}"
         return default if default is not None and not metadata.has(field) else _uniform(metadata, field, least, most)
 
-    if integer("expert_count", 0, 1 << 16, 0):
-        metadata.fail(f"{name}.expert_count", "mixtures of experts are not supported")
+    experts = integer("expert_count", 0, MAX.experts, 0) or 1
+    mixture = experts > 1
+    if integer("expert_shared_count", 0, 1 << 16, 0):
+        metadata.fail(f"{name}.expert_shared_count", "experts that all tokens share are not supported")
+    neurons = "expert_feed_forward_length" if mixture and metadata.has(f"{name}.expert_feed_forward_length") else ""
+    gating = integer("expert_gating_func", 0, 99, 1)
+    if gating not in GATING:
+        metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 (softmax) and 2 (sigmoid) are")
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -141,8 +183,12 @@ def _model(
         return ModelSpec(
             family=family,
             width=width,
-            neurons=integer("feed_forward_length", 1, MAX.neurons),
-            layer_kinds=(LayerKind(integer("block_count", 1, MAX.layers), window_tokens),),
+            neurons=integer(neurons or "feed_forward_length", 1, MAX.neurons),
+            experts=experts,
+            experts_per_token=integer("expert_used_count", 1, experts) if mixture else 1,
+            router=GATING[gating],
+            router_reads=architecture.router_reads,
+            layer_kinds=_layer_kinds(integer("block_count", 1, MAX.layers), window_tokens, architecture),
             query_heads=query_heads,
             key_heads=integer("attention.head_count_kv", 1, MAX.key_heads, query_heads),
             head_width=head_width,
@@ -156,6 +202,15 @@ def _model(
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)
+
+
+def _layer_kinds(layers: int, window_tokens: int, architecture: GgufArchitecture) -> tuple[LayerKind, ...]:
+    """Windows are the same in all layers, but in a smallthinker: there layers 0, 4, 8 ... have none and are not rotated
+    (llama.cpp's graph, which reads no layout)."""
+    if architecture.router_reads != "layer" or not window_tokens:
+        return (LayerKind(layers, window_tokens),)
+    full = [number % NOPE_EVERY == 0 for number in range(layers)]
+    return runs_of([0 if one else window_tokens for one in full], [not one for one in full])
 
 
 def _uniform(metadata: Record, field: str, least: int, most: int) -> int:

@@ -7,40 +7,17 @@ cannot be rebuilt is refused, unless a tokenizer.json lies beside the file or is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from neuronpipe.plans.convert.gguf_splits import SPLITS
+from neuronpipe.plans.convert.scored_bpe import CONTROL, NORMAL, complaint_about, framed, scored_bpe, whole_pieces
 from neuronpipe.plans.convert.tokenizer_file import check_tokenizer, read_tokenizer
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.tokenizer import panics_are_errors
 from neuronpipe.protocol.errors import UserError, named, quoted
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-SPACE = "▁"
-MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
 ENDINGS = ("<|eot_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def _words(digits: str) -> str:
-    """The split of Llama 3 and Qwen2, which differ in how many digits stay together."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        r"\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-# The patterns that text is split by, one after the other, for each name of tokenizer.ggml.pre.
-SPLITS = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "llama-bpe": (_words(r"\p{N}{1,3}"),),
-    "qwen2": (_words(r"\p{N}"),),
-}
 
 
 def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabulary: int) -> bytes:
@@ -51,7 +28,7 @@ def package_tokenizer(path: Path, metadata: Record, wanted: Path | None, vocabul
         data = build_tokenizer(metadata)
     except UserError as error:
         beside = path.with_name("tokenizer.json")
-        if beside.exists():
+        if beside.exists() or beside.with_suffix(".model").exists():
             return read_tokenizer(beside, vocabulary)
         raise UserError(f"{error}; put the model's tokenizer.json beside the file or pass --tokenizer FILE") from None
     check_tokenizer(data, vocabulary, f"{path}: tokenizer")
@@ -62,10 +39,8 @@ def build_tokenizer(metadata: Record) -> bytes:
     """tokenizer.json for the metadata, or UserError when it cannot be the same tokenizer."""
     pieces = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = _kinds(metadata, len(pieces))
-    if len(set(pieces)) != len(pieces):
-        metadata.fail("tokenizer.ggml.tokens", "a token appears twice")
-    if (longest := max(map(len, pieces), default=0)) > MAX_PIECE_CHARACTERS:
-        metadata.fail("tokenizer.ggml.tokens", f"a token of {longest} characters: damaged")
+    if complaint := complaint_about(pieces):
+        metadata.fail("tokenizer.ggml.tokens", complaint)
     model = metadata.text("tokenizer.ggml.model")
     try:
         with panics_are_errors():
@@ -75,16 +50,13 @@ def build_tokenizer(metadata: Record) -> bytes:
                 tokenizer, starts = _sentencepiece(metadata, pieces, kinds), True
             else:
                 metadata.fail("tokenizer.ggml.model", f"{quoted(model)} is not supported; gpt2 and llama are")
-            for piece, kind in zip(pieces, kinds, strict=True):
-                if kind in (CONTROL, USER_DEFINED):
-                    tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
-            values = json.loads(tokenizer.to_str())
+            whole_pieces(tokenizer, pieces, kinds)
+            begin, end = (_frame_token(metadata, *name, pieces) for name in (("bos", starts), ("eos", False)))
+            return framed(tokenizer, pieces, begin, end)
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
         metadata.fail("tokenizer.ggml.tokens", f"make no tokenizer: {named(' '.join(str(error).split()))}")
-    values["post_processor"] = _frame(metadata, pieces, starts)
-    return json.dumps(values, ensure_ascii=False).encode()
 
 
 def end_tokens(metadata: Record, vocabulary: int) -> tuple[int, ...]:
@@ -128,66 +100,29 @@ def _byte_level(metadata: Record, pieces: list[str]) -> tuple[Tokenizer, bool]:
             metadata.fail("tokenizer.ggml.merges", "expected two pieces and a space between them")
         merges.append((left, right))
     vocabulary = {piece: n for n, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
+    split = SPLITS[pre]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words))
+    if split.composed:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre == "llama-bpe"
+    return tokenizer, split.starts
 
 
 def _sentencepiece(metadata: Record, pieces: list[str], kinds: list[int]) -> Tokenizer:
     scores = metadata.items("tokenizer.ggml.scores")
     if len(scores) != len(pieces) or not all(isinstance(score, float) for score in scores):
         metadata.fail("tokenizer.ggml.scores", f"expected {len(pieces)} numbers, one for each token")
-    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
-    normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: n for n, piece in enumerate(pieces)},
-            merges=list(_merges(normal, scores)),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=BYTE in kinds,
-        )
-    )
     field = "tokenizer.ggml.add_space_prefix"
     prefix = metadata.boolean(field) if metadata.has(field) else True
-    tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
-    )
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer
+    return scored_bpe(pieces, scores, kinds, space_prefix=prefix)
 
 
-def _merges(normal: dict[str, int], scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Every way to put a piece together from two others, pieces of the highest score first."""
-    for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
-        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        found = [(left, right) for left, right in halves if left in normal and right in normal]
-        yield from sorted(found, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
-
-
-def _frame(metadata: Record, pieces: list[str], starts: bool) -> dict[str, Any] | None:
-    """The post-processor that puts the begin and end tokens round a text, where the file asks for them."""
-    around: list[dict[str, Any] | None] = []
-    special = {}
-    for name, default in (("bos", starts), ("eos", False)):
-        field, wanted = f"tokenizer.ggml.{name}_token_id", f"tokenizer.ggml.add_{name}_token"
-        if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
-            around.append(None)
-            continue
-        number = metadata.integer(field, 0, len(pieces) - 1)
-        special[pieces[number]] = {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
-        around.append({"SpecialToken": {"id": pieces[number], "type_id": 0}})
-    if not special:
+def _frame_token(metadata: Record, name: str, default: bool, pieces: list[str]) -> int | None:
+    """The begin or end token, where the file asks for it."""
+    wanted = f"tokenizer.ggml.add_{name}_token"
+    if not (metadata.boolean(wanted) if metadata.has(wanted) else default):
         return None
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    single = [part for part in (around[0], texts[0], around[1]) if part]
-    pair = [part for part in (around[0], texts[0], around[1], around[0], texts[1], around[1]) if part]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    return metadata.integer(f"tokenizer.ggml.{name}_token_id", 0, len(pieces) - 1)

@@ -86,7 +86,8 @@ def _positions(
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
-        config.fail("architectures", f"{quoted(names)} is not supported; {', '.join(ARCHITECTURES)} are")
+        known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+        config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {known}")
     if config.has("quantization_config"):
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])

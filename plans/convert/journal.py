@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 MAX_PIECES = 1 << 20
 Squares = dict[str, NDArray[np.float64]]
-"""Kind of tensor -> sums of squares of error and of weight."""
+"""Kind of tensor and its name in the source, a space between them -> sums of squares of error and of weight."""
 
 
 class Done(NamedTuple):

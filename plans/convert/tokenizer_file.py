@@ -1,10 +1,13 @@
-"""tokenizer.json as a package keeps it: byte for byte, once it is known to load and to fit the model."""
+"""tokenizer.json as a package keeps it: byte for byte, once it is known to load and to fit the model; made from
+tokenizer.model where there is no other."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from neuronpipe.plans.convert.advice import refuse_missing_tokenizer
+from neuronpipe.plans.convert.sentencepiece_model import build_from_sentencepiece
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
 from neuronpipe.plans.package.tokenizer import open_tokenizer
@@ -12,9 +15,12 @@ from neuronpipe.protocol.errors import UserError
 
 
 def read_tokenizer(path: Path, vocabulary: int) -> bytes:
-    """The file's bytes. Refused when the tokenizers library cannot read it or an id has no embedding."""
+    """The file's bytes, or what becomes of a tokenizer.model, which may lie in its place. Refused when the tokenizers
+    library cannot read it or an id has no embedding."""
+    if path.name == "tokenizer.json" and not os.path.exists(path) and os.path.exists(path.with_suffix(".model")):
+        path = path.with_suffix(".model")
     refuse_missing_tokenizer(path)
-    data = read_file(path, MAX_TOKENIZER_BYTES)
+    data = build_from_sentencepiece(path) if path.suffix == ".model" else read_file(path, MAX_TOKENIZER_BYTES)
     check_tokenizer(data, vocabulary, str(path))
     return data
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
-from neuronpipe.plans.models.spec import MAX, MAX_THRESHOLD, Activation, ModelSpec, SpecError, runs_of
+from neuronpipe.plans.models.spec import (
+    MAX,
+    MAX_THRESHOLD,
+    Activation,
+    ModelSpec,
+    Router,
+    RouterInput,
+    SpecError,
+    runs_of,
+)
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -121,6 +130,15 @@ def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
         config.fail("mlp_bias", "biases in the feed-forward are not supported")
 
 
+class Mixture(NamedTuple):
+    """What a ModelSpec says of experts, by its own names."""
+
+    experts: int
+    experts_per_token: int
+    router: Router = "softmax"
+    router_reads: RouterInput = "feed_forward"
+
+
 def gated_model(
     config: Record,
     choices: Choices,
@@ -130,13 +148,18 @@ def gated_model(
     windows: list[int],
     qkv_bias: bool,
     head_norm: bool = False,
+    neurons: str = "intermediate_size",
+    mixture: Mixture | None = None,
+    rotary: list[bool] | None = None,
 ) -> ModelSpec:
-    """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share."""
+    """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share. neurons: the key of
+    how many; rotary: whether each layer is (None: all are)."""
     return described(
         config,
-        **sizes(config, choices),
+        **sizes(config, choices, neurons),
+        **({} if mixture is None else mixture._asdict()),
         family=family,
-        layer_kinds=runs_of(windows),
+        layer_kinds=runs_of(windows, rotary),
         norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
         head_norm=head_norm,
         activation=activation,
@@ -145,8 +168,9 @@ def gated_model(
     )
 
 
-def sizes(config: Record, choices: Choices) -> dict[str, Any]:
-    """Fields of ModelSpec whose keys are called alike in Llama and most classes after it."""
+def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:
+    """Fields of ModelSpec whose keys are called alike in Llama and most classes after it; neurons: the key of how
+    many."""
     width = config.integer("hidden_size", 1, MAX.width)
     query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:
@@ -154,7 +178,7 @@ def sizes(config: Record, choices: Choices) -> dict[str, Any]:
     key_heads = "num_key_value_heads"
     return {
         "width": width,
-        "neurons": config.integer("intermediate_size", 1, MAX.neurons),
+        "neurons": config.integer(neurons, 1, MAX.neurons),
         "query_heads": query_heads,
         "key_heads": config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
         "head_width": config.integer("head_dim", 2, MAX.head_width) if config.has("head_dim") else width // query_heads,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec
+from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 from numpy.typing import NDArray
@@ -28,8 +28,10 @@ class Choices(NamedTuple):
 class TensorNames:
     """What a source calls the tensors of a model, without `.weight` and `.bias`; None: its models have no such tensor.
 
-    Those of a layer follow `layer`, in which {} is the layer's number. query_key_value: the three in one tensor,
-    instead of each by itself. first_position: rows of `positions` before the one of position 0.
+    Those of a layer follow `layer`, in which {} is the layer's number; in a mixture gate, up and down follow `expert`
+    besides, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one behind the
+    other. query_key_value: the three in one tensor, instead of each by itself. first_position: rows of `positions`
+    before the one of position 0.
     """
 
     embedding: str
@@ -50,6 +52,9 @@ class TensorNames:
     key_norm: str | None = None
     positions: str | None = None
     first_position: int = 0
+    router: str | None = None
+    expert: str = ""
+    stacked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +93,16 @@ class GgufArchitecture:
     qkv_bias: queries, keys and values always have biases; otherwise where the tensors are there
     head_norm: queries and keys are normed, each head by itself
     relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
+    activation: where a file says nothing
+    router_reads: of its mixtures
     """
 
     interleaved: bool
     qkv_bias: bool = False
     head_norm: bool = False
     relu_may_mean_drelu: bool = False
+    activation: Activation = "silu"
+    router_reads: RouterInput = "feed_forward"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,21 @@
-"""Qwen3: like Llama, but queries and keys are normed, each head by itself, before they are rotated."""
+"""Qwen3 and its mixtures: like Llama, but queries and keys are normed, each head by itself, before they are rotated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_NAMES,
+    Mixture,
     gated_activation,
     gated_model,
     refuse_biases,
     windows_of_qwen,
 )
 from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.models.spec import MAX, ModelSpec
 from neuronpipe.plans.package.fields import Record
 
 NAME = "qwen3"
@@ -50,6 +52,52 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
     )
 
 
+# Qwen3MoeConfig in transformers/models/qwen3_moe/configuration_qwen3_moe.py.
+MOE_DEFAULTS = {
+    **{name: DEFAULTS[name] for name in DEFAULTS if name not in ("max_window_layers", "layer_types")},
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+MOE_NAMES = replace(
+    GATED_NAMES, router="mlp.gate", expert="mlp.experts.{}.", gate="gate_proj", up="up_proj", down="down_proj"
+)
+
+
+def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
+    if not config.boolean("norm_topk_prob"):
+        config.fail("norm_topk_prob", "is false: shares of experts that do not add up to 1 are not supported")
+    if config.integer("decoder_sparse_step", 0, MAX.layers) != 1 or (
+        config.has("mlp_only_layers") and config.items("mlp_only_layers")
+    ):
+        config.fail("decoder_sparse_step", "some layers have no experts (or mlp_only_layers says so): not supported")
+    if config.has("use_sliding_window") and config.boolean("use_sliding_window"):
+        config.fail("use_sliding_window", "is true: attention windows are not supported in this class")
+    if config.has("attention_bias") and config.boolean("attention_bias"):
+        config.fail("attention_bias", "is true: biases of attention are not supported in this class")
+    experts = config.integer("num_experts", 2, MAX.experts)
+    return gated_model(
+        config,
+        choices,
+        family=NAME,
+        activation=gated_activation(config, has, choices.activation),
+        windows=[0] * config.integer("num_hidden_layers", 1, MAX.layers),
+        qkv_bias=False,
+        head_norm=True,
+        neurons="moe_intermediate_size",
+        mixture=Mixture(experts, config.integer("num_experts_per_tok", 1, experts)),
+    )
+
+
 FAMILY = Family(
     name=NAME,
     architectures={
@@ -58,7 +106,13 @@ FAMILY = Family(
             defaults=DEFAULTS,
             read=_read,
             names=GATED_NAMES,
-        )
+        ),
+        "Qwen3MoeForCausalLM": Architecture(
+            config_class="Qwen3MoeConfig", defaults=MOE_DEFAULTS, read=_read_moe, names=MOE_NAMES
+        ),
     },
-    gguf={"qwen3": GgufArchitecture(interleaved=False, head_norm=True)},
+    gguf={
+        "qwen3": GgufArchitecture(interleaved=False, head_norm=True),
+        "qwen3moe": GgufArchitecture(interleaved=False, head_norm=True),
+    },
 )

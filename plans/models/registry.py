@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import arcee, falcon, llama, minicpm, nemotron, opt, qwen3, sparse_llama
+from neuronpipe.plans.models import (
+    arcee,
+    falcon,
+    llama,
+    minicpm,
+    mixtral,
+    nemotron,
+    opt,
+    qwen3,
+    smallthinker,
+    sparse_llama,
+)
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
 FAMILIES: Mapping[str, Family] = {
@@ -12,6 +23,8 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         llama.FAMILY,
         qwen3.FAMILY,
+        mixtral.FAMILY,
+        smallthinker.FAMILY,
         opt.FAMILY,
         nemotron.FAMILY,
         falcon.FAMILY,

@@ -8,6 +8,7 @@ run takes. Nothing else asks which family a model is of.
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
     relu       of what does not exceed activation_threshold 0, of the rest itself
+    mixture    down(inner(norm(x))) is a sum over the experts whose router values are greatest, each times its share
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from typing import Literal, NamedTuple
 Activation = Literal["relu", "drelu", "relu2", "silu"]
 NormKind = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
+Router = Literal["softmax", "sigmoid"]
+RouterInput = Literal["feed_forward", "layer"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "drelu", "relu2", "silu")
 NORMS: tuple[NormKind, ...] = ("rms", "layer")
 POSITIONS: tuple[Positions, ...] = ("rotary", "learned")
+ROUTERS: tuple[Router, ...] = ("softmax", "sigmoid")
+ROUTER_INPUTS: tuple[RouterInput, ...] = ("feed_forward", "layer")
 
 
 class Limits(NamedTuple):
@@ -28,7 +33,7 @@ class Limits(NamedTuple):
 
     width: int = 1 << 20
     neurons: int = 1 << 22
-    experts: int = 1
+    experts: int = 4096
     layers: int = 4096
     query_heads: int = 4096
     key_heads: int = 4096
@@ -57,10 +62,12 @@ class LayerKind:
 
     layers: how many
     window_tokens: the attention window: a token attends to so many, itself among them; 0: to all before it
+    rotary: whether heads are rotated, in a model with rotary positions
     """
 
     layers: int
     window_tokens: int = 0
+    rotary: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,9 @@ class ModelSpec:
     width: of the residual stream
     neurons: of one expert's feed-forward
     experts: of each layer; a dense model has one
+    experts_per_token: how many compute a token
+    router: from the chosen experts' router values to shares that sum to 1: their softmax, or sigmoids over their sum
+    router_reads: the normed input of the feed-forward, or the layer's input as it is
     layer_kinds: the layers from the first to the last, in runs of like ones
     query_heads: heads of attention
     key_heads: heads of keys and values; query_heads is a multiple
@@ -96,6 +106,9 @@ class ModelSpec:
     width: int
     neurons: int
     experts: int = 1
+    experts_per_token: int = 1
+    router: Router = "softmax"
+    router_reads: RouterInput = "feed_forward"
     layer_kinds: tuple[LayerKind, ...]
     query_heads: int
     key_heads: int
@@ -142,6 +155,9 @@ class ModelSpec:
         self._require("activation_threshold", within, f"{self.activation_threshold} is not 0 to {MAX_THRESHOLD}")
         plain = self.activation == "relu" or self.activation_threshold == 0
         self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
+        chosen = self.experts_per_token
+        self._require("experts_per_token", 1 <= chosen <= self.experts, f"{chosen} of {self.experts} experts")
+        self._require("experts", self.gated or self.experts == 1, "a mixture's experts have a gate")
         self._require("ffn_bias", not (self.gated and self.ffn_bias), "not supported where there is a gate")
 
     def _require(self, field: str, holds: bool, complaint: str) -> None:
@@ -157,6 +173,18 @@ class ModelSpec:
     def windows_tokens(self) -> tuple[int, ...]:
         """Each layer's attention window; 0: none."""
         return tuple(kind.window_tokens for kind in self.layer_kinds for _ in range(kind.layers))
+
+    @property
+    def rotary_layers(self) -> tuple[bool, ...]:
+        """Whether each layer's heads are rotated."""
+        return tuple(
+            kind.rotary and self.positions == "rotary" for kind in self.layer_kinds for _ in range(kind.layers)
+        )
+
+    @property
+    def ffns(self) -> int:
+        """Feed-forwards of all layers: one for each expert."""
+        return self.layers * self.experts
 
     @property
     def query_width(self) -> int:
@@ -189,12 +217,13 @@ _LATER = ("parallel", "activation_threshold", *SCALES)
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
-def runs_of(windows_tokens: list[int]) -> tuple[LayerKind, ...]:
-    """The layer kinds of a model whose layers have these attention windows, from the first to the last."""
+def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:
+    """The layer kinds of a model whose layers have these attention windows, from the first to the last, and are rotary
+    or not; None: all are."""
     kinds: list[LayerKind] = []
-    for window in windows_tokens:
-        if kinds and kinds[-1].window_tokens == window:
-            kinds[-1] = LayerKind(kinds[-1].layers + 1, window)
+    for window, rotates in zip(windows_tokens, rotary or [True] * len(windows_tokens), strict=True):
+        if kinds and (kinds[-1].window_tokens, kinds[-1].rotary) == (window, rotates):
+            kinds[-1] = LayerKind(kinds[-1].layers + 1, window, rotates)
         else:
-            kinds.append(LayerKind(1, window))
+            kinds.append(LayerKind(1, window, rotates))
     return tuple(kinds)

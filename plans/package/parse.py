@@ -15,12 +15,16 @@ from neuronpipe.plans.models.spec import (
     MIN_SCALE,
     NORMS,
     POSITIONS,
+    ROUTER_INPUTS,
+    ROUTERS,
     SCALES,
     Activation,
     LayerKind,
     ModelSpec,
     NormKind,
     Positions,
+    Router,
+    RouterInput,
     SpecError,
 )
 from neuronpipe.plans.package.fields import Record, parse_json, read_file
@@ -128,6 +132,9 @@ def _parse_model(record: Record) -> ModelSpec:
             width=record.integer("width", 1, MAX.width),
             neurons=record.integer("neurons", 1, MAX.neurons),
             experts=record.integer("experts", 1, MAX.experts),
+            experts_per_token=record.integer("experts_per_token", 1, MAX.experts),
+            router=cast(Router, record.choice("router", *ROUTERS)),
+            router_reads=cast(RouterInput, record.choice("router_reads", *ROUTER_INPUTS)),
             layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
             query_heads=record.integer("query_heads", 1, MAX.query_heads),
             key_heads=record.integer("key_heads", 1, MAX.key_heads),
@@ -157,7 +164,11 @@ def _parse_model(record: Record) -> ModelSpec:
 
 
 def _parse_layer_kind(record: Record) -> LayerKind:
-    kind = LayerKind(record.integer("layers", 1, MAX.layers), record.integer("window_tokens", 0, MAX.context_tokens))
+    kind = LayerKind(
+        record.integer("layers", 1, MAX.layers),
+        record.integer("window_tokens", 0, MAX.context_tokens),
+        record.boolean("rotary"),
+    )
     record.finish()
     return kind
 

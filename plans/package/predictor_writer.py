@@ -12,7 +12,7 @@ import numpy as np
 from neuronpipe.plans.package.manifest import MANIFEST, PREDICTOR, FileEntry, Manifest, Predictor, Side
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
-from neuronpipe.plans.package.tensors import predictor_tensors
+from neuronpipe.plans.package.tensors import predictor_names, predictor_tensors
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -30,7 +30,8 @@ class SideFactor:
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """One layer's predictor: encoded input rows [rank, width], and what each predicted side multiplies them with."""
+    """The predictor of one feed-forward, a layer's or an expert's: encoded input rows [rank, width], and what each
+    predicted side multiplies them with."""
 
     input: Rows
     sides: Mapping[Side, SideFactor]
@@ -89,8 +90,7 @@ def _write_tensors(path: Path, manifest: Manifest, predictor: Predictor, layers:
     header, entries = build_header(predictor_tensors(manifest.model, predictor))
     with path.open("wb") as file:
         file.write(header)
-        for number, layer in enumerate(layers):
-            name = f"layers.{number}.predictor"
+        for name, layer in zip(predictor_names(manifest.model), layers, strict=True):
             tensors: dict[str, NDArray[np.generic]] = _encoded(f"{name}.input", layer.input)
             for side, factor in layer.sides.items():
                 tensors |= _encoded(f"{name}.{side}", factor.rows)

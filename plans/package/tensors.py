@@ -23,7 +23,7 @@ def fixed_matrices(model: ModelSpec) -> Iterator[tuple[str, int, int]]:
 
 def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
     """(name, length) of every float32 vector, in the order of the file. `position_embedding` is a table, row by row:
-    one position's vector of `width` behind the other."""
+    one position's vector of `width` behind the other; so is a layer's `router`, one expert's behind the other."""
     if model.positions == "rotary":
         yield "rope.inverse_frequency", model.head_width // 2
     else:
@@ -42,6 +42,8 @@ def fixed_vectors(model: ModelSpec) -> Iterator[tuple[str, int]]:
         ):
             if there:
                 yield f"layers.{layer}.{name}", length
+        if model.experts > 1:
+            yield f"layers.{layer}.router", model.experts * model.width
 
 
 def _norm(name: str, model: ModelSpec) -> Iterator[tuple[str, int]]:
@@ -65,9 +67,18 @@ def fixed_tensors(model: ModelSpec, quantization: Quantization) -> dict[str, tup
     return tensors
 
 
-def predictor_matrices(model: ModelSpec, predictor: Predictor, layer: int) -> Iterator[tuple[str, int, int]]:
-    """(name, rows, columns) of one layer's quantized matrices, in the order of the file."""
-    name = f"layers.{layer}.predictor"
+def predictor_name(model: ModelSpec, layer: int, expert: int) -> str:
+    """What the tensors of one predictor begin with: each expert has its own."""
+    return f"layers.{layer}.predictor" if model.experts == 1 else f"layers.{layer}.experts.{expert}.predictor"
+
+
+def predictor_names(model: ModelSpec) -> Iterator[str]:
+    """Those of all predictors, in the order of their feed-forwards."""
+    return (predictor_name(model, layer, expert) for layer in range(model.layers) for expert in range(model.experts))
+
+
+def predictor_matrices(model: ModelSpec, predictor: Predictor, name: str) -> Iterator[tuple[str, int, int]]:
+    """(name, rows, columns) of the quantized matrices of the predictor of this name, in the order of the file."""
     yield f"{name}.input", predictor.rank, model.width
     for side in predictor.sides:
         yield f"{name}.{side}", model.neurons, predictor.rank
@@ -76,14 +87,12 @@ def predictor_matrices(model: ModelSpec, predictor: Predictor, layer: int) -> It
 def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (safetensors dtype, shape) in file order: float32 vectors first, so that every tensor is aligned."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        f"layers.{layer}.predictor.{side}.bias": ("F32", (model.neurons,))
-        for layer in range(model.layers)
-        for side in predictor.sides
+        f"{name}.{side}.bias": ("F32", (model.neurons,)) for name in predictor_names(model) for side in predictor.sides
     }
     # Two-byte elements before those of one byte: an odd number of odd rows must not push scales off their alignment.
     narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for layer in range(model.layers):
-        for name, rows, columns in predictor_matrices(model, predictor, layer):
+    for predictor_of in predictor_names(model):
+        for name, rows, columns in predictor_matrices(model, predictor, predictor_of):
             quants = quant_bytes(predictor.quantization, columns)
             if predictor.quantization == "f16":
                 tensors[f"{name}.quants"] = ("F16", (rows, columns))

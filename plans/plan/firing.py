@@ -32,8 +32,10 @@ UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is posi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Shares of all neurons, means over layers and tokens: those whose rows a token reads."""
+    """Shares of the neurons of a feed-forward that a token is computed by, means over layers and tokens: those whose
+    rows it reads."""
 
+    chosen: float  # share of a layer's experts that compute a token; 1 in a dense model
     trigger_read: float  # the row of Gate, or of Up where there is no gate
     value_read: float  # rows of the value part, because the trigger fired
     down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
@@ -52,7 +54,7 @@ class Rates:
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
         return sum(
-            (x1 - x0) * (1 - (1 - min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
+            (x1 - x0) * (1 - (1 - self.chosen * min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
             for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
         )
 
@@ -63,7 +65,7 @@ class Rates:
         hot = (
             x1
             for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
-            if self.down_read * (y1 - y0) / (x1 - x0) >= token_share
+            if self.chosen * self.down_read * (y1 - y0) / (x1 - x0) >= token_share
         )
         return max(hot, default=0.0)
 
@@ -81,6 +83,7 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
         triggers = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     return Rates(
+        chosen=manifest.model.experts_per_token / manifest.model.experts,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,

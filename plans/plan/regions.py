@@ -54,7 +54,9 @@ def fill(
 class _Filling:
     def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int) -> None:
         self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
-        self._layers = manifest.model.layers * manifest.model.experts
+        self._ffns, self._mixture = manifest.model.ffns, manifest.model.experts > 1
+        # A neuron is wanted whole or not at all: because it was predicted, or because every neuron fires.
+        self._whole = mode == "predicted" or rates.value_read >= rates.trigger_read
         self._all = manifest.clusters
         self._trigger_bytes, self._value_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
         self._both_bytes = self._trigger_bytes + self._value_bytes
@@ -74,7 +76,7 @@ class _Filling:
             used = touched(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
             triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
             reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
-        elif self._mode == "predicted":
+        elif self._whole:
             triggers = values = min(budget // self._both_bytes, self._all)
         elif budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
             triggers = self._all
@@ -112,9 +114,10 @@ class _Filling:
     def _block_window(self, budget: int) -> tuple[int, int]:
         """Blocks of a layer that are open at once, and clusters that may be moving: open for any worker, as many again
         free or arriving. A whole layer, where memory holds two; less only where it must be, since the reads of a
-        block window wait for the one before it. Workers may have neighbouring ones open, but not of two layers."""
+        block window wait for the one before it. Workers may have neighbouring ones open, and of two experts, but not of
+        two layers."""
         per_block, workers, blocks = self._layout.block_clusters, self._workers, self._layout.blocks
-        moving = 2 * self._layout.clusters
+        moving = 2 * self._layout.clusters * (workers if self._mixture else 1)
         if 2 * moving * self._both_bytes <= budget:
             return blocks, moving
         window_blocks = max(1, blocks // (2 * workers))
@@ -130,25 +133,27 @@ class _Filling:
         hot = int(self._rates.neurons_firing_in(PINNED_FROM) * self._layout.clusters)
 
         def hottest(slots: int) -> int:
-            return min(hot, max(0, slots - moving) // 2 // self._layers)
+            return min(hot, max(0, slots - moving) // 2 // self._ffns)
 
-        if self._mode == "predicted":
+        if self._mode == "predicted" or self._mixture:  # which experts are wanted changes from token to token
             return hottest(triggers), hottest(values)
         if triggers == self._all:
             return self._layout.clusters, hottest(values)
-        return max(0, triggers - moving) // self._layers, 0
+        return max(0, triggers - moving) // self._ffns, 0
 
     def _reserved(self, slots: int, share: float, moving: int) -> int:
         """Twice what one token is expected to miss, within MAX_STOCK and half of what may move; none where nothing is
         evicted."""
         if slots == self._all:
             return 0
-        wanted = touched(share, self._layout.cluster_neurons) * self._all
+        wanted = self._rates.chosen * touched(share, self._layout.cluster_neurons) * self._all
         missed = wanted * (1 - self._rates.activations_within(slots / self._all))
         return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))
 
     def _said(self, triggers: int, values: int, pinned_triggers: int, pinned_values: int) -> str:
         clusters = self._layout.clusters
+        if self._mixture and not pinned_triggers:
+            return f"{triggers} and {values} of {self._all} trigger and value parts fit, and stay while they are used"
         if self._mode == "predicted":
             return (
                 f"{triggers} of {self._all} bundles fit; the {pinned_triggers} hottest of the {clusters} of each layer "

@@ -90,7 +90,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             tokens=shape.sequences,
             logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
-            **_stage_lengths(manifest, shape),
+            **_stage_lengths(manifest, shape, shape.sequences),
         ),
         layouts.board(processes=shape.processes),
         layouts.trace(rings=shape.processes),
@@ -102,12 +102,13 @@ def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) 
     """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
     tokens = shape.prefill_tokens(prefill_chunk_tokens)
     stage = layouts.prefill_stage(
-        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, shape)
+        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, shape, tokens)
     )
     return {stage.name: stage}
 
 
-def _stage_lengths(manifest: Manifest, shape: RunShape) -> dict[str, int]:
+def _stage_lengths(manifest: Manifest, shape: RunShape, tokens: int) -> dict[str, int]:
+    """What stages of steps of so many tokens have alike."""
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,
@@ -116,6 +117,8 @@ def _stage_lengths(manifest: Manifest, shape: RunShape) -> dict[str, int]:
         "blocks": layout.blocks,
         "rank": _rank(manifest, shape),
         "claims": lib.np_engine_claims(model.layers),
+        "experts_per_token": model.experts_per_token,
+        "groups": min(model.experts, tokens * model.experts_per_token),
     }
 
 

@@ -28,7 +28,8 @@ def expected(
     """One token at half of the context."""
     model, layout = manifest.model, manifest.layout
     row_bytes = quant_bytes(manifest.quantization, model.width) + scale_bytes(manifest.quantization, model.width)
-    neurons = model.layers * model.experts * model.neurons
+    computed = rates.chosen * model.ffns
+    neurons, clusters = computed * model.neurons, computed * layout.clusters
     sequential = memory.fixed_bytes
     if not manifest.model.tied_embeddings:
         sequential -= model.vocabulary * row_bytes  # of the embedding one row is read
@@ -37,8 +38,8 @@ def expected(
     sequential += seen_tokens * model.key_heads * 2 * model.head_width * 2
     value_rows = rates.down_read + (rates.value_read if model.gated else 0)
     trigger_bytes, value_bytes = rates.trigger_read * neurons * row_bytes, value_rows * neurons * row_bytes
-    triggers_wanted = touched(rates.trigger_read, layout.cluster_neurons) * manifest.clusters
-    values_wanted = touched(rates.value_read, layout.cluster_neurons) * manifest.clusters
+    triggers_wanted = touched(rates.trigger_read, layout.cluster_neurons) * clusters
+    values_wanted = touched(rates.value_read, layout.cluster_neurons) * clusters
     if rates.trigger_read == 1.0:  # all of them, one after the other
         sequential, in_pieces, pieces = sequential + int(trigger_bytes), int(value_bytes), values_wanted
     else:

@@ -124,11 +124,11 @@ class _Check:
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        clusters, layers = self._manifest.clusters, self._manifest.model.layers * self._manifest.model.experts
+        clusters, layers = self._manifest.clusters, self._manifest.model.ffns
         open_clusters = max(
-            # Participants meet between layers: block windows of a whole layer are one.
+            # Participants meet between layers: block windows of a whole dense layer are one; of experts, one for each.
             layout.clusters
-            if window_blocks == layout.blocks
+            if window_blocks == layout.blocks and self._manifest.model.experts == 1
             else min(clusters, participants * window_blocks * layout.block_clusters)
             for participants, window_blocks in (
                 (len(compute.decode_workers()), compute.decode_window_blocks),

@@ -1,4 +1,5 @@
-"""Predictors trained elsewhere: PowerInfer's two matrices per layer, score = fc2 · relu(fc1 · x), from safetensors.
+"""Predictors trained elsewhere: PowerInfer's two matrices per layer, score = fc2 · relu(fc1 · x), from safetensors or
+from its own GGUF.
 
 PowerInfer gives them the residual stream before the norm; a package's predictor reads normed vectors. relu(c z) is
 c relu(z) for c > 0, so dividing fc1's columns by the norm's weights gives the same signs. Thresholds are not imported:
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored
+from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored
+from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_header
+from neuronpipe.plans.package.fields import open_file
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
@@ -57,7 +60,8 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
     """The predictor in a safetensors file, its shapes checked against the package. Raises UserError."""
     if path.is_dir() or path.suffix in (".pt", ".pth", ".bin"):
         raise UserError(
-            f"{path}: predictors are read from one safetensors file; pickled ones can run code, so convert them first: "
+            f"{path}: predictors are read from one safetensors file or from PowerInfer's GGUF; pickled ones can run "
+            "code, so convert them first: "
             "safetensors.torch.save_file({'N.fc1.weight': ..., 'N.fc2.weight': ...}, FILE)"
         )
     if manifest.layout.neuron_order != "source":
@@ -67,10 +71,10 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
         )
     model = manifest.model
     entries: dict[tuple[int, int], TensorEntry] = {}
-    for name, entry in read_header(path).items():
+    for name, entry in _header(path).items():
         if match := NAME.fullmatch(name):
-            if entry.dtype not in PLAIN_BYTES or len(entry.shape) != 2:
-                raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(PLAIN_BYTES)}")
+            if entry.dtype not in ENCODINGS or len(entry.shape) != 2:
+                raise UserError(f"{path}: {named(name)}: expected a matrix of {', '.join(ENCODINGS)}")
             entries[int(match[1]), int(match[2])] = entry
     for layer in range(model.layers):
         for matrix in (1, 2):
@@ -84,3 +88,12 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
             )
     most = max(entries[layer, 1].shape[0] for layer in range(model.layers))
     return ImportedPredictor(path, entries, -(-most // GROUP_WEIGHTS) * GROUP_WEIGHTS)
+
+
+def _header(path: Path) -> dict[str, TensorEntry]:
+    """The file's tensors: by PowerInfer's magic those of a GGUF, else of safetensors."""
+    with open_file(path) as file:
+        if file.read(len(POWERINFER_MAGIC)) != POWERINFER_MAGIC:
+            return read_header(path)
+        tensors = parse_gguf_header(file, path).tensors
+    return {name: TensorEntry(entry.encoding, entry.shape, entry.start, entry.stop) for name, entry in tensors.items()}

@@ -7,6 +7,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Hidden, PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import scores
 from neuronpipe.plans.reference.engine import LayerRun
@@ -38,11 +39,12 @@ class StoredPredictor:
         if package.predictor is None or package.manifest.predictor is None:
             raise ValueError("this package has no predictor")
         self._entries, self._predictor = package.predictor, package.manifest.predictor
+        self._model = package.manifest.model
         self._file: NDArray[np.uint8] = np.memmap(package.predictor_path, mode="r", dtype=np.uint8)
 
-    def layer(self, number: int) -> LayerFactors:
-        """The factors of one layer."""
-        name = f"layers.{number}.predictor"
+    def of_ffn(self, number: int) -> LayerFactors:
+        """The factors of one feed-forward, layer * experts + expert."""
+        name = predictor_name(self._model, *divmod(number, self._model.experts))
         return LayerFactors(
             self._rows(f"{name}.input"),
             {
@@ -57,7 +59,7 @@ class StoredPredictor:
         """Which neurons of a layer are predicted, for the reference engine: bool [tokens, neurons]."""
         predictor = self._predictor
         reads = run.attention_input if predictor.reads == "attention" else run.feed_forward_input
-        return predicted_neurons(predictor.quantization, self.layer(run.layer), predictor.hidden, reads)
+        return predicted_neurons(predictor.quantization, self.of_ffn(run.ffn), predictor.hidden, reads)
 
     def _bytes(self, name: str) -> NDArray[np.uint8]:
         entry = self._entries[name]

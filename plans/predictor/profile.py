@@ -11,10 +11,16 @@ from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
-from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL, FiringShares, LayerFactors, write_predictor
+from neuronpipe.plans.package.predictor_writer import (
+    DEFAULT_RECALL,
+    FiringShares,
+    LayerFactors,
+    SideFactor,
+    write_predictor,
+)
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.plans.predictor.fit import Calibration, fit_layer, thresholds
+from neuronpipe.plans.predictor.fit import NEVER, Calibration, fit_layer, thresholds
 from neuronpipe.plans.predictor.imported import ImportedPredictor
 from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
 from neuronpipe.plans.predictor.texts import ContextWindow, Texts
@@ -23,6 +29,7 @@ from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
+MIN_CALIBRATION_TOKENS = 16  # of one expert; with fewer, all of its neurons are predicted
 BOTH_SIDES: tuple[Side, ...] = ("gate", "up")
 
 Progress = Callable[[int, int], None]
@@ -35,8 +42,13 @@ class Candidate:
     sides: tuple[Side, ...]
     rank: int
     hidden: Hidden = "none"
-    factors: list[LayerFactors] = field(default_factory=list)
-    quality: list[PredictorQuality] = field(default_factory=list)
+    factors: dict[int, LayerFactors] = field(default_factory=dict)  # by feed-forward
+    judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)  # by layer: on so many tokens
+
+    @property
+    def quality(self) -> list[PredictorQuality]:
+        """Of each layer, the mean over its experts, by the tokens that each had."""
+        return [_mean_quality(self.judged[layer]) for layer in sorted(self.judged)]
 
     @property
     def predicted(self) -> float:
@@ -77,6 +89,13 @@ def profile(
         raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
+    if imported is not None and model.norm == "layer" and not imported_reads_normed:
+        raise UserError(
+            f"{imported.path}: trained on what enters LayerNorm; a package's predictor reads what leaves it, from "
+            "which that cannot be computed: fit one instead, without --import"
+        )
+    if model.experts > 1 and (imported is not None or reads == "attention"):
+        raise UserError(f"{package.path}: predictors of a mixture are fitted here, and read the feed-forward's input")
     if imported is not None:
         candidates = [Candidate((model.trigger,), imported.rank, "relu")]
     else:
@@ -93,46 +112,90 @@ def profile(
             progress(tokens, model.layers * (both + held_out))
 
     tell(0)
-    mean: list[float] = []
-    trigger_fired: list[float] = []
+    fired, trigger_fired = _FiringByLayer(model.layers), _FiringByLayer(model.layers)
 
     def observe(run: LayerRun) -> None:
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         active = run.inner != 0
-        mean.append(round(float(active.mean()), 6))
-        trigger_fired.append(round(float((run.values[model.trigger] > model.activation_threshold).mean()), 6))
+        fired.add(run.layer, active)
+        trigger_fired.add(run.layer, run.values[model.trigger] > model.activation_threshold)
+        fitted = int(np.count_nonzero(run.tokens < cut))  # of the expert's tokens: the others judge
         for candidate in candidates:
-            calibration = _calibration(run, inputs, active, cut, candidate.sides, model.activation_threshold)
-            if imported is None:
+            calibration = _calibration(run, inputs, active, fitted, candidate.sides, model.activation_threshold)
+            if fitted < MIN_CALIBRATION_TOKENS and model.experts > 1:
+                factors = _everything(candidate, model, quantization)
+            elif imported is None:
                 factors = fit_layer(calibration, candidate.rank, quantization, recall)
             else:
                 norm = f"layers.{run.layer}.{'ffn_norm' if reads == 'feed_forward' else 'attention_norm'}"
                 first, second = imported.layer(run.layer, None if imported_reads_normed else weights.vector(norm))
                 sides_rows: dict[Side, Rows] = {model.trigger: encode(quantization, second)}
                 factors = thresholds(encode(quantization, first), sides_rows, calibration, quantization, recall, "relu")
-            predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[cut:])
-            candidate.factors.append(factors)
-            candidate.quality.append(judge(predicted, active[cut:]))
+            candidate.factors[run.ffn] = factors
+            if fitted < len(run.tokens):
+                predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[fitted:])
+                judged = candidate.judged.setdefault(run.layer, [])
+                judged.append((len(predicted), judge(predicted, active[fitted:])))
         tell((run.layer + 1) * both)
 
     exact = ReferenceEngine(package, observe=observe)
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
     candidates.sort(key=lambda candidate: candidate.predicted)
     best = candidates[0]
+    chosen_by_nobody = set(range(model.ffns)) - best.factors.keys()
+    best.factors |= {ffn: _everything(best, model, quantization) for ffn in chosen_by_nobody}
     predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality))
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
         tell(model.layers * both + run.layer * held_out)
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
-        return predicted_neurons(quantization, best.factors[run.layer], best.hidden, inputs)
+        return predicted_neurons(quantization, best.factors[run.ffn], best.hidden, inputs)
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
     return Profiled(
-        write_predictor(package, predictor, best.factors, FiringShares(tuple(mean), tuple(trigger_fired))),
+        write_predictor(
+            package,
+            predictor,
+            [best.factors[ffn] for ffn in range(model.ffns)],
+            FiringShares(fired.shares(), trigger_fired.shares()),
+        ),
         candidates,
         _perplexity(exact, hidden[cut:], texts.held_out),
         _perplexity(exact, predicted_hidden, texts.held_out),
+    )
+
+
+class _FiringByLayer:
+    """How often neurons of a layer's experts fired, of those that were computed."""
+
+    def __init__(self, layers: int) -> None:
+        self._counts = np.zeros((layers, 2))
+
+    def add(self, layer: int, fired: NDArray[np.bool_]) -> None:
+        """One expert's neurons, for the tokens that chose it."""
+        self._counts[layer] += (fired.sum(), fired.size)
+
+    def shares(self) -> tuple[float, ...]:
+        """By layer."""
+        return tuple(round(float(fired / size), 6) for fired, size in self._counts)
+
+
+def _mean_quality(judged: list[tuple[int, PredictorQuality]]) -> PredictorQuality:
+    tokens = sum(count for count, _ in judged)
+    names = ("recall", "precision", "predicted")
+    return PredictorQuality(
+        *(round(sum(count * getattr(quality, name) for count, quality in judged) / tokens, 6) for name in names)
+    )
+
+
+def _everything(candidate: Candidate, model: ModelSpec, quantization: Quantization) -> LayerFactors:
+    """What predicts every neuron: of an expert that too few tokens chose to know it."""
+    nothing = encode(quantization, np.zeros((model.neurons, candidate.rank), np.float32))
+    always = np.full(model.neurons, -NEVER, np.float32)
+    return LayerFactors(
+        encode(quantization, np.zeros((candidate.rank, model.width), np.float32)),
+        {side: SideFactor(nothing, always) for side in candidate.sides},
     )
 
 
@@ -156,7 +219,8 @@ def _calibration(
     sides: tuple[Side, ...],
     threshold: float,
 ) -> Calibration:
-    """The first `cut` tokens. Values are counted from the threshold: a neuron fires where they are above zero."""
+    """Of the expert's first `cut` tokens. Values are counted from the threshold: a neuron fires where they are above
+    zero."""
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from neuronpipe.plans.convert.checkpoint import Checkpoint, Options, SourceFile
-from neuronpipe.plans.convert.conversion import Conversion, Piece, Progress
+from neuronpipe.plans.convert.conversion import Conversion, Piece, Progress, Report
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.package.layout import Quantization
@@ -56,12 +56,13 @@ def pull(
     reference: Reference,
     name: str,
     *,
-    quantization: Quantization,
+    quantization: Quantization | None,
     options: Options,
     overwrite: bool,
     command: Sequence[str],
     agree: Callable[[Need], None],
     progress: Progress,
+    report: Report | None = None,
 ) -> tuple[Package, Need]:
     """Make the package `name` of a repository's model; also what that took.
 
@@ -86,7 +87,9 @@ def pull(
                 need = _prepare(arrivals, snapshot, conversion, folder, tally)
                 agree(need)
                 begin(folder, Unfinished(str(reference), snapshot.commit, tuple(command)))
-                package = conversion.write(target, overwrite=overwrite, progress=tally.converted, place=folder)
+                package = conversion.write(
+                    target, overwrite=overwrite, progress=tally.converted, report=report, place=folder
+                )
             (folder / STATE).unlink()
         except UserError as error:  # a person knows the file by its repository
             known = f"{reference.repository}: "

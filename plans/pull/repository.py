@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
+from neuronpipe.plans.convert.sentencepiece_model import ADDED
 from neuronpipe.plans.pull.packages import NAME
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
-SMALL_FILES = ("config.json", "generation_config.json", TOKENIZER, CONFIG, TEMPLATE)
+SENTENCEPIECE = "tokenizer.model"
+SMALL_FILES = ("config.json", "generation_config.json", CONFIG, TEMPLATE)
 MAX_SMALL_BYTES = 64 << 20
 MAX_SHOWN = 6
 _REFERENCE = re.compile(
@@ -86,13 +88,13 @@ class Snapshot:
         safetensors weights, or where something is missing or larger than such a file can be."""
         if WEIGHTS not in self.files and INDEX not in self.files:
             self._refuse_without_weights()
-        names = [name for name in SMALL_FILES if tokenizer or name != TOKENIZER]
-        if tokenizer and TOKENIZER not in self.files:
-            slow = "; it has a tokenizer.model, which transformers' AutoTokenizer saves as one"
-            raise UserError(
-                f"{self.repository}: has no tokenizer.json{slow if 'tokenizer.model' in self.files else ''}: "
-                "pass --tokenizer FILE"
-            )
+        names = list(SMALL_FILES)
+        if tokenizer and TOKENIZER in self.files:
+            names.append(TOKENIZER)
+        elif tokenizer and SENTENCEPIECE in self.files:
+            names += [SENTENCEPIECE, ADDED]
+        elif tokenizer:
+            raise UserError(f"{self.repository}: has no {TOKENIZER} and no {SENTENCEPIECE}: pass --tokenizer FILE")
         self.file("config.json")
         if WEIGHTS not in self.files:
             names.append(INDEX)

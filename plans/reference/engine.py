@@ -14,7 +14,7 @@ from neuronpipe.protocol.errors import UserError
 
 
 class Result(NamedTuple):
-    """logits float32 [tokens, vocabulary]; fired int64 [layers, neurons]: for how many tokens each neuron fired.
+    """logits float32 [tokens, vocabulary]; fired int64 [layers * experts, neurons]: for how many tokens each fired.
 
     Neurons are counted in the package's order; only a package in the source's order gives frequencies for `convert`.
     """
@@ -77,11 +77,14 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One layer while it is computed: the normed inputs of attention and feed-forward [tokens, width], the matrices
-    before Down, `gate` (where there is one) and `up`, [neurons, width], their values [tokens, neurons], and the inner
-    activations (zero: the neuron did not fire)."""
+    """One feed-forward while it is computed, a layer's or an expert's: the normed inputs of attention and feed-forward
+    [tokens, width] (of a mixture, of the tokens that chose the expert), the matrices before Down, `gate` (where there
+    is one) and `up`, [neurons, width], their values [tokens, neurons], and the inner activations (zero: the neuron did
+    not fire). ffn: number of the feed-forward, layer * experts + expert; tokens: which of all tokens these are."""
 
+    ffn: int
     layer: int
+    tokens: np.ndarray
     attention_input: Array
     feed_forward_input: Array
     weights: Mapping[str, Array]
@@ -111,7 +114,7 @@ class ReferenceEngine:
 
     def hidden(self, texts: Sequence[Sequence[int]]) -> tuple[Array, np.ndarray]:
         """The residual stream after the last layer [tokens of all texts, width], every text from its own start, and the
-        firing counts int64 [layers, neurons]."""
+        firing counts int64 [layers * experts, neurons]."""
         model = self._manifest.model
         for tokens in texts:
             self._check(tokens, model)
@@ -121,12 +124,20 @@ class ReferenceEngine:
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
             x = x + np.concatenate([table[: len(tokens)] for tokens in texts])
         scale = np.float32(model.residual_scale)
-        fired = np.empty((model.layers, model.neurons), dtype=np.int64)
+        fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
-            attention_input = self._normed(f"layers.{layer}.attention_norm", x)
-            attended = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
-            change, fired[layer] = self._feed_forward(layer, attention_input, x if model.parallel else attended)
-            x = attended + scale * change
+            attention_input, layer_input = self._normed(f"layers.{layer}.attention_norm", x), x
+            x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            normed = self._normed(f"layers.{layer}.ffn_norm", layer_input if model.parallel else x)
+            shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
+            change = np.zeros_like(x)
+            for expert in range(model.experts):
+                chosen = np.flatnonzero(shares[:, expert])
+                if len(chosen):
+                    ffn = layer * model.experts + expert
+                    one, fired[ffn] = self._feed_forward(layer, expert, attention_input[chosen], normed[chosen], chosen)
+                    change[chosen] += shares[chosen, expert, None] * one
+            x = x + scale * change
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
@@ -156,26 +167,41 @@ class ReferenceEngine:
         mixed = []
         for text in np.split(qkv.reshape(len(normed), -1, model.head_width), np.cumsum(lengths)[:-1]):
             queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
-            queries, keys = self._placed(f"{name}.query_norm", queries), self._placed(f"{name}.key_norm", keys)
-            queries = queries * np.float32(model.attention_scale)
+            rotary = model.rotary_layers[layer]
+            queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
+            keys = self._placed(f"{name}.key_norm", keys, rotary)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
         attention = np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 
-    def _placed(self, norm: str, heads: Array) -> Array:
+    def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
         """Queries or keys [tokens, heads, head_width] as attention compares them: normed and rotated, by the model."""
         model = self._manifest.model
         if model.head_norm:
             heads = rms_norm(heads, self._weights.vector(norm), model.norm_epsilon)
-        if model.positions != "rotary":
+        if not rotary:
             return heads
         frequency = self._weights.vector("rope.inverse_frequency")
         return rotate(heads, np.arange(len(heads), dtype=np.float32)[:, None] * frequency)
 
-    def _feed_forward(self, layer: int, attention_input: Array, x: Array) -> tuple[Array, np.ndarray]:
+    def _route(self, layer: int, x: Array) -> Array:
+        """Each expert's share [tokens, experts]; 0 where it is not chosen."""
+        model = self._manifest.model
+        if model.experts == 1:
+            return np.ones((len(x), 1), dtype=np.float32)
+        values = x @ self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width).T
+        chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
+        best = np.take_along_axis(values, chosen, axis=1)
+        raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
+        shares = np.zeros_like(values)
+        np.put_along_axis(shares, chosen, raw / raw.sum(axis=1, keepdims=True), axis=1)
+        return shares
+
+    def _feed_forward(
+        self, layer: int, expert: int, attention_input: Array, normed: Array, tokens: np.ndarray
+    ) -> tuple[Array, np.ndarray]:
         model, name = self._manifest.model, f"layers.{layer}"
-        normed = self._normed(f"{name}.ffn_norm", x)
-        *before, down = self._weights.neurons(layer)
+        *before, down = self._weights.neurons(layer, expert)
         weights = dict(zip(model.ffn_matrices, before, strict=False))
         values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
         if model.ffn_bias:
@@ -187,7 +213,7 @@ class ReferenceEngine:
         )
         if model.activation_threshold:
             inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
-        run = LayerRun(layer, attention_input, normed, weights, values, inner)
+        run = LayerRun(layer * model.experts + expert, layer, tokens, attention_input, normed, weights, values, inner)
         if self._observe is not None:
             self._observe(run)
         if self._mask is not None:

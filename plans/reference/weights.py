@@ -46,7 +46,7 @@ class PackageWeights:
         first = layout.cluster_index(layer, expert, manifest.model.experts, 0)
         start, stop = layout.offset_bytes(first), layout.offset_bytes(first + layout.clusters)
         clusters = self._bundles[start:stop].reshape(layout.clusters, -1)
-        self._require_checksums(clusters, first, layer)
+        self._require_checksums(clusters, first, layer, expert)
         return tuple(
             self._pieces(
                 clusters,
@@ -56,13 +56,14 @@ class PackageWeights:
             for matrix in layout.matrices
         )
 
-    def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int) -> None:
+    def _require_checksums(self, clusters: NDArray[np.uint8], first: int, layer: int, expert: int) -> None:
         layout = self._manifest.layout
         wrong = (cluster_checksums(clusters, layout) != self._checksums[first : first + len(clusters)]).any(axis=1)
         if wrong.any():
             cluster, n = int(wrong.argmax()), layout.cluster_neurons
+            where = f"layer {layer}" if self._manifest.model.experts == 1 else f"layer {layer}, expert {expert}"
             raise UserError(
-                f"{self._package.bundles_path}: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: "
+                f"{self._package.bundles_path}: {where}, neurons {cluster * n} to {cluster * n + n - 1}: "
                 "does not match its checksum: damaged; convert the model again"
             )
 

@@ -32,6 +32,7 @@ Array = NDArray[np.float32]
 Half = np.dtype("<f2")
 
 ATTENTION_POWER, FEED_FORWARD_POWER = 0.006, 0.014  # written by a layer, as a share of the state's squared length
+ROUTER_DEVIATION = 1.5  # of a router's values: the better of two chosen experts has about 70 % of the sum. Assumed
 QUERY_DEVIATION = 0.7  # scores of this size squared: attention looks at everything, at some of it more
 GROUP_NEURONS, GROUP_LOADING = 16, 0.3  # co-activation: neurons of a group share this part of their rows
 CORRECTIONS, MAX_CORRECTION = 3, 0.5
@@ -69,11 +70,11 @@ class Found:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What all blocks of a layer read: its number, the normed input of the feed-forward and its steady part, the scale
-    of rows, how often each neuron is to be active, the rows that groups of neurons have in common; the predictor's
+    """What all blocks of a feed-forward read: its number, its normed input and the steady part of that, the scale of
+    rows, how often each neuron is to be active, the rows that groups of neurons have in common; the predictor's
     directions and what it makes of its input."""
 
-    layer: int
+    ffn: int
     vectors: Vectors
     steady: Array
     scale: float
@@ -187,14 +188,32 @@ class LayerMaker:
         angles = np.arange(len(heads), dtype=np.float32)[:, None] * self._frequency
         return attend(rotate(queries, angles), rotate(keys, angles), values, window_tokens=0).reshape(len(heads), -1)
 
-    def neurons(self, layer: int, normed: Array, reads: Array, shares: NDArray[np.float64]) -> tuple[Neurons, Array]:
-        """Neurons of which each is active in its share of the independent tokens, and what they add to the residual
-        stream [tokens, width]. reads: what their predictor reads."""
-        model, predictor, random = self._model, self._predictor, codes.generator(self._seed, 2, layer)
+    def router(self, layer: int, normed: Array) -> tuple[Array, Array]:
+        """A router that reads the state, float32 [experts, width], and each expert's share of each token, 0 where it is
+        not chosen [tokens, experts]. Experts are equally likely; from token to token they change as the state moves."""
+        model, state = self._model, self._places.state
+        rows = np.zeros((model.experts, model.width), dtype=np.float32)
+        random = codes.generator(self._seed, 4, layer).standard_normal((model.experts, state.stop - state.start))
+        length = float(np.sqrt(np.square(normed[:, state]).sum(axis=1).mean()))
+        rows[:, state] = random * (ROUTER_DEVIATION / length)
+        values = normed @ rows.T
+        best = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
+        shares, chosen = np.zeros_like(values), np.take_along_axis(values, best, axis=1)
+        weights = np.exp(chosen - chosen.max(axis=1, keepdims=True))
+        np.put_along_axis(shares, best, weights / weights.sum(axis=1, keepdims=True), axis=1)
+        return rows, shares
+
+    def neurons(self, ffn: int, normed: Array, reads: Array, shares: NDArray[np.float64]) -> tuple[Neurons, Array]:
+        """Neurons of one feed-forward, of which each is active in its share of the independent tokens, and what they
+        add to the residual stream [tokens, width], if all tokens were its own. reads: what their predictor reads.
+
+        An expert's neurons are fitted on all tokens: its router is independent of their rows.
+        """
+        model, predictor, random = self._model, self._predictor, codes.generator(self._seed, 2, ffn)
         directions = Directions.leading(normed[~self._texts.held_out], self._places, predictor.rank)
         input_rows = encode(predictor.quantization, directions.rows(model.width))
         inputs = _Inputs(
-            layer=layer,
+            ffn=ffn,
             vectors=Vectors("q4", normed),
             steady=normed[:, self._places.steady].sum(axis=1),
             scale=self._row_scale(normed),
@@ -206,7 +225,8 @@ class LayerMaker:
         )
         blocks = list(self._pool.map(partial(self._block, inputs), range(0, model.neurons, self._block_neurons)))
         written = np.sum([block.written for block in blocks], axis=0)
-        factor = np.sqrt(FEED_FORWARD_POWER * self._state_power / written.var(axis=0).sum())
+        power = FEED_FORWARD_POWER * model.experts_per_token  # what several experts write adds up by its power
+        factor = np.sqrt(power * self._state_power / written.var(axis=0).sum())
         change = np.zeros_like(normed)
         change[:, self._places.feed_forward] = written * factor
         return Neurons(blocks, input_rows, factor, self._places), change
@@ -218,7 +238,7 @@ class LayerMaker:
 
     def _block(self, inputs: _Inputs, start: int) -> _Block:
         some = slice(start, min(start + self._block_neurons, self._model.neurons))
-        random = codes.generator(self._seed, 3, inputs.layer, start)
+        random = codes.generator(self._seed, 3, inputs.ffn, start)
         neurons, columns = some.stop - some.start, self._read.stop - self._read.start
         gate_codes = codes.mixed(
             codes.random_codes(neurons, columns, random), inputs.common[inputs.groups[some]], GROUP_LOADING

@@ -7,12 +7,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorInput, Source, Workload
+from neuronpipe.plans.package.manifest import (
+    Manifest,
+    Predictor,
+    PredictorInput,
+    PredictorQuality,
+    Source,
+    Workload,
+)
 from neuronpipe.plans.package.predictor_writer import FiringShares, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import PackageWriter, Rows
@@ -53,7 +61,9 @@ def synthesize(
     progress: Progress | None = None,
 ) -> Package:
     """Write a package of this shape with its predictor. progress is called with bytes of neurons written and all of
-    them. Raises UserError for what the disk refuses."""
+    them. reads: of a mixture's predictors always "feed_forward". Raises UserError for what the disk refuses."""
+    if model.experts > 1:
+        reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)
     requested = firing_by_layer(model.layers, np.random.default_rng(seed))
     layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "frequency")
@@ -73,8 +83,8 @@ def synthesize(
     def finished(found: Found) -> None:
         made.append(found)
         if progress is not None:
-            layer_bytes = layout.clusters * layout.cluster_stride_bytes
-            progress(len(made) * layer_bytes, model.layers * layer_bytes)
+            ffn_bytes = layout.clusters * layout.cluster_stride_bytes
+            progress(len(made) * ffn_bytes, model.ffns * ffn_bytes)
 
     with (
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
@@ -100,22 +110,42 @@ def synthesize(
             x = x + change
             normed = rms_norm(x, ones, model.norm_epsilon)
             shares = active_shares(layer, model.layers, model.neurons, float(requested[layer]))
-            neurons, change = maker.neurons(layer, normed, before if reads == "attention" else normed, shares)
-            x = x + change
-            if finishing is not None:
-                finished(finishing.result())
-            finishing = finisher.submit(finish, neurons)
-            del neurons
+            routed = np.ones((len(x), 1), dtype=np.float32)
+            if model.experts > 1:
+                router, routed = maker.router(layer, normed)
+                writer.vector(f"{prefix}.router", router.reshape(-1))
+            for expert in range(model.experts):
+                ffn, read = layer * model.experts + expert, before if reads == "attention" else normed
+                neurons, change = maker.neurons(ffn, normed, read, shares)
+                x = x + routed[:, expert, None] * change
+                if finishing is not None:
+                    finished(finishing.result())
+                finishing = finisher.submit(finish, neurons)
+                del neurons
         if finishing is not None:
             finished(finishing.result())
         package = writer.complete(tokenizer_json(work, model.vocabulary), {})
+        by_layer = [made[first : first + model.experts] for first in range(0, model.ffns, model.experts)]
         predictor = Predictor(
             shape.rank, predictor_quantization, reads, ("gate",), "none", int((~texts.held_out).sum()),
-            tuple(found.quality for found in made),
+            tuple(map(_mean_quality, by_layer)),
         )  # fmt: skip
-        firing = FiringShares(tuple(found.activity for found in made), tuple(found.fired for found in made))
+        firing = FiringShares(
+            tuple(_mean(found.activity for found in layer) for layer in by_layer),
+            tuple(_mean(found.fired for found in layer) for layer in by_layer),
+        )
         write_predictor(package, predictor, [found.factors for found in made], firing)
         return writer.publish()
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(fmean(values), 6)
+
+
+def _mean_quality(layer: list[Found]) -> PredictorQuality:
+    """Of the predictors of a layer's experts."""
+    names = ("recall", "precision", "predicted")
+    return PredictorQuality(*(_mean(getattr(found.quality, name) for found in layer) for name in names))
 
 
 def _calibration_texts(work: Workload) -> Texts:

@@ -10,13 +10,22 @@ GROUP = 32
 
 
 def _shape(
-    width: int, neurons: int, layers: int, heads: tuple[int, int, int], vocabulary: int, context: int
+    width: int,
+    neurons: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    vocabulary: int,
+    context: int,
+    experts: tuple[int, int] = (1, 1),
 ) -> ModelSpec:
+    """experts: of a layer, and how many compute a token."""
     query_heads, key_heads, head_width = heads
     return ModelSpec(
         family="llama",
         width=width,
         neurons=neurons,
+        experts=experts[0],
+        experts_per_token=experts[1],
         layer_kinds=(LayerKind(layers),),
         query_heads=query_heads,
         key_heads=key_heads,
@@ -31,6 +40,8 @@ def _shape(
 SHAPES = {
     "turbosparse-mistral-7b": _shape(4096, 14336, 32, (32, 8, 128), 32000, 4096),
     "turbosparse-1b": _shape(2048, 7168, 20, (16, 4, 128), 32000, 4096),
+    "turbosparse-mixtral-47b": _shape(4096, 14336, 32, (32, 8, 128), 57024, 4096, (8, 2)),
+    "turbosparse-mixtral-2b": _shape(1024, 3584, 20, (16, 4, 64), 32000, 4096, (8, 2)),
     "turbosparse-100m": _shape(768, 2688, 12, (12, 3, 64), 8000, 4096),
 }
 

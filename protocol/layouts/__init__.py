@@ -25,6 +25,8 @@ def examples() -> tuple[Layout, ...]:
             blocks=2,
             rank=32,
             claims=17,
+            experts_per_token=1,
+            groups=1,
             logit_rows=3,
             vocabulary=50,
         ),

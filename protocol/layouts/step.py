@@ -43,18 +43,22 @@ def exchange(
     blocks: int,
     rank: int,
     claims: int,
+    experts_per_token: int,
+    groups: int,
     logit_rows: int,
     vocabulary: int,
 ) -> Layout:
-    """What the decode workers compute together. tokens: most in one decode step; query_width: query_heads *
-    head_width; neurons: of a layer's blocks, padding included; rank: of the predictor, 0 in exact mode; claims:
-    counters of the work that participants take piece by piece; logit_rows: most tokens of one step, of either kind,
-    whose logits are wanted."""
+    """What the decode workers compute together. tokens: most in one decode step; pairs: of a token and one of its
+    experts; groups: experts that are computed at once, at most; query_width: query_heads * head_width; neurons: of an
+    expert's blocks, padding included; rank: of the predictor, 0 in exact mode; claims: counters of the work that
+    participants take piece by piece; logit_rows: most tokens of one step, of either kind, whose logits are wanted."""
     fields = Fields(
         "exchange",
         5,
         {
             "tokens": tokens,
+            "pairs": tokens * experts_per_token,
+            "groups": groups,
             "width": width,
             "query_width": query_width,
             "neurons": neurons,
@@ -74,7 +78,7 @@ def exchange(
         to="decode, prefill",
         ordering="word 0, acquire-release; after it changed, the sleepers on barriers and arrivals are woken",
     )
-    _add_stages(fields, "tokens", "decode")
+    _add_stages(fields, "pairs", "decode")
     fields.add(
         "logits",
         "f32",
@@ -88,7 +92,17 @@ def exchange(
 
 
 def prefill_stage(
-    *, tokens: int, partial_tokens: int, width: int, query_width: int, neurons: int, blocks: int, rank: int, claims: int
+    *,
+    tokens: int,
+    partial_tokens: int,
+    width: int,
+    query_width: int,
+    neurons: int,
+    blocks: int,
+    rank: int,
+    claims: int,
+    experts_per_token: int,
+    groups: int,
 ) -> Layout:
     """The same stages in the memory of a process whose threads do their steps alone: no segment. partial_tokens: most
     tokens whose block sums are held at once; the other lengths as in `exchange`."""
@@ -97,7 +111,9 @@ def prefill_stage(
         8,
         {
             "tokens": tokens,
-            "partial_tokens": partial_tokens,
+            "pairs": tokens * experts_per_token,
+            "groups": groups,
+            "partial_pairs": partial_tokens * experts_per_token,
             "width": width,
             "query_width": query_width,
             "neurons": neurons,
@@ -107,11 +123,11 @@ def prefill_stage(
             "mask_bytes": -(-tokens // 8) if rank else 0,
         },
     )
-    _add_stages(fields, "partial_tokens", "prefill")
+    _add_stages(fields, "partial_pairs", "prefill")
     return fields.layout()
 
 
-def _add_stages(fields: Fields, partial_tokens: str, who: str) -> None:
+def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
     """The buffers of a step's stages, which the participants compute together. who: their role."""
     zeroed_by = "coordinator" if who == "decode" else "prefill"
     fields.add(
@@ -127,9 +143,9 @@ def _add_stages(fields: Fields, partial_tokens: str, who: str) -> None:
         ("residual", ("tokens", "width")),
         ("queries", ("tokens", "query_width")),
         ("attention", ("tokens", "query_width")),
-        ("hidden", ("tokens", "neurons")),
-        ("partials", (partial_tokens, "blocks", "width")),
-        ("ranks", ("tokens", "rank")),
+        ("hidden", ("pairs", "neurons")),
+        ("partials", (partial_pairs, "blocks", "width")),
+        ("ranks", ("pairs", "rank")),
     ):
         fields.add(
             name,
@@ -142,11 +158,12 @@ def _add_stages(fields: Fields, partial_tokens: str, who: str) -> None:
     fields.add(
         "predicted",
         "u8",
+        "groups",
         "neurons",
         "mask_bytes",
         by=f"{who}: the blocks that each took",
         to=who,
-        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t",
+        ordering="the barrier between the stages of a layer; bit t%8 of byte t/8 is token t of the expert's",
     )
     fields.add(
         "claims",

@@ -173,7 +173,7 @@ def _engine_config(placement: Placement, stage: Layout) -> EngineConfig:
         max_tokens=stage["residual"].shape[0],
         logit_rows=compute.logit_rows,
         window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
-        partial_tokens=stage["partials"].shape[0],
+        partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
         spin_us=compute.spin_us,
         predicts=compute.mode == "predicted",
         bundle=plan.flash.bundle,

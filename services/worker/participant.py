@@ -13,12 +13,18 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
+ROUTERS = {"softmax": lib.NP_ROUTER_SOFTMAX, "sigmoid": lib.NP_ROUTER_SIGMOID}
 NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
-READS = {"feed_forward": lib.NP_READS_FEED_FORWARD, "attention": lib.NP_READS_ATTENTION}
+READS = {
+    "feed_forward": lib.NP_READS_FEED_FORWARD,
+    "attention": lib.NP_READS_ATTENTION,
+    "layer": lib.NP_READS_LAYER,
+}
 
 
 PARTS = {"trigger": lib.NP_TRIGGER, "value": lib.NP_VALUE}
@@ -112,6 +118,9 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "vocabulary": s.vocabulary,
             "context_tokens": context_tokens,
             "experts": s.experts,
+            "experts_per_token": s.experts_per_token,
+            "router": ROUTERS[s.router],
+            "router_reads": READS[s.router_reads],
             "norm": NORMS[s.norm],
             "norm_epsilon": s.norm_epsilon,
             "head_norm": s.head_norm,
@@ -210,11 +219,13 @@ class Participant:
 
     def _describe_damage(self) -> str:
         counters = self._read_counters()
-        layer, cluster = divmod(counters.damaged_word, self._manifest.layout.clusters)
+        ffn, cluster = divmod(counters.damaged_word, self._manifest.layout.clusters)
+        layer, expert = divmod(ffn, self._manifest.model.experts)
+        where = f"layer {layer}" if self._manifest.model.experts == 1 else f"layer {layer}, expert {expert}"
         part = next(name for name, number in PARTS.items() if number == counters.damaged_part)
         n = self._manifest.layout.cluster_neurons
         return (
-            f"bundles.bin: layer {layer}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
+            f"bundles.bin: {where}, neurons {cluster * n} to {cluster * n + n - 1}: the {part} part "
             "cannot be read or does not match its checksum; convert the model again or copy the package again"
         )
 
@@ -256,18 +267,25 @@ class Participant:
         self._keep += [shared, view.requests, view.trace]
         return shared
 
-    def _predictor(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
-        predictor = self._manifest.predictor
+    def _predictors(self, layer: int, matrix: Callable[[str], Any], vector: Callable[[str], Any]) -> dict[str, Any]:
+        """Those of a layer's feed-forwards, where this run predicts."""
+        predictor, model = self._manifest.predictor, self._manifest.model
         if not self._config.predicts or predictor is None:
             return {}
-        name = f"layers.{layer}.predictor"
-        return {
-            "predictor": {
-                "input": matrix(f"{name}.input"),
-                "sides": [matrix(f"{name}.{side}") for side in predictor.sides],
-                "biases": [vector(f"{name}.{side}.bias") for side in predictor.sides],
-            }
-        }
+        names = [predictor_name(model, layer, expert) for expert in range(model.experts)]
+        native = ffi.new(
+            "np_predictor[]",
+            [
+                {
+                    "input": matrix(f"{name}.input"),
+                    "sides": [matrix(f"{name}.{side}") for side in predictor.sides],
+                    "biases": [vector(f"{name}.{side}.bias") for side in predictor.sides],
+                }
+                for name in names
+            ],
+        )
+        self._keep.append(native)
+        return {"predictors": native}
 
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
         def matrix(name: str) -> dict[str, Any]:
@@ -288,6 +306,8 @@ class Participant:
             [
                 {
                     "window_tokens": window_tokens,
+                    "rotary": rotary,
+                    "router": vector(f"layers.{n}.router"),
                     "qkv": matrix(f"layers.{n}.qkv"),
                     "attention_output": matrix(f"layers.{n}.attention_output"),
                     "attention_norm": norm(f"layers.{n}.attention_norm"),
@@ -298,9 +318,9 @@ class Participant:
                     "key_norm": vector(f"layers.{n}.key_norm"),
                     "up_bias": vector(f"layers.{n}.up.bias"),
                     "down_bias": vector(f"layers.{n}.down.bias"),
-                    **self._predictor(n, matrix, vector),
+                    **self._predictors(n, matrix, vector),
                 }
-                for n, window_tokens in enumerate(model.windows_tokens)
+                for n, (window_tokens, rotary) in enumerate(zip(model.windows_tokens, model.rotary_layers, strict=True))
             ],
         )
         embedding = matrix("embedding")

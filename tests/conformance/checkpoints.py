@@ -40,6 +40,7 @@ class Recipe:
     dtype: str = "F16"
     shards: int = 1
     seed: int = 1
+    experts: int = 0  # of a mixture, each of so many neurons
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,6 +48,10 @@ MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "TurboSparseMixtralForCausalLM": "mixtral",
+    "SmallThinkerForCausalLM": "smallthinker",
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
     "NemotronForCausalLM": "nemotron",
@@ -54,6 +59,17 @@ MODEL_TYPES = {
     "MiniCPMForCausalLM": "minicpm",
     "SparseLlamaForCausalLM": "sparsellama",
 }
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+# What a mixture's class calls its router, what comes before an expert's matrices, and these.
+EXPERT_NAMES = {
+    "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "TurboSparseMixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.experts.{}.", GATED),
+    "SmallThinkerForCausalLM": (
+        "block_sparse_moe.primary_router", "block_sparse_moe.experts.{}.", ("gate", "up", "down"),
+    ),
+}  # fmt: skip
 
 RECIPES = {
     recipe.name: recipe
@@ -84,6 +100,29 @@ RECIPES = {
             config={"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         ),
         Recipe("opt", "OPTForCausalLM", "relu", 192, 500, 3, 6, 6, 32, tied=True, bias=True),
+        Recipe(
+            "mixtral", "MixtralForCausalLM", "silu", 160, 200, 3, 4, 2, 40, experts=5, shards=2,
+            config={"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+        ),
+        Recipe(
+            "turbosparse", "TurboSparseMixtralForCausalLM", "relu", 128, 300, 2, 4, 4, 32, experts=4, dtype="BF16",
+            config={"num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        Recipe(
+            "qwen3moe", "Qwen3MoeForCausalLM", "silu", 96, 90, 3, 3, 1, 32, experts=9, dtype="BF16",
+            config={
+                "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 90, "intermediate_size": 777,
+                "norm_topk_prob": True,
+            },
+        ),
+        Recipe(
+            "smallthinker", "SmallThinkerForCausalLM", "relu", 96, 150, 4, 3, 1, 32, experts=7, tied=True,
+            config={
+                "moe_num_primary_experts": 7, "moe_num_active_primary_experts": 3, "moe_ffn_hidden_size": 150,
+                "rope_layout": [0, 1, 1, 1], "sliding_window_layout": [0, 1, 1, 0], "sliding_window_size": 9,
+                "moe_primary_router_apply_softmax": False,
+            },
+        ),
         Recipe(
             "nemotron", "NemotronForCausalLM", "relu2", 192, 500, 3, 4, 2, 48, bias=True,
             config={"norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True, "mlp_bias": True},
@@ -174,15 +213,20 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.self_attn.{projection}_proj.weight", (rows, width), 1.3 * width**-0.5)
             if recipe.bias:
                 yield made(f"{name}.self_attn.{projection}_proj.bias", (rows,), 0.5)
-        if recipe.architecture == "Qwen3ForCausalLM":
+        if recipe.architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
             for projection in ("q", "k"):
                 yield made(f"{name}.self_attn.{projection}_norm.weight", (recipe.head_width,), 0.3, 1.2)
         yield made(f"{name}.self_attn.o_proj.weight", (width, heads_width), 0.5 * heads_width**-0.5)
         yield made(f"{name}.post_attention_layernorm.weight", (width,), 0.1, 1.0)
-        if recipe.architecture != "ArceeForCausalLM":
-            yield made(f"{name}.mlp.gate_proj.weight", (neurons, width), width**-0.5)
-        yield made(f"{name}.mlp.up_proj.weight", (neurons, width), width**-0.5)
-        yield made(f"{name}.mlp.down_proj.weight", (width, neurons), 0.5 * neurons**-0.5)
+        router, expert, (gate, up, down) = EXPERT_NAMES.get(recipe.architecture, ("", "mlp.", GATED))
+        if recipe.experts:
+            yield made(f"{name}.{router}.weight", (recipe.experts, width), 1.5 * width**-0.5)
+        for number in range(recipe.experts or 1):
+            ffn = f"{name}.{expert.format(number)}"
+            if recipe.architecture != "ArceeForCausalLM":
+                yield made(f"{ffn}{gate}.weight", (neurons, width), width**-0.5)
+            yield made(f"{ffn}{up}.weight", (neurons, width), width**-0.5)
+            yield made(f"{ffn}{down}.weight", (width, neurons), 0.5 * neurons**-0.5)
     yield made("model.norm.weight", (width,), 0.1, 1.0)
     if not recipe.tied:
         yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from numpy.typing import NDArray
 
 from tests.conformance.checkpoints import Array, Recipe, config, tensors, tokenizer
 
@@ -28,6 +30,22 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.primary_router": "ffn_gate_inp",
+}
+EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight")
+STACKS = {
+    **dict.fromkeys(("w1", "gate_proj", "gate"), "ffn_gate_exps"),
+    **dict.fromkeys(("w3", "up_proj", "up"), "ffn_up_exps"),
+    **dict.fromkeys(("w2", "down_proj", "down"), "ffn_down_exps"),
+}
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "SmallThinkerForCausalLM": "smallthinker",
+    "BambooForCausalLM": "bamboo",
 }
 
 
@@ -35,7 +53,7 @@ def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
     stem, kind = name.rsplit(".", 1)
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
-        return f"blk.{match[1]}.{NAMES[match[2]]}.{kind}"
+        return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
 
@@ -52,10 +70,16 @@ def write_gguf(
     *,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, Array] | None = None,
+    instead: dict[str, Array] | None = None,
+    more: dict[str, Array] | None = None,
     name: str = "model",
+    powerinfer: bool = False,
+    architecture: str | None = None,
 ) -> Path:
-    """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors."""
-    architecture = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(recipe.architecture, "llama")
+    """Write a recipe with its matrices in one encoding. metadata adds entries; extra adds float32 tensors, and instead
+    puts them in place of the recipe's; more adds matrices in that encoding. powerinfer: as that program's converter
+    does it, Down transposed."""
+    architecture = architecture or ARCHITECTURES.get(recipe.architecture, "llama")
     writer = GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_block_count(recipe.layers)
@@ -75,15 +99,33 @@ def write_gguf(
     add_tokenizer(writer, recipe)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
-    for full_name, tensor in tensors(recipe):
-        add_tensor(writer, recipe, full_name, tensor, encoding, architecture)
-    for full_name, tensor in (extra or {}).items():
+    for full_name, tensor in stacked_experts(recipe):
+        if gguf_name(full_name) not in (instead or {}):
+            add_tensor(writer, recipe, full_name, tensor, encoding, architecture, powerinfer=powerinfer)
+    for full_name, tensor in {**(extra or {}), **(instead or {})}.items():
         writer.add_tensor(full_name, tensor)
+    for full_name, tensor in (more or {}).items():
+        writer.add_tensor(full_name, stored(tensor, encoding), raw_dtype=GGMLQuantizationType[encoding])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if powerinfer:
+        with path.open("r+b") as file:
+            file.write(b"PWRI")
     return path
+
+
+def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """The recipe's tensors; those of all experts of a layer in one, by the name that it has in GGUF."""
+    stacks: dict[str, list[Array]] = {}
+    for name, tensor in tensors(recipe):
+        if match := EXPERT.fullmatch(name):
+            stacks.setdefault(f"{match[1]}.{STACKS[match[2]]}.weight", []).append(tensor)
+        else:
+            yield name, tensor
+    for name, parts in stacks.items():
+        yield name, np.stack(parts)
 
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -92,25 +134,68 @@ def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     method.get(type(value), writer.add_array)(key, value)
 
 
-def add_tensor(writer: GGUFWriter, recipe: Recipe, name: str, values: Array, encoding: str, architecture: str) -> None:
+def add_tensor(
+    writer: GGUFWriter,
+    recipe: Recipe,
+    name: str,
+    values: Array,
+    encoding: str,
+    architecture: str,
+    *,
+    powerinfer: bool = False,
+) -> None:
     """Enter one tensor; vectors stay float32, as the stock converter keeps them."""
     heads = {"q": recipe.query_heads, "k": recipe.key_heads}
     match = re.search(r"self_attn\.([qk])_proj", name)
-    if architecture == "llama" and match:
+    if architecture in ("llama", "bamboo") and match:
         values = interleaved(values, heads[match[1]])
-    if values.ndim == 1 or encoding == "F32":
-        writer.add_tensor(gguf_name(name), values)
+    named = gguf_name(name)
+    if powerinfer and "ffn_down" in named:
+        named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
+    if values.ndim == 1 or "ffn_gate_inp" in named or encoding == "F32":  # routers stay float32 as well
+        writer.add_tensor(named, values)
         return
     kind = GGMLQuantizationType[encoding]
-    writer.add_tensor(gguf_name(name), quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor(named, stored(values, encoding), raw_dtype=kind)
 
 
-def add_tokenizer(writer: GGUFWriter, recipe: Recipe) -> None:
-    """The recipe's tokenizer as GGUF describes byte-level BPE."""
+def stored(values: Array, encoding: str) -> NDArray[np.uint8]:
+    """A matrix in an encoding. The library cannot make K-quants: those get random bits, the same for the same shape."""
+    if encoding in SCALE_PLACES:
+        return random_blocks(encoding, *values.shape)
+    return quantize(values, GGMLQuantizationType[encoding])
+
+
+# Where the high bytes of a block's fp16 scales lie.
+SCALE_PLACES = {
+    "Q2_K": (81, 83),
+    "Q3_K": (109,),
+    "Q4_K": (1, 3),
+    "Q5_K": (1, 3),
+    "Q6_K": (209,),
+    "IQ4_NL": (1,),
+    "IQ4_XS": (1,),
+}
+
+
+def random_blocks(encoding: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Any bits are valid blocks. Random fp16 scales would be wild, so their exponents are made small."""
+    block_weights, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[encoding]]
+    shape = (rows, columns // block_weights * block_bytes)
+    blocks = np.random.default_rng((rows, columns)).integers(0, 256, shape, dtype=np.uint8)
+    flat = blocks.reshape(-1, block_bytes)
+    for place in SCALE_PLACES[encoding]:
+        flat[:, place] = flat[:, place] & 0x83 | 0x18
+    return blocks
+
+
+def add_tokenizer(writer: GGUFWriter, recipe: Recipe, *, split: str | None = "gpt-2") -> None:
+    """The recipe's tokenizer as GGUF describes byte-level BPE. split: its name there; None: in files of 2023."""
     model = json.loads(tokenizer(recipe.vocabulary).to_str())
     pieces = [*model["model"]["vocab"], *(token["content"] for token in model["added_tokens"])]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(pieces)
     writer.add_token_types([1] * (len(pieces) - 1) + [3])
     writer.add_token_merges([" ".join(merge) for merge in model["model"]["merges"]])

@@ -25,7 +25,7 @@ class NumpyBackend:
 
     def supports(self, model: ModelSpec, phase: Phase) -> str | None:
         """Prompts only."""
-        return None if phase == "prefill" else "numpy computes prompts only"
+        return None if phase == "prefill" and model.experts == 1 else "numpy computes prompts of dense models only"
 
     def load(self, placement: Placement) -> None:
         """Map keys, values and logits; weights are decoded whenever they are used."""
@@ -48,7 +48,8 @@ class NumpyBackend:
         for layer in range(m.layers):
             normed = self._engine._normed(f"layers.{layer}.attention_norm", x)
             attended = x + scale * self._attention(layer, work.sequences[0], normed, positions)
-            x = attended + scale * self._engine._feed_forward(layer, normed, x if m.parallel else attended)[0]
+            inputs = self._engine._normed(f"layers.{layer}.ffn_norm", x if m.parallel else attended)
+            x = attended + scale * self._engine._feed_forward(layer, 0, normed, inputs, np.arange(len(x)))[0]
         wanted = slice(work.logits_first, work.logits_first + work.logits_count)
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}

@@ -27,7 +27,7 @@ class Participants:
         manifest, self._package = package.manifest, package
         self._model = model = manifest.model
         layout, tokens = manifest.layout, max_tokens
-        neurons = layout.blocks * layout.block_neurons
+        neurons, pairs = layout.blocks * layout.block_neurons, tokens * model.experts_per_token
         rank = manifest.predictor.rank if predicts and manifest.predictor else 0
         self._claims = np.zeros(lib.np_engine_claims(model.layers), np.uint32)
         self._barrier = np.zeros(LINE_WORDS, np.uint32)
@@ -37,10 +37,10 @@ class Participants:
             "residual": np.zeros((tokens, model.width), np.float32),
             "queries": np.zeros((tokens, model.query_width), np.float32),
             "attention": np.zeros((tokens, model.query_width), np.float32),
-            "hidden": np.zeros((tokens, neurons), np.float32),
-            "partials": np.zeros((tokens, layout.blocks, model.width), np.float32),
-            "ranks": np.zeros((tokens, rank), np.float32) if rank else None,
-            "predicted": np.zeros((neurons, -(-tokens // 8)), np.uint8) if rank else None,
+            "hidden": np.zeros((pairs, neurons), np.float32),
+            "partials": np.zeros((pairs, layout.blocks, model.width), np.float32),
+            "ranks": np.zeros((pairs, rank), np.float32) if rank else None,
+            "predicted": np.zeros((min(pairs, model.experts), neurons, -(-tokens // 8)), np.uint8) if rank else None,
             "claims": self._claims,
             "logits": self._logits,
             "kv": np.zeros(2 * model.layers * model.key_width * model.context_tokens, np.uint16),

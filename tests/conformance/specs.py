@@ -56,6 +56,19 @@ SPECS = {
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32,
         norm="layer", positions="learned", activation="drelu", output_bias=True, **COMMON,
     ),
+    "mixtral": ModelSpec(
+        family="llama", width=160, neurons=200, experts=5, experts_per_token=2, layer_kinds=(LayerKind(2),),
+        query_heads=4, key_heads=2, head_width=40, activation="silu", **COMMON,
+    ),
+    "turbosparse": ModelSpec(
+        family="llama", width=128, neurons=300, experts=4, experts_per_token=2, layer_kinds=(LayerKind(2),),
+        query_heads=4, key_heads=4, head_width=32, activation="drelu", **COMMON,
+    ),
+    "smallthinker": ModelSpec(
+        family="llama", width=96, neurons=150, experts=9, experts_per_token=3, router="sigmoid", router_reads="layer",
+        layer_kinds=(LayerKind(1, 0, False), LayerKind(2, 20)), query_heads=3, key_heads=1, head_width=32,
+        activation="relu", **COMMON,
+    ),
     "threshold": ModelSpec(
         family="llama", width=128, neurons=100, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
         activation="relu", activation_threshold=0.29, **COMMON,
@@ -88,7 +101,7 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
             writer.vector(name, _vector(name, length, random))
         for name, rows, columns in fixed_matrices(model):
             writer.matrix(name, encode(quantization, _normal(random, (rows, columns), _deviation(name, columns))))
-        for _ in range(model.layers):
+        for _ in range(model.ffns):
             scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
             deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
             rows_of = [_normal(random, (model.neurons, model.width), deviation) for deviation in deviations]
@@ -109,6 +122,8 @@ def _deviation(name: str, columns: int) -> float:
 def _vector(name: str, length: int, random: np.random.Generator) -> Array:
     if name == "rope.inverse_frequency":
         return np.asarray(10_000.0 ** (-np.arange(length) / length), dtype=np.float32)
+    if name.endswith("router"):
+        return _normal(random, (length,), 0.12)
     centre = 1.0 if name.endswith("norm") else -1.8 if name.endswith("up.bias") else 0.0
     return _normal(random, (length,), 0.3) + np.float32(centre)
 
@@ -118,18 +133,16 @@ def give_predictor(package: Package, text: Sequence[int]) -> tuple[Package, Arra
     predictor would hide mistakes. Each neuron's threshold lies where the text's scores leave a gap: rounding decides
     nothing."""
     model, random, layers = package.manifest.model, np.random.default_rng(2), []
-    for _ in range(model.layers):
+    for _ in range(model.ffns):
         rows = encode("f16", _normal(random, (model.neurons, RANK), RANK**-0.5))
         reads = encode("f16", _normal(random, (RANK, model.width), model.width**-0.5))
         layers.append(LayerFactors(reads, {model.trigger: SideFactor(rows, np.zeros(model.neurons, np.float32))}))
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
-        layer = layers[run.layer]
+        layer = layers[run.ffn]
         raw = scores("f16", layer, "none", run.feed_forward_input)[model.trigger]
         bias = -_in_a_gap(raw)
-        layers[run.layer] = LayerFactors(
-            layer.input, {model.trigger: SideFactor(layer.sides[model.trigger].rows, bias)}
-        )
+        layers[run.ffn] = LayerFactors(layer.input, {model.trigger: SideFactor(layer.sides[model.trigger].rows, bias)})
         return np.asarray(raw + bias > 0)
 
     logits = ReferenceEngine(package, mask=mask).run(text).logits

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from neuronpipe.plans.convert import convert
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
+from neuronpipe.launch.cli import main
+from neuronpipe.plans.convert import Encoded, convert
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, nearest_quantization
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
+from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens
-from tests.conformance.gguf_files import llama3_factors, write_gguf
+from tests.conformance.gguf_files import SCALE_PLACES, llama3_factors, random_blocks, write_gguf
 from tests.conformance.test_golden_logits import GOLDEN
 
 WIDE = Recipe("wide", "LlamaForCausalLM", "silu", 256, 512, 1, 4, 2, 64, vocabulary=300)
@@ -51,6 +55,65 @@ def test_gguf_and_safetensors_give_the_same_package(
     )
     assert package.manifest.model == told
     assert package.manifest.end_tokens == expected.manifest.end_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"),
+    [
+        ("mixtral", {"llama.expert_count": 5, "llama.expert_used_count": 2}),
+        (
+            "qwen3moe",
+            {
+                "qwen3moe.expert_count": 9,
+                "qwen3moe.expert_used_count": 3,
+                "qwen3moe.expert_feed_forward_length": 90,
+                "qwen3moe.feed_forward_length": 777,
+            },
+        ),
+        (
+            "smallthinker",
+            {
+                "smallthinker.expert_count": 7,
+                "smallthinker.expert_used_count": 3,
+                "smallthinker.expert_gating_func": 2,
+                "smallthinker.attention.sliding_window": 9,
+            },
+        ),
+    ],
+)
+def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
+    name: str, metadata: dict[str, int], tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    package = convert(source, tmp_path / "p", quantization="q8")
+    assert same_weights(package, expected)
+    told = replace(
+        expected.manifest.model,
+        family=package.manifest.model.family,  # mixtral's architecture is llama there
+        norm_epsilon=float(np.float32(1e-5)),
+    )
+    if name == "smallthinker":  # every fourth layer is without window and rotary positions, there
+        told = replace(told, layer_kinds=(LayerKind(1, 0, False), LayerKind(3, 9)))
+    assert package.manifest.model == told
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("llama.expert_used_count", 6, "6 is outside 1..5"),
+        ("llama.expert_shared_count", 1, "experts that all tokens share are not supported"),
+        ("llama.expert_gating_func", 3, "3 is not supported"),
+    ],
+)
+def test_a_mixture_that_contradicts_itself_is_refused_by_its_key(
+    key: str, value: int, why: str, tmp_path: Path
+) -> None:
+    metadata = {"llama.expert_count": 5, "llama.expert_used_count": 2} | {key: value}
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["mixtral"], "F16", metadata=metadata)
+    with pytest.raises(UserError, match=f"{key}: {why}"):
+        convert(source, tmp_path / "p", quantization="q8")
+    assert not (tmp_path / "p").exists()
 
 
 def test_interleaved_queries_and_keys_reach_the_golden_logits(tmp_path: Path) -> None:
@@ -90,29 +153,77 @@ def test_encodings_decode_to_what_was_stored(encoding: str, tmp_path: Path) -> N
         np.testing.assert_array_equal(values, stored.astype(np.float16).astype(np.float32))
 
 
-@pytest.mark.parametrize("encoding", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_decode_as_the_gguf_library_says(
-    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = GGMLQuantizationType[encoding]
-    block_weights, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(1).integers(0, 256, (512, WIDE.width // block_weights * block_bytes), dtype=np.uint8)
-    # Random bits make wild fp16 scales; a small exponent keeps every value finite.
-    flat = blocks.reshape(-1, block_bytes)
-    for start in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(encoding, (0, 2)):
-        flat[:, start + 1] = flat[:, start + 1] & 0x83 | 0x18
-    add = GGUFWriter.add_tensor
+@pytest.mark.parametrize("encoding", SCALE_PLACES)
+def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
+    gate, up, down = PackageWeights(convert(source, tmp_path / "p", quantization="f16")).neurons(0)
+    for values, shape in ((gate, (512, 256)), (up, (512, 256)), (down.T, (256, 512))):
+        expected = dequantize(random_blocks(encoding, *shape), GGMLQuantizationType[encoding])
+        np.testing.assert_array_equal(values, expected.astype(np.float16).astype(np.float32))
 
-    def add_blocks(writer: GGUFWriter, name: str, tensor: np.ndarray, **options: object) -> None:
-        if name == "blk.0.ffn_up.weight":
-            add(writer, name, blocks, raw_dtype=kind)
-        else:
-            add(writer, name, tensor, **options)
 
-    monkeypatch.setattr(GGUFWriter, "add_tensor", add_blocks)
-    source = write_gguf(tmp_path / "m.gguf", WIDE)
-    _, up, _ = PackageWeights(convert(source, tmp_path / "p", quantization="f16")).neurons(0)
-    np.testing.assert_array_equal(up, dequantize(blocks, kind).astype(np.float16).astype(np.float32))
+@pytest.mark.parametrize(
+    ("encoding", "expected"),
+    [
+        *((encoding, "q4") for encoding in ("F16", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS")),
+        *((encoding, "q8") for encoding in ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")),
+    ],
+)
+def test_the_package_is_near_the_size_of_a_quantized_source(encoding: str, expected: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, encoding)
+    assert convert(source, tmp_path / "p").manifest.quantization == expected
+    assert convert(source, tmp_path / "q", quantization="f16").manifest.quantization == "f16"
+
+
+def test_most_weights_decide_where_encodings_are_mixed() -> None:
+    assert nearest_quantization({"Q4_K": 80, "Q6_K": 20, "F32": 1}) == "q4"  # Q4_K_M
+    assert nearest_quantization({"Q5_K": 70, "Q6_K": 20, "Q4_K": 10}) == "q8"
+
+
+def test_the_error_of_encoding_again_is_told_against_what_the_source_stores(tmp_path: Path) -> None:
+    reports: list[Encoded] = []
+    source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
+    package = convert(source, tmp_path / "p", report=reports.append)
+    measured = {}
+    for name, values, shape in zip(
+        ("gate", "up", "down"), PackageWeights(package).neurons(0), ((512, 256), (512, 256), (256, 512)), strict=True
+    ):
+        stored = dequantize(random_blocks("Q4_K", *shape), GGMLQuantizationType.Q4_K)
+        lost = stored - (values.T if name == "down" else values)
+        measured[name] = float(np.linalg.norm(lost) / np.linalg.norm(stored))
+    told = package.manifest.quantization_error
+    assert {name: told[name] for name in measured} == pytest.approx(measured, rel=1e-3)
+    (report,) = reports
+    assert report.worst_error >= max(told.values()) > 0.02
+    assert re.fullmatch(r"(token_embd|output|blk\.0\.\w+)\.weight", report.worst_tensor)
+    assert report.source_was_quantized
+    assert set(report.source_weights) == {"Q4_K"}
+
+
+def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
+    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^worst +\d+\.\d{4}%  \S+\.weight$", said, re.MULTILINE)
+    assert "the source is quantized itself (Q4_K 100%)" in said
+    assert "`--quantization q8` adds far less" in said
+    assert main(["convert", str(source), str(tmp_path / "q"), "--quantization", "q8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst_tensor"]["error"] < 0.01
+    assert set(told["source_weights"]) == {"Q4_K"}
+    assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), str(tmp_path / "r")]) == 0
+    assert "quantized itself" not in capsys.readouterr().out
+
+
+def test_the_worst_tensor_is_named_where_one_is_worse_than_its_kind(tmp_path: Path) -> None:
+    recipe = replace(WIDE, layers=2)
+    wild = np.tile(np.where(np.arange(256) % 32 == 0, 16, 0.9), (512, 1)).astype(np.float32)  # steps of 2
+    source = write_gguf(tmp_path / "m.gguf", recipe, instead={"blk.1.ffn_up.weight": wild})
+    reports: list[Encoded] = []
+    package = convert(source, tmp_path / "p", quantization="q4", report=reports.append)
+    assert reports[0].worst_tensor == "blk.1.ffn_up.weight"
+    assert not reports[0].source_was_quantized
+    assert package.manifest.quantization_error["up"] == pytest.approx(reports[0].worst_error, rel=0.01)
 
 
 def test_block_sizes_are_those_of_the_gguf_library() -> None:

@@ -29,7 +29,7 @@ Packages = Callable[[str, str], Package]
 CHUNK = 64
 TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks with a panel and without
 CASES = [(name, "f16") for name in SPECS] + [
-    (name, q) for name in ("opt", "ungated relu2", "parallel") for q in ("q8", "q4")
+    (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse") for q in ("q8", "q4")
 ]
 
 
@@ -198,7 +198,9 @@ def test_without_a_gate_the_rows_of_down_are_wanted_only_where_a_neuron_fired(na
     assert name != "opt" or np.mean(shares) < 0.6
 
 
-@pytest.mark.parametrize("name", ["opt", "ungated relu2", "gated layer norm", "parallel"])
+@pytest.mark.parametrize(
+    "name", ["opt", "ungated relu2", "gated layer norm", "parallel", "turbosparse", "smallthinker"]
+)
 def test_a_predictor_of_the_trigger_alone_decides_who_takes_part(name: str, tmp_path: Path) -> None:
     package, wanted = give_predictor(write_package(tmp_path / "package", SPECS[name], "f16"), TEXT)
     logits = Participants(package, count=1, max_tokens=1, predicts=True).run(TEXT, 1)

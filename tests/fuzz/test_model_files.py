@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import open_checkpoint
+from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
@@ -22,6 +23,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
+from tests.unit.test_sentencepiece_model import trained
 
 VERSION_2 = (Path(__file__).parents[1] / "conformance" / "golden" / "manifest_version_2.json").read_bytes()
 
@@ -41,6 +43,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("files")
     source = write_checkpoint(directory / "source", RECIPE)
     write_gguf(directory / "model.gguf", RECIPE)
+    write_gguf(directory / "powerinfer.gguf", RECIPE, powerinfer=True, metadata={"powerinfer.sparse_threshold": 0.5})
+    (directory / "tokenizer").mkdir()
+    (directory / "tokenizer" / "tokenizer.model").write_bytes(trained("normalizing", pieces=400))
     convert(source, directory / "package", quantization="q4")
     return directory
 
@@ -183,14 +188,40 @@ def test_safetensors_headers(data: st.DataObject, files: Path) -> None:
         only_user_errors(lambda: open_and_close(files / "source"))
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "powerinfer.gguf"])
 @fuzzed
 @given(data=st.data())
-def test_gguf_headers(data: st.DataObject, files: Path) -> None:
-    path = files / "model.gguf"
+def test_gguf_headers(data: st.DataObject, files: Path, name: str) -> None:
+    path = files / name
     content = path.read_bytes()
     header_bytes = content.index(b"blk.0.attn_norm.weight") + 400
     with content_of(path, mutated_bytes(data, content, header_bytes)):
         only_user_errors(lambda: open_and_close(path))
+
+
+@fuzzed
+@given(data=st.data())
+def test_sentencepiece_models(data: st.DataObject, files: Path) -> None:
+    path = files / "tokenizer" / "tokenizer.model"
+    content = path.read_bytes()
+    with content_of(path, mutated_bytes(data, content, len(content))):
+        only_user_errors(lambda: read_tokenizer(path, 400))
+
+
+@fuzzed
+@given(data=st.data())
+def test_configurations_of_sentencepiece_models(data: st.DataObject, files: Path) -> None:
+    values = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": True,
+        "add_bos_token": True,
+        "bos_token": {"content": "<s>"},
+        "added_tokens_decoder": {"1": {"content": "<s>", "special": True}, "400": {"content": "x"}},
+    }
+    path = files / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(mutated_json(data, values)))
+    only_user_errors(lambda: read_tokenizer(path.with_name("tokenizer.model"), 401))
+    path.unlink()
 
 
 @settings(fuzzed, max_examples=25)
@@ -199,4 +230,6 @@ def test_damaged_weights_convert_or_are_refused_and_leave_nothing(data: st.DataO
     path, target = files / "model.gguf", files / "made"
     with content_of(path, mutated_bytes(data, path.read_bytes(), path.stat().st_size)):
         only_user_errors(lambda: convert(path, target, quantization="q4", activation="relu", overwrite=True))
-    assert sorted(each.name for each in files.iterdir() if each != target) == ["model.gguf", "package", "source"]
+    assert sorted(each.name for each in files.iterdir() if each != target) == [
+        "model.gguf", "package", "powerinfer.gguf", "source", "tokenizer",
+    ]  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_backend_that_does_not_support_the_phase_ends_the_run_with_the_reason(
     words = ("up", converted("relu2", "f16").path, "--workers", "1", "--use", "decode=experiment:Numpy")
     done = shell.call(*words, cwd=shell.folder, environment={"PYTHONPATH": str(HERE)})
     assert done.code == 2
-    assert "decode.0: numpy computes prompts only" in done.errors
+    assert "decode.0: numpy computes prompts of dense models only" in done.errors
 
 
 @two_sets

@@ -20,6 +20,7 @@ from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, TINY, Recipe, tensors, tokens, write_checkpoint, write_safetensors
+from tests.conformance.gguf_files import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,20 @@ def test_conversion_needs_a_fraction_of_the_model_in_memory(tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     assert peak_bytes < model_bytes / 4
+
+
+def test_decoding_k_quants_takes_the_same_memory_for_any_number_of_layers(tmp_path: Path) -> None:
+    peaks = []
+    for layers in (1, 4):
+        recipe = replace(TINY, width=512, neurons=2048, query_heads=8, key_heads=2, head_width=64, layers=layers)
+        source = write_gguf(tmp_path / f"{layers}.gguf", recipe, "Q4_K")
+        tracemalloc.start()
+        try:
+            convert(source, tmp_path / str(layers), activation="relu")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] < 12e6
 
 
 @pytest.mark.parametrize("quantization", ["q4", "q8"])

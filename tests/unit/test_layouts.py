@@ -22,6 +22,8 @@ some_layout = st.one_of(
         blocks=length,
         rank=st.integers(0, 100),
         claims=length,
+        experts_per_token=length,
+        groups=length,
         logit_rows=length,
         vocabulary=length,
     ),
@@ -119,8 +121,11 @@ def test_a_text_that_lays_a_field_out_of_its_place_is_refused(text: str, complai
 
 def test_prefill_has_the_same_stages_as_decode() -> None:
     lengths = {"tokens": 4, "width": 32, "query_width": 64, "neurons": 96, "blocks": 3, "rank": 8, "claims": 5}
+    lengths |= {"experts_per_token": 3, "groups": 7}
     own = layouts.prefill_stage(partial_tokens=2, **lengths)
     shared = layouts.exchange(logit_rows=1, vocabulary=1, **lengths)
     assert {field.name for field in shared.fields} - {field.name for field in own.fields} == {"epoch", "logits"}
-    assert own["partials"].shape == (2, 3, 32)
+    assert own["partials"].shape == (2 * 3, 3, 32)
+    assert own["hidden"].shape == (4 * 3, 96)
+    assert own["predicted"].shape == (7, 96, 1)
     assert all(own[field.name].shape == shared[field.name].shape for field in own.fields if field.name != "partials")

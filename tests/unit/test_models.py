@@ -37,7 +37,10 @@ DENSE = ModelSpec(
     ("changes", "field"),
     [
         ({"width": 0}, "width"),
-        ({"experts": 8}, "experts"),
+        ({"experts": 8, "gated": False, "activation": "relu"}, "experts"),
+        ({"experts": 1 << 20}, "experts"),
+        ({"experts_per_token": 2}, "experts_per_token"),
+        ({"experts": 4, "experts_per_token": 5}, "experts_per_token"),
         ({"layer_kinds": ()}, "layer_kinds"),
         ({"layer_kinds": (LayerKind(0),)}, "layer_kinds"),
         ({"layer_kinds": (LayerKind(2, -1),)}, "layer_kinds"),

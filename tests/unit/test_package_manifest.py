@@ -84,7 +84,16 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m["model"].update(gated=False, activation="silu"),
         r"model\.activation: silu needs a feed-forward with a gate",
     ),
-    "two experts": (lambda m: m["model"].update(experts=2), r"model\.experts: 2 is outside 1..1"),
+    "two experts": (
+        lambda m: m["model"].update(experts=2),
+        r"files\.bundles\.bin\.bytes: \d+, but shape and layout need",
+    ),
+    "too many experts": (lambda m: m["model"].update(experts=1 << 20), r"model\.experts: 1048576 is outside 1\.\.4096"),
+    "more experts for a token than there are": (
+        lambda m: m["model"].update(experts_per_token=2),
+        r"model\.experts_per_token: 2 of 1 experts",
+    ),
+    "an unknown router": (lambda m: m["model"].update(router="hash"), r"model\.router: "),
     "an odd head": (lambda m: m["model"].update(head_width=33), r"model\.head_width: 33 is odd"),
     "heads that do not share": (
         lambda m: m["model"].update(query_heads=3, key_heads=2),

@@ -39,7 +39,7 @@ from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from safetensors.numpy import save_file
 
-from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.conformance.checkpoints import RECIPES, TINY, write_checkpoint
 
 WIDTH, NEURONS, TOKENS = 64, 256, 3000
 
@@ -327,9 +327,28 @@ def test_an_imported_predictor_is_read_from_the_residual_stream_and_calibrated(
     assert all(layer.recall > 0.95 and layer.precision > 0.95 for layer in predictor.by_layer)
 
 
+def test_what_enters_layer_norm_cannot_be_read_behind_it(tmp_path: Path) -> None:
+    recipe = RECIPES["opt"]
+    package = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "p")
+    factors = {"fc1": (32, recipe.width), "fc2": (recipe.neurons, 32)}
+    save_file(
+        {
+            f"{n}.{name}.weight": np.ones(shape, np.float32)
+            for n in range(recipe.layers)
+            for name, shape in factors.items()
+        },
+        tmp_path / "fc.safetensors",
+    )
+    imported = open_imported(tmp_path / "fc.safetensors", package.manifest)
+    texts = Texts([list(range(40))], [list(range(40))])
+    with pytest.raises(UserError, match=r"trained on what enters LayerNorm; .*without --import"):
+        profile(package, texts, rank=32, imported=imported)
+    assert profile(package, texts, rank=32, imported=imported, imported_reads_normed=True).package.manifest.predictor
+
+
 def test_what_cannot_be_imported_is_refused_by_name(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
     manifest = tiny("relu").manifest
-    with pytest.raises(UserError, match=r"model_0\.pt: predictors are read from one safetensors file; pickled"):
+    with pytest.raises(UserError, match=r"model_0\.pt: predictors are read from one safetensors file or .*; pickled"):
         open_imported(tmp_path / "model_0.pt", manifest)
     ordered = replace(manifest, layout=replace(manifest.layout, neuron_order="frequency"))
     with pytest.raises(UserError, match=r"stored by frequency"):

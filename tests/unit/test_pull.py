@@ -205,8 +205,8 @@ def test_an_interrupted_pull_goes_on_and_fetches_nothing_twice(broken: int, hub:
     assert listed["packages"] == []
     (unfinished,) = listed["unfinished"]
     assert (unfinished["name"], unfinished["under_way"]) == ("model", False)
-    assert unfinished["command"] == ["pull", "org/model", "--name", "model", "--quantization", "q4"]
-    assert "`neuronpipe pull org/model --name model --quantization q4` goes on" in hub.call("list").out
+    assert unfinished["command"] == ["pull", "org/model", "--name", "model"]
+    assert "`neuronpipe pull org/model --name model` goes on" in hub.call("list").out
     assert "its pull was interrupted" in hub.call("inspect", "model").errors
     hub.mirror.refuse.clear()
     hub.mirror.repositories["org/model"]["f" * 40] = {"README.md": b"the branch has gone on"}

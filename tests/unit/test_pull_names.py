@@ -122,6 +122,13 @@ def test_only_data_is_taken_of_a_repository() -> None:
     assert {file.name for file in there.small_files(tokenizer=False)} == names - {"tokenizer.json"}
 
 
+def test_a_tokenizer_of_sentencepiece_comes_where_there_is_no_other() -> None:
+    files = ("config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json", "added_tokens.json")
+    assert {file.name for file in snapshot(*files).small_files(tokenizer=True)} == {*files} - {"model.safetensors"}
+    both = {file.name for file in snapshot(*files, "tokenizer.json").small_files(tokenizer=True)}
+    assert both == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -129,7 +136,7 @@ def test_only_data_is_taken_of_a_repository() -> None:
         (("config.json", "pytorch_model-1-of-2.bin"), "pickles can run code and are not read"),
         (("config.json", "README.md"), "has neither model.safetensors nor"),
         (("model.safetensors", "tokenizer.json"), "config.json: the repository has no such file"),
-        (("model.safetensors", "config.json", "tokenizer.model"), "has no tokenizer.json; it has a tokenizer.model"),
+        (("model.safetensors", "config.json"), "has no tokenizer.json and no tokenizer.model: pass --tokenizer FILE"),
     ],
 )
 def test_a_repository_without_what_is_needed_says_what_is_missing(names: tuple[str, ...], message: str) -> None:

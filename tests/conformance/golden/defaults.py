@@ -31,6 +31,8 @@ def main() -> None:
         transformers.MistralConfig,
         transformers.Qwen2Config,
         transformers.Qwen3Config,
+        transformers.MixtralConfig,
+        transformers.Qwen3MoeConfig,
         transformers.OPTConfig,
         transformers.NemotronConfig,
         transformers.FalconConfig,

@@ -1,0 +1,72 @@
+"""How byte-level BPE splits a text before it merges, by the names that `tokenizer.ggml.pre` of GGUF files has.
+
+A file has the name only: the patterns are llama.cpp's, which gave the names (src/llama-vocab.cpp). A wrong split makes
+other tokens of the same text without an error, so what has no entry here is refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Split(NamedTuple):
+    """patterns: a text is cut at each match, before and after it, by one pattern after the other. composed: accents are
+    joined to their letters first (NFC). whole_words: a piece that is a token is not merged. starts: the begin token is
+    put before a text where the file does not say."""
+
+    patterns: tuple[str, ...]
+    composed: bool = False
+    whole_words: bool = False
+    starts: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_EACH_DIGIT = (r"\p{N}", _GPT2)
+_THREE_DIGITS = r"[0-9][0-9][0-9]"
+_LINE_END = r"[\r\n]"
+_ASIAN = r"[一-龥ࠀ-一가-퟿]+"
+# Letters with case as DeepSeek's own tokenizer.json lists them: not what \p{Lu} and \p{Ll} are today.
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ"
+    "-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰"
+    "-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+
+
+def _words(digits: str, marks: str = "") -> str:
+    """The split of Llama 3 and Qwen, which differ in how many digits stay together, and in where combining marks go."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}"
+        + marks
+        + r"]+|"
+        + digits
+        + r"| ?[^\s\p{L}"
+        + marks
+        + r"\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+SPLITS = {
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
+    "gpt-2": Split((_GPT2,)),
+    "llama-bpe": Split((_words(r"\p{N}{1,3}"),), whole_words=True, starts=True),
+    "qwen2": Split((_words(r"\p{N}"),), composed=True),
+    "qwen35": Split((_words(r"\p{N}", marks=r"\p{M}"),), composed=True),
+    "command-r": Split(_EACH_DIGIT, composed=True),
+    "smollm": Split(_EACH_DIGIT),
+    "starcoder": Split(_EACH_DIGIT),
+    "refact": Split(_EACH_DIGIT),
+    "mpt": Split((_GPT2,), composed=True),
+    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    "deepseek-llm": Split(
+        (
+            _LINE_END,
+            rf"\s?[{_DEEPSEEK_LETTERS}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            _ASIAN,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": Split((_LINE_END, r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
+}

@@ -1,0 +1,117 @@
+"""PowerInfer's variant of GGUF: magic PWRI, Down stored by neuron, predictors of the feed-forward inside.
+
+Its program decides by the magic what a file means: the same architecture `llama` computes ReLU here and SiLU in an
+ordinary GGUF. Windows of attention are not in such files, and PowerInfer computes none. Facts from its converters and
+its loader (convert.py, convert-hf-to-powerinfer-gguf.py, llama.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from neuronpipe.plans.convert.checkpoint import Inventory
+from neuronpipe.plans.models import opt
+from neuronpipe.plans.models.family import Family, GgufArchitecture, TensorNames
+from neuronpipe.plans.models.registry import FAMILIES
+from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import quoted
+
+# Of each architecture that its sparse graph knows: how queries and keys lie, and what its feed-forward computes.
+ARCHITECTURES: dict[str, tuple[str, GgufArchitecture, Activation]] = {
+    "llama": ("llama", GgufArchitecture(interleaved=True), "relu"),
+    "bamboo": ("llama", GgufArchitecture(interleaved=True), "drelu"),
+    "opt": ("opt", GgufArchitecture(interleaved=False), "relu"),
+}
+OPT_SPLIT = "gpt-2"  # its files are older than the key that would say so
+FIRST_POSITION = opt.NAMES.first_position  # the table is written with the rows before it
+PREDICTORS = r"blk\.\d+\.fc[12]\.weight"
+UNPERMUTED = "Llama"  # what convert-hf-to-powerinfer-gguf.py calls every model; convert.py has other names
+THRESHOLD = "powerinfer.sparse_threshold"
+_SHIFTED = re.compile(r"prosparse|minicpm-s", re.IGNORECASE)
+
+
+def powerinfer_names(names: TensorNames) -> TensorNames:
+    """What such a file calls its tensors: Down has another name, and one row for each neuron."""
+    return replace(names, down="ffn_down_t", positions="position_embd", first_position=FIRST_POSITION)
+
+
+def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int | None) -> ModelSpec:
+    """An OPT. The file's context length and epsilon are constants of the converter, or missing: the table of positions
+    tells the one, the model's class the other."""
+
+    def integer(key: str, most: int) -> int:
+        return metadata.integer(f"opt.{key}", 1, most)
+
+    width, heads = integer("embedding_length", MAX.width), integer("attention.head_count", MAX.query_heads)
+    if width % heads:
+        metadata.fail("opt.attention.head_count", f"{heads} does not divide embedding_length, {width}")
+    positions = inventory.shape("position_embd.weight")[0] - FIRST_POSITION
+    if context_tokens is not None and not 1 <= context_tokens <= positions:
+        metadata.fail("position_embd.weight", f"has {positions} positions, so {context_tokens} tokens are impossible")
+    try:
+        return ModelSpec(
+            family=opt.NAME,
+            width=width,
+            neurons=integer("feed_forward_length", MAX.neurons),
+            layer_kinds=(LayerKind(integer("block_count", MAX.layers)),),
+            query_heads=heads,
+            key_heads=heads,
+            head_width=width // heads,
+            vocabulary=inventory.shape("token_embd.weight")[0],
+            context_tokens=context_tokens or positions,
+            norm="layer",
+            norm_epsilon=opt.LAYER_NORM_EPSILON,
+            positions="learned",
+            activation="relu",
+            gated=False,
+            qkv_bias=True,
+            output_bias=True,
+            ffn_bias=True,
+            tied_embeddings=not inventory.has("output.weight"),
+        )
+    except SpecError as error:
+        metadata.fail(error.field, error.complaint)
+
+
+def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]:
+    """What the file's architecture means with this magic. Raises UserError by the field."""
+    name = metadata.text("general.architecture")
+    if name not in ARCHITECTURES:
+        metadata.fail(
+            "general.architecture",
+            f"{quoted(name)} is not supported in a file for PowerInfer; {', '.join(ARCHITECTURES)} are",
+        )
+    if metadata.has(THRESHOLD):
+        metadata.number(THRESHOLD, -1e9, 1e9)
+    if name == "llama" and metadata.has("general.name") and metadata.text("general.name") == UNPERMUTED:
+        metadata.fail(
+            "general.name",
+            f"is {UNPERMUTED!r}, as files have it that were written without reordering queries and keys, which "
+            "PowerInfer computes wrongly; convert the original checkpoint instead",
+        )
+    family, architecture, _ = ARCHITECTURES[name]
+    return FAMILIES[family], architecture
+
+
+def is_opt(metadata: Record) -> bool:
+    """Whether the file holds an OPT, whose layers are others than Llama's."""
+    return metadata.text("general.architecture") == opt.NAME
+
+
+def powerinfer_activation(metadata: Record, file_name: str, wanted: Activation | None) -> Activation:
+    """What was asked for, else what PowerInfer computes, where the model is not known to mean something else."""
+    if wanted is not None and not (is_opt(metadata) and wanted != "relu"):
+        return wanted
+    if wanted is not None:
+        metadata.fail("general.architecture", f"'opt' computes relu, and not {wanted}")
+    names = [file_name, *(metadata.text(key) for key in ("general.name",) if metadata.has(key))]
+    if shifted := next((name for name in names if _SHIFTED.search(name)), None):
+        metadata.fail(
+            "general.name",
+            f"{quoted(shifted)} sounds like a model whose activation has a threshold (FATReLU), which such a file "
+            "does not say and PowerInfer leaves out; `--activation relu` computes what PowerInfer does, the original "
+            "checkpoint says what was meant",
+        )
+    return ARCHITECTURES[metadata.text("general.architecture")][2]

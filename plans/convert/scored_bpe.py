@@ -1,0 +1,88 @@
+"""Sentencepiece's BPE as a tokenizer.json: pieces with scores, of which the highest is joined first.
+
+GGUF files and tokenizer.model hold the same three lists: pieces, scores, and of what kind each piece is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "▁"
+MAX_PIECE_CHARACTERS = 4096  # the work for one grows with its square; real ones have a few hundred at most
+
+
+def complaint_about(pieces: Sequence[str]) -> str | None:
+    """What is wrong with a vocabulary that no model has, if anything."""
+    if len(set(pieces)) != len(pieces):
+        return "a token appears twice"
+    longest = max(map(len, pieces), default=0)
+    return f"a token of {longest} characters: damaged" if longest > MAX_PIECE_CHARACTERS else None
+
+
+def scored_bpe(
+    pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, space_prefix: bool
+) -> Tokenizer:
+    """The tokenizer. space_prefix: a text starts with a space that it does not have."""
+    unknown = next((piece for piece, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
+    normal = {piece: n for n, piece in enumerate(pieces) if kinds[n] == NORMAL}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: n for n, piece in enumerate(pieces)},
+            merges=list(_merges(normal, scores)),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=BYTE in kinds,
+        )
+    )
+    prefix = [normalizers.Prepend(SPACE)] if space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges(normal: dict[str, int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Every way to put a piece together from two others, pieces of the highest score first."""
+    for piece in sorted(normal, key=lambda piece: -scores[normal[piece]]):
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        found = [(left, right) for left, right in halves if left in normal and right in normal]
+        yield from sorted(found, key=lambda pair: (normal[pair[0]], normal[pair[1]]))
+
+
+def whole_pieces(tokenizer: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+    """Control and user-defined pieces are found in a text before anything is split or joined."""
+    for piece, kind in zip(pieces, kinds, strict=True):
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
+
+
+def framed(tokenizer: Tokenizer, pieces: Sequence[str], begin: int | None, end: int | None) -> bytes:
+    """tokenizer.json, with a post-processor that puts the begin and end tokens round a text. None: no such token."""
+    values = json.loads(tokenizer.to_str())
+    values["post_processor"] = _frame(pieces, begin, end)
+    return json.dumps(values, ensure_ascii=False).encode()
+
+
+def _frame(pieces: Sequence[str], begin: int | None, end: int | None) -> dict[str, Any] | None:
+    numbers = [number for number in (begin, end) if number is not None]
+    if not numbers:
+        return None
+    special = {pieces[n]: {"id": pieces[n], "ids": [n], "tokens": [pieces[n]]} for n in numbers}
+
+    def around(*names: str) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for name in names:
+            parts += [] if begin is None else [{"SpecialToken": {"id": pieces[begin], "type_id": 0}}]
+            parts += [{"Sequence": {"id": name, "type_id": 0}}]
+            parts += [] if end is None else [{"SpecialToken": {"id": pieces[end], "type_id": 0}}]
+        return parts
+
+    single, pair = around("A"), around("A", "B")
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}

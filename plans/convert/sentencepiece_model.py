@@ -1,0 +1,164 @@
+"""A tokenizer.json from sentencepiece's own file, tokenizer.model, for checkpoints that have nothing else.
+
+What the file leaves to its reader is in tokenizer_config.json and added_tokens.json beside it: begin and end tokens,
+and pieces that were added later. Read as LlamaTokenizer of transformers does, the class of all models known that come
+with such a file; what it would not compute in the same way is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neuronpipe.plans.convert.chat_template import CONFIG
+from neuronpipe.plans.convert.scored_bpe import (
+    CONTROL,
+    SPACE,
+    USER_DEFINED,
+    complaint_about,
+    framed,
+    scored_bpe,
+    whole_pieces,
+)
+from neuronpipe.plans.package.fields import Record, read_file, read_json
+from neuronpipe.plans.package.manifest import MAX_TOKENIZER_BYTES
+from neuronpipe.plans.package.tokenizer import panics_are_errors
+from neuronpipe.protocol.errors import UserError, named, quoted
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+ADDED = "added_tokens.json"
+CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+BPE = 2  # of TrainerSpec.ModelType
+
+
+class _Added(NamedTuple):
+    """A piece that is not in tokenizer.model, or says more of one that is."""
+
+    text: str
+    special: bool
+
+
+def build_from_sentencepiece(path: Path) -> bytes:
+    """tokenizer.json for a tokenizer.model and the files beside it. Raises UserError when it cannot be the same."""
+    model = _parsed(path)
+    config = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).exists() else Record({}, str(path))
+    _refuse_what_differs(path, model, config)
+    pieces = [piece.piece for piece in model.pieces]
+    kinds = [int(piece.type) for piece in model.pieces]
+    scores = [piece.score for piece in model.pieces]
+    for number, added in sorted(_added(path, config).items()):
+        if number > len(pieces) or (number < len(pieces) and pieces[number] != added.text):
+            raise UserError(
+                f"{path}: the token {quoted(added.text)} is added as number {number}, which contradicts the "
+                f"{len(pieces)} pieces before it"
+            )
+        if number == len(pieces):
+            pieces, kinds, scores = [*pieces, added.text], [*kinds, USER_DEFINED], [*scores, 0.0]
+        kinds[number] = CONTROL if added.special else kinds[number]
+    if complaint := complaint_about(pieces):
+        raise UserError(f"{path}: {complaint}")
+    try:
+        with panics_are_errors():
+            tokenizer = scored_bpe(pieces, scores, kinds, space_prefix=model.normalizer_spec.add_dummy_prefix)
+            _normalize(tokenizer, model.normalizer_spec, config)
+            whole_pieces(tokenizer, pieces, kinds)
+            begin, end = (_frame_token(config, name, pieces, model) for name in ("bos", "eos"))
+            return framed(tokenizer, pieces, begin, end)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path}: makes no tokenizer: {named(' '.join(str(error).split()))}") from None
+
+
+def _parsed(path: Path) -> Any:
+    """The file as the library's own message."""
+    data = read_file(path, MAX_TOKENIZER_BYTES)
+    try:
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    except ImportError:
+        raise UserError(
+            f"{path}: reading it takes two packages that are not installed: `pip install sentencepiece protobuf`; or "
+            "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
+        ) from None
+    model = ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError:
+        model = None
+    if model is None or not model.pieces:
+        raise UserError(f"{path}: not a sentencepiece model: truncated or damaged")
+    return model
+
+
+def _refuse_what_differs(path: Path, model: Any, config: Record) -> None:
+    """Refuse what would give other tokens here without an error."""
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    save_it = "save the model's tokenizer.json beside it, or pass --tokenizer FILE"
+    for holds, what in (
+        (trainer.model_type == BPE, "only models of type BPE are read"),
+        (normalizer.escape_whitespaces, "spaces that are not escaped are not supported"),
+        (not trainer.treat_whitespace_as_suffix, "spaces after words are not supported"),
+        (not model.denormalizer_spec.precompiled_charsmap, "a rule for decoded texts is not supported"),
+    ):
+        if not holds:
+            raise UserError(f"{path}: {what}; {save_it}")
+    for piece in (piece for piece in model.pieces if piece.type == USER_DEFINED):
+        # The library puts no space behind such a piece, and behind a special token it does: here both are alike.
+        if SPACE in piece.piece or (normalizer.add_dummy_prefix and _is_legacy(config)):
+            raise UserError(f"{path}: {quoted(piece.piece)}: a user-defined piece beside spaces; {save_it}")
+    if config.has("tokenizer_class") and (name := config.text("tokenizer_class")) not in CLASSES:
+        config.fail("tokenizer_class", f"{quoted(name)} is not supported; {' and '.join(CLASSES)} are; {save_it}")
+
+
+def _normalize(tokenizer: Tokenizer, spec: Any, config: Record) -> None:
+    """What happens to a text before it is joined: the model's own table of characters, then spaces."""
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        steps += [normalizers.Precompiled(spec.precompiled_charsmap)]
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix and _is_legacy(config):
+        steps += [normalizers.Prepend(SPACE)]
+    elif spec.add_dummy_prefix:  # before the text only, and not behind each special token in it
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+def _is_legacy(config: Record) -> bool:
+    """Whether a space is put behind each special token too, and not only before the text."""
+    return config.boolean("legacy") if config.has("legacy") else True
+
+
+def _added(path: Path, config: Record) -> dict[int, _Added]:
+    """Number -> what was added, of both files that may say it."""
+    added: dict[int, _Added] = {}
+    if path.with_name(ADDED).exists():
+        record = read_json(path.with_name(ADDED))
+        added = {record.integer(text, 0, 1 << 24): _Added(text, False) for text in record.names()}
+    if config.has("added_tokens_decoder"):
+        decoder = config.record("added_tokens_decoder")
+        for number in decoder.names():
+            entry = decoder.record(number)
+            if not number.isdecimal():
+                decoder.fail(number, "is no number of a token")
+            special = entry.has("special") and entry.boolean("special")
+            added[int(number)] = _Added(entry.text("content"), special)
+    return added
+
+
+def _frame_token(config: Record, name: str, pieces: list[str], model: Any) -> int | None:
+    """The number of the token that begins or ends a text, where one does: begin unless told otherwise."""
+    wanted = f"add_{name}_token"
+    if not (config.boolean(wanted) if config.has(wanted) else name == "bos"):
+        return None
+    field = f"{name}_token"
+    if not config.has(field):
+        text = model.trainer_spec.bos_piece if name == "bos" else model.trainer_spec.eos_piece
+    elif isinstance(config.value(field), dict):
+        text = config.record(field).text("content")
+    else:
+        text = config.text(field)
+    if text not in pieces:
+        config.fail(field, f"{quoted(text)} is no token")
+    return pieces.index(text)

@@ -1,0 +1,92 @@
+"""Mixtral, and TurboSparse-Mixtral: Llama with experts of which a router chooses, for each token and layer.
+
+The router's values for all experts pass a softmax, and those of the chosen ones are divided by their sum: that is the
+softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo does; its
+predictors lie in the checkpoint, and exact mode computes what they guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from neuronpipe.plans.models.configuration import (
+    GATED_DEFAULTS,
+    GATED_NAMES,
+    Mixture,
+    gated_activation,
+    gated_model,
+    sliding_windows,
+)
+from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
+from neuronpipe.plans.package.fields import Record
+from neuronpipe.protocol.errors import quoted
+
+NAME = "mixtral"
+Has = Callable[[str], bool]
+
+# MixtralConfig in transformers/models/mixtral/configuration_mixtral.py.
+DEFAULTS = {
+    **GATED_DEFAULTS,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096 * 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "eos_token_id": 2,
+}
+NAMES = replace(
+    GATED_NAMES,
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}.",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
+PREDICTORS = r"model\.layers\.\d+\.block_sparse_moe\.experts\.\d+\.predictor\..*"
+
+
+def _mixture(config: Record) -> Mixture:
+    experts = config.integer("num_local_experts", 2, MAX.experts)
+    return Mixture(experts, config.integer("num_experts_per_tok", 1, experts))
+
+
+def _model(config: Record, choices: Choices, activation: Activation) -> ModelSpec:
+    windows = sliding_windows(config, reads_layer_types=False)
+    return gated_model(
+        config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=False, mixture=_mixture(config)
+    )
+
+
+def _mixtral(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    return _model(config, choices, gated_activation(config, has, choices.activation))
+
+
+def _turbosparse(config: Record, has: Has, choices: Choices) -> ModelSpec:
+    """Its class applies the configured activation to gate and to up."""
+    if choices.activation is not None:
+        return _model(config, choices, choices.activation)
+    if (said := config.text("hidden_act")) not in ("relu", "drelu"):
+        config.fail("hidden_act", f"is {quoted(said)}, but TurboSparse-Mixtral's class is known with relu only")
+    return _model(config, choices, "drelu")
+
+
+FAMILY = Family(
+    name=NAME,
+    architectures={
+        "MixtralForCausalLM": Architecture(config_class="MixtralConfig", defaults=DEFAULTS, read=_mixtral, names=NAMES),
+        # TurboSparseMixtralConfig in the model's own repository, PowerInfer/TurboSparse-Mixtral.
+        "TurboSparseMixtralForCausalLM": Architecture(
+            config_class="TurboSparseMixtralConfig",
+            defaults=DEFAULTS,
+            read=_turbosparse,
+            names=NAMES,
+            harmless=PREDICTORS,
+        ),
+    },
+)
