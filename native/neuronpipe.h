@@ -407,6 +407,11 @@ typedef struct {
     int32_t rotary;                 /* 1: heads are rotated; 0: a position has a learned row, which is added to the embedding */
     int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of every matrix */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
+    float activation_threshold;     /* what a trigger must exceed for its neuron to fire; other than 0 with NP_RELU alone */
+    float embedding_scale, logit_scale; /* a token's embedding, and every logit, is multiplied by it */
+    float attention_scale;          /* scores are multiplied by it, besides 1 / sqrt(head_width) */
+    float residual_scale;           /* what attention and feed-forward add is multiplied by it */
+    int32_t parallel;               /* 1: a layer's feed-forward reads what its attention reads; 0: what attention has added to */
     int32_t gated;                  /* 1: a neuron's value is activation(gate) * up; 0: activation(up), and there is no gate */
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer and expert */
     uint32_t slot_bytes[2];         /* by part */

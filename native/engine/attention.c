@@ -1,4 +1,5 @@
-/* Attention of one layer: three stages with a barrier after each. A predictor that reads attention's input comes first, with a short
+/* Attention of one layer: three stages with a barrier after each; where the feed-forward reads what attention reads, it comes before the
+ * last of them, the only one that changes the residual stream. A predictor that reads attention's input comes first, with a short
  * stage of its own, so that flash has all of attention's time to bring what it asks for.
  *
  *   stage    piece of work                    writes
@@ -70,7 +71,7 @@ static void attend(np_engine *engine, uint32_t layer)
     const uint32_t window = engine->fixed.layers[layer].window_tokens;
     const uint32_t group = s->query_heads / s->key_heads;
     const uint32_t heads = s->key_heads * engine->count >= engine->participants ? group : 1;
-    const float scale = 1.0f / __builtin_sqrtf((float)s->head_width);
+    const float scale = s->attention_scale / __builtin_sqrtf((float)s->head_width);
     const uint64_t started = np_clock_ns();
     const uint32_t pieces = s->query_heads / heads * engine->count;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_ATTEND, pieces)) != NP_NO_PIECE;) {
@@ -85,7 +86,7 @@ static void attend(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 
-static void project(np_engine *engine, uint32_t layer)
+int np_engine_project(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
@@ -97,10 +98,13 @@ static void project(np_engine *engine, uint32_t layer)
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
         np_engine_dot(engine, &engine->vectors, &l->attention_output, row, rows, l->attention_output_bias, engine->rows,
                       engine->max_rows);
-        for (uint32_t t = 0; t < engine->count; t++)
+        for (uint32_t t = 0; t < engine->count; t++) {
+            np_scale(engine->rows + t * engine->max_rows, rows, s->residual_scale);
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
+        }
     }
     np_trace_put(&engine->shared.trace, NP_SPAN_PROJECT, layer, 0, engine->step, started);
+    return np_engine_barrier(engine);
 }
 
 static int predict(np_engine *engine, const np_norm *norm)
@@ -124,9 +128,5 @@ int np_engine_attention(np_engine *engine, uint32_t layer)
     if (done < 0)
         return done;
     attend(engine, layer);
-    done = np_engine_barrier(engine);
-    if (done < 0)
-        return done;
-    project(engine, layer);
     return np_engine_barrier(engine);
 }

@@ -1,6 +1,8 @@
 /* Whether what an engine is made of fits together: what is wrong is named by its field. */
 #include "engine.h"
 
+#include <math.h>
+
 enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
 
 /* The first of these conditions that does not hold, or NULL. */
@@ -31,6 +33,12 @@ static const char *wrong_size(const np_shape *s)
                 {"norm", s->norm == NP_NORM_RMS || s->norm == NP_NORM_LAYER},
                 {"activation", s->activation == NP_RELU || s->activation == NP_RELU2 ||
                                    (s->gated && (s->activation == NP_DRELU || s->activation == NP_SILU))},
+                {"activation_threshold", s->activation == NP_RELU ? s->activation_threshold >= 0.0f && isfinite(s->activation_threshold)
+                                                                 : s->activation_threshold == 0.0f},
+                {"embedding_scale", s->embedding_scale > 0.0f && isfinite(s->embedding_scale)},
+                {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
+                {"attention_scale", s->attention_scale > 0.0f && isfinite(s->attention_scale)},
+                {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
                 {"predictor_reads", s->experts == 1 || s->predictor_reads == NP_READS_FEED_FORWARD},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }

@@ -162,16 +162,25 @@ static int begin(np_engine *engine, const np_step *step)
     return NP_OK;
 }
 
+static int layer_of(np_engine *engine, uint32_t layer)
+{
+    int (*const stages[2][3])(np_engine *, uint32_t) = {
+        {np_engine_attention, np_engine_project, np_engine_feed_forward},
+        {np_engine_attention, np_engine_feed_forward, np_engine_project}, /* parallel: both read what the layer gets */
+    };
+    int done = NP_OK;
+    if (np_engine_routes(engine, NP_READS_LAYER))
+        np_engine_route(engine, layer);
+    for (int i = 0; i < 3 && done >= 0; i++)
+        done = stages[engine->shape.parallel != 0][i](engine, layer);
+    return done;
+}
+
 static int layers(np_engine *engine, uint32_t logits_first, uint32_t logits_count)
 {
     int done = np_engine_embed(engine);
-    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++) {
-        if (np_engine_routes(engine, NP_READS_LAYER))
-            np_engine_route(engine, layer);
-        done = np_engine_attention(engine, layer);
-        if (done >= 0)
-            done = np_engine_feed_forward(engine, layer);
-    }
+    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++)
+        done = layer_of(engine, layer);
     return done >= 0 && logits_count ? np_engine_logits(engine, logits_first, logits_count) : done;
 }
 
@@ -282,6 +291,7 @@ int np_engine_embed(np_engine *engine)
         float *residual = engine->shared.residual + (size_t)t * s->width;
         np_decode_row(s->type, (const uint8_t *)m->quants + (size_t)engine->token[t] * engine->row_quant_bytes,
                       (const uint8_t *)m->scales + (size_t)engine->token[t] * engine->row_scale_bytes, s->width, residual);
+        np_scale(residual, s->width, s->embedding_scale);
         if (!s->rotary)
             np_add(engine->fixed.position_embedding + (size_t)engine->position[t] * s->width, s->width, residual);
     }
@@ -297,6 +307,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
     for (uint32_t t = 0; t < count; t++) {
         np_engine_norm(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
                     engine->vector);
+        np_scale(engine->vector, s->width, s->logit_scale);
         np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
     }
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {

@@ -123,8 +123,17 @@ void np_engine_norm(const np_engine *engine, const np_norm *norm, const float *x
 void np_engine_dot(const np_engine *engine, const np_vectors *x, const np_matrix *m, uint32_t first_row, uint32_t rows,
                    const float *bias, float *out, size_t out_stride);
 
+/* x[j] *= factor. A factor of 1 leaves every bit. */
+static inline void np_scale(float *x, size_t n, float factor)
+{
+    for (size_t j = 0; factor != 1.0f && j < n; j++)
+        x[j] *= factor;
+}
+
 int np_engine_embed(np_engine *engine);
+/* Attention of a layer, which leaves the residual stream as it is; and its output, which is added to it. */
 int np_engine_attention(np_engine *engine, uint32_t layer);
+int np_engine_project(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 /* Routing (route.c): who computes which token of a layer, and asking for what that will need. np_engine_route_all is for dense layers. */
 int np_engine_routes(const np_engine *engine, int reads);

@@ -237,6 +237,7 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
         np_sum_tree(engine->shared.partials + (size_t)row * s->blocks * s->width + column, s->blocks, s->width, some, engine->rows);
         if (bias)
             np_add(bias + column, some, engine->rows);
+        np_scale(engine->rows, some, s->residual_scale);
         np_add(engine->rows, some, engine->shared.residual + (size_t)token * s->width + column);
     }
 }

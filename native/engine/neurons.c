@@ -15,9 +15,9 @@ static float *hidden_of(np_engine *engine, uint32_t t, uint32_t neuron)
 }
 
 /* Whether a neuron's value can be other than zero, from its trigger alone. */
-static int fires(int activation, float trigger)
+static int fires(const np_shape *s, float trigger)
 {
-    return activation == NP_SILU ? trigger != 0.0f : trigger > 0.0f;
+    return s->activation == NP_SILU ? trigger != 0.0f : trigger > s->activation_threshold;
 }
 
 /* The value of a neuron without a gate that fired. */
@@ -126,7 +126,7 @@ static void take_gates(np_engine *engine, uint32_t t, const float *gates)
 {
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
-        const int fired = fires(engine->shape.activation, gates[r]);
+        const int fired = fires(&engine->shape, gates[r]);
         *hidden_of(engine, t, neuron) = fired ? gates[r] : 0.0f;
         if (fired)
             note_fired(engine, neuron);
@@ -142,7 +142,7 @@ static void take_ups(np_engine *engine, uint32_t t, const float *products)
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
         const float up = bias && neuron < engine->shape.neurons ? products[r] + bias[neuron] : products[r]; /* padding has no bias */
-        const int fired = fires(activation, up);
+        const int fired = fires(&engine->shape, up);
         take_value(engine, t, neuron, fired ? activate_alone(activation, up) : 0.0f);
         if (fired)
             note_fired(engine, neuron);

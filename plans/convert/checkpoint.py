@@ -79,6 +79,7 @@ class StoredMatrix:
     columns: int
     encoding: str
     order: RowNumbers | None = None  # row r is the stored row order[r]; None: as stored
+    offset_added: float = 0.0  # to every element of a vector
 
     def reordered(self, order: RowNumbers | None) -> StoredMatrix:
         """The same matrix with row r taken from the stored row order[r]; None: as stored."""
@@ -122,9 +123,14 @@ class StoredMatrix:
             raise UserError(f"{self.file.path}: {self.name}: holds values that are not finite: damaged")
         return values
 
+    def plus(self, offset: float) -> StoredMatrix:
+        """The same vector with an offset added to every element."""
+        return replace(self, offset_added=offset)
+
     def vector(self) -> NDArray[np.float32]:
         """All values in one row."""
-        return self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+        values = self.values(np.arange(self.rows, dtype=np.int64)).reshape(-1)
+        return values + np.float32(self.offset_added) if self.offset_added else values
 
 
 OpenFile = Callable[[Path], SourceFile]
@@ -238,12 +244,16 @@ def take_tensors(
     names: TensorNames,
     orders: Mapping[str, RowNumbers] | None = None,
     *,
+    norm_offset: float = 0.0,
     down_by_neuron: bool = False,
 ) -> tuple[Stack, Stack]:
-    """(matrices, vectors) of a checkpoint, by what its source calls them. orders: of the rows of `query` and `key`,
-    where they are not stored as the engine rotates them. down_by_neuron: Down is stored transposed. Raises UserError
-    where one is missing or has another shape."""
-    taken = _Tensors(inventory, model, names, orders or {}, down_by_neuron)
+    """(matrices, vectors) of a checkpoint, by what its source calls them. Raises UserError where a tensor is missing or
+    has another shape.
+
+    orders: of the rows of `query` and `key`, where they are not stored as the engine rotates them, and of
+    `query_key_value`. norm_offset: what the stored weights of norms lack. down_by_neuron: Down is stored transposed.
+    """
+    taken = _Tensors(inventory, model, names, orders or {}, norm_offset, down_by_neuron)
     taken.take_around_layers()
     for number in range(model.layers):
         taken.take_layer(number)
@@ -259,11 +269,13 @@ class _Tensors:
         model: ModelSpec,
         names: TensorNames,
         orders: Mapping[str, RowNumbers],
+        norm_offset: float,
         down_by_neuron: bool,
     ) -> None:
         self.matrices: dict[str, tuple[StoredMatrix, ...]] = {}
         self.vectors: dict[str, tuple[StoredMatrix, ...]] = {}
         self._inventory, self._model, self._names, self._orders = inventory, model, names, orders
+        self._norm_offset = norm_offset
         self._down_by_neuron = down_by_neuron
 
     def take_around_layers(self) -> None:
@@ -292,6 +304,8 @@ class _Tensors:
         """The matrices that make queries, keys and values, one below the other, and their biases."""
         model, orders = self._model, self._orders
         rows = {"query": model.query_width, "key": model.key_width, "value": model.key_width}
+        if self._names.query_key_value is not None:
+            rows = {"query_key_value": model.qkv_rows}
         stored = {part: f"{layer}{getattr(self._names, part)}" for part in rows}
         self.matrices[f"{here}.qkv"] = tuple(
             self._weight(stored[part], rows[part], model.width).reordered(orders.get(part)) for part in rows
@@ -313,7 +327,7 @@ class _Tensors:
         for part in ("query", "key"):
             weights = self._weight(f"{layer}{self._name(f'{part}_norm')}", head_width).as_column()
             of_one_head = self._orders[part][:head_width] if part in self._orders else None
-            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head),)
+            self.vectors[f"{here}.{part}_norm"] = (weights.reordered(of_one_head).plus(self._norm_offset),)
 
     def _take_ffn(self, here: str, layer: str) -> None:
         neurons, width, experts = self._model.neurons, self._model.width, self._model.experts
@@ -332,7 +346,7 @@ class _Tensors:
             self.vectors[f"{here}.down.bias"] = (self._bias(f"{layer}{self._names.down}", width),)
 
     def _take_norm(self, name: str, stored: str) -> None:
-        self.vectors[name] = (self._weight(stored, self._model.width),)
+        self.vectors[name] = (self._weight(stored, self._model.width).plus(self._norm_offset),)
         if self._model.norm == "layer":
             self.vectors[f"{name}.bias"] = (self._bias(stored, self._model.width),)
 

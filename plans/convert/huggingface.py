@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from neuronpipe.plans.convert.advice import refuse_other_directories
 from neuronpipe.plans.convert.chat_template import huggingface_template
 from neuronpipe.plans.convert.checkpoint import (
@@ -13,17 +15,20 @@ from neuronpipe.plans.convert.checkpoint import (
     Inventory,
     OpenFile,
     Options,
+    RowNumbers,
     SourceFile,
     take_tensors,
 )
-from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
 from neuronpipe.plans.convert.tokenizer_file import read_tokenizer
-from neuronpipe.plans.models.family import Choices
+from neuronpipe.plans.models.family import Architecture, Choices
 from neuronpipe.plans.models.registry import ARCHITECTURES
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record, one_line, read_json
 from neuronpipe.plans.package.manifest import Source
 from neuronpipe.plans.package.safetensors_header import TensorEntry, parse_header
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
+from numpy.typing import NDArray
 
 
 def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
@@ -39,8 +44,13 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     with ExitStack() as files:
         inventory = _inventory(path, files, open_file)
         model = architecture.read(config, inventory.has, Choices(options.activation, options.context_tokens))
-        matrices, vectors = take_tensors(inventory, model, architecture.names)
-        unused = f"{architecture.names.output}.weight" if model.tied_embeddings else "(?!)"
+        if model.positions == "rotary":
+            model = replace(model, attention_scale=attention_scale(config))
+        names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
+        if architecture.joined_rows is not None:
+            orders["query_key_value"] = architecture.joined_rows(config, model)
+        matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
+        unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         return Checkpoint(
             source=Source("huggingface", one_line(path.resolve().name), name),
@@ -48,7 +58,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             end_tokens=_end_tokens(path, config, model.vocabulary),
             tokenizer=read_tokenizer(options.tokenizer or path / "tokenizer.json", model.vocabulary),
             chat_template=huggingface_template(path),
-            inverse_frequency=scaled_frequencies(config, model.head_width) if model.positions == "rotary" else None,
+            inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
             files=files.pop_all(),
@@ -56,10 +66,28 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does
 
 
+def _positions(
+    config: Record, model: ModelSpec, architecture: Architecture
+) -> tuple[NDArray[np.float32] | None, dict[str, RowNumbers]]:
+    """The table of inverse frequencies, where positions are rotary; and the order of the rows of queries and keys,
+    where only a part of a head rotates."""
+    if model.positions != "rotary":
+        return None, {}
+    rotated = rotated_width(config, model.head_width, partial=architecture.partial_rotary)
+    frequencies = scaled_frequencies(config, model.head_width, rotated)
+    if rotated == model.head_width:
+        return frequencies, {}
+    if model.attention_scale != 1:
+        config.fail("partial_rotary_factor", "yarn's factor on scores is not supported where a part of a head rotates")
+    heads = {"query": model.query_heads, "key": model.key_heads}
+    return frequencies, {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
+
+
 def _architecture(config: Record) -> str:
     names = config.items("architectures")
     if len(names) != 1 or names[0] not in tuple(ARCHITECTURES):
-        config.fail("architectures", f"{quoted(names)} is not supported; {', '.join(ARCHITECTURES)} are")
+        known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+        config.fail("architectures", f"{quoted(names)} is not supported; these are, each with ForCausalLM: {known}")
     if config.has("quantization_config"):
         config.fail("quantization_config", "quantized checkpoints are not supported; convert the original weights")
     return str(names[0])

@@ -1,6 +1,9 @@
 """Rotary positions: every supported scaling is folded into the table of inverse frequencies.
 
-The engine knows one rule, angle = position * frequency, and no kind of scaling.
+The engine knows one rule, angle = position * frequency, and no kind of scaling. YaRN's factor on queries and keys alike
+becomes one on their products, the model's attention_scale. Where only the first part of a head
+rotates, the other elements have frequency 0, which turns nothing, and the rows of queries and keys are put in an order
+in which rotated elements are paired with each other, and the others among themselves.
 """
 
 from __future__ import annotations
@@ -20,24 +23,75 @@ def base_frequencies(head_width: int, theta: float) -> NDArray[np.float64]:
     return theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
 
 
-def scaled_frequencies(config: Record, head_width: int) -> NDArray[np.float32]:
-    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters.
+def scaled_frequencies(config: Record, head_width: int, rotated: int | None = None) -> NDArray[np.float32]:
+    """The table [head_width / 2] of a config.json: rope_theta and rope_scaling, or newer, rope_parameters. rotated: so
+    many elements of a head rotate, and the others have frequency 0; None: all.
 
     Which counts where both are there, and what a missing key means: RotaryEmbeddingConfigMixin in transformers'
     modeling_rope_utils.py.
     """
-    field = (
-        "rope_scaling" if config.has("rope_scaling") and config.record("rope_scaling").names() else "rope_parameters"
-    )
-    scaling = config.record(field) if config.has(field) else None
+    scaling = _scaling(config)
     holder = scaling if scaling is not None and scaling.has("rope_theta") else config
     theta = holder.number("rope_theta", 1.0, MAX_THETA)
-    for record in (config, holder):
-        if record.has("partial_rotary_factor") and record.number("partial_rotary_factor", 0, 1) != 1:
-            record.fail("partial_rotary_factor", "only heads that rotate as a whole are supported")
     if scaling is not None:
         scaling = scaling.over({"original_max_position_embeddings": _original_tokens(config)}, "config.json")
-    return apply_scaling(base_frequencies(head_width, theta), scaling).astype(np.float32)
+    table = np.zeros(head_width // 2, dtype=np.float32)
+    frequencies = apply_scaling(base_frequencies(rotated or head_width, theta), scaling, theta)
+    table[: len(frequencies)] = frequencies
+    return table
+
+
+def attention_scale(config: Record) -> float:
+    """What scores are multiplied by: 1, and with YaRN the square of the factor on queries and keys."""
+    scaling = _scaling(config)
+    if scaling is None or _kind(scaling)[1] != "yarn":
+        return 1.0
+    if scaling.has("attention_factor"):
+        return scaling.number("attention_factor", 1e-3, 1e3) ** 2
+    logarithm = math.log(max(1.0, scaling.number("factor", 1e-3, 1e6)))
+    above, below = (
+        scaling.number(field, 0.0, 1e2) if scaling.has(field) else 0.0 for field in ("mscale", "mscale_all_dim")
+    )
+    if not (above and below):
+        above, below = 1.0, 0.0
+    return ((0.1 * above * logarithm + 1) / (0.1 * below * logarithm + 1)) ** 2
+
+
+def rotated_width(config: Record, head_width: int, *, partial: bool) -> int:
+    """How many elements of a head rotate, from the first on. partial: the class reads `partial_rotary_factor`; in the
+    others it is refused unless it is 1."""
+    field = "partial_rotary_factor"
+    scaling = _scaling(config)
+    holders = [record for record in (scaling, config) if record is not None and record.has(field)]
+    if not partial:
+        for record in holders:
+            if record.number(field, 0, 1) != 1:
+                record.fail(field, "only heads that rotate as a whole are supported in this class")
+        return head_width
+    if not holders:
+        return head_width
+    share = holders[0].number(field, 0, 1)
+    rotated = int(head_width * share)
+    if rotated == 0 or rotated % 2 or head_width % 2:
+        holders[0].fail(field, f"{share} of a head of {head_width} is {rotated} elements; rotation needs pairs")
+    return rotated
+
+
+def paired_order(heads: int, head_width: int, rotated: int) -> NDArray[np.int64]:
+    """Where the rows of query or key matrices lie, in the order in which element j of a head is paired with element j +
+    head_width/2: first halves of the rotated and of the other elements, then the second halves."""
+    turning, still = np.split(np.arange(head_width, dtype=np.int64), [rotated])
+    halves = zip(np.split(turning, 2), np.split(still, 2), strict=True)
+    head = np.concatenate([part for half in halves for part in half])
+    rows: NDArray[np.int64] = np.arange(heads, dtype=np.int64)[:, None] * head_width + head
+    return rows.reshape(-1)
+
+
+def _scaling(config: Record) -> Record | None:
+    """`rope_scaling` if it says anything, else `rope_parameters`."""
+    old = config.has("rope_scaling") and config.record("rope_scaling").names()
+    field = "rope_scaling" if old else "rope_parameters"
+    return config.record(field) if config.has(field) else None
 
 
 def _original_tokens(config: Record) -> int | None:
@@ -48,15 +102,14 @@ def _original_tokens(config: Record) -> int | None:
     return None
 
 
-def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None) -> NDArray[np.float64]:
-    """Scale the table as `rope_type` (or `type`) says: default, linear or llama3; any other kind is refused."""
+def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None, theta: float) -> NDArray[np.float64]:
+    """Scale the table as `rope_type` (or `type`) says: default, linear, llama3 or yarn; any other kind is refused."""
     if scaling is None:
         return frequencies
     for name in scaling.names():
         if isinstance(scaling.value(name), dict):
             scaling.fail(name, "positions that differ between kinds of layers are not supported")
-    field = "rope_type" if scaling.has("rope_type") else "type"
-    kind = scaling.text(field) if scaling.has(field) else "default"
+    field, kind = _kind(scaling)
     if scaling.has("type") and scaling.text("type") != kind:
         scaling.fail("type", f"{quoted(scaling.text('type'))} contradicts rope_type, {quoted(kind)}")
     if kind == "default":
@@ -65,7 +118,37 @@ def apply_scaling(frequencies: NDArray[np.float64], scaling: Record | None) -> N
         return frequencies / scaling.number("factor", 1e-3, 1e6)
     if kind == "llama3":
         return _llama3(frequencies, scaling)
-    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear and llama3 are")
+    if kind == "yarn":
+        return _yarn(frequencies, scaling, theta)
+    scaling.fail(field, f"{quoted(kind)} is not supported; default, linear, llama3 and yarn are")
+
+
+def _kind(scaling: Record) -> tuple[str, str]:
+    """The field that names the kind of scaling, and the kind."""
+    field = "rope_type" if scaling.has("rope_type") else "type"
+    return field, scaling.text(field) if scaling.has(field) else "default"
+
+
+def _yarn(frequencies: NDArray[np.float64], scaling: Record, theta: float) -> NDArray[np.float64]:
+    """Keep pairs that make many turns in the original context (`beta_fast`), slow those of few (`beta_slow`) down by
+    `factor`, blend between by their number. arXiv:2309.00071; bounds as in transformers' modeling_rope_utils.py."""
+    factor = scaling.number("factor", 1e-3, 1e6)
+    context_tokens = scaling.integer("original_max_position_embeddings", 1, 1 << 24)
+    if theta <= 1:
+        scaling.fail("factor", f"is of no use with rope_theta {theta}: all pairs turn alike")
+    width = 2 * len(frequencies)
+
+    def pair_of(field: str, default: float) -> float:
+        """The number, with fractions, of the pair that makes so many turns in the original context."""
+        turns = scaling.number(field, 1e-3, 1e6) if scaling.has(field) else default
+        return width * math.log(context_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_of("beta_fast", 32.0), pair_of("beta_slow", 1.0)
+    if not scaling.has("truncate") or scaling.boolean("truncate"):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    slowed: NDArray[np.float64] = np.clip((np.arange(len(frequencies)) - first) / (last - first or 0.001), 0, 1)
+    return frequencies * (1 - slowed) + frequencies / factor * slowed
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: Record) -> NDArray[np.float64]:

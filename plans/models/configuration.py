@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from neuronpipe.plans.models.family import SAY_WHICH, Choices, TensorNames, named_activation
 from neuronpipe.plans.models.spec import (
     MAX,
+    MAX_THRESHOLD,
     Activation,
     ModelSpec,
     Router,
@@ -38,6 +39,7 @@ GATED_NAMES = TensorNames(
     up="mlp.up_proj",
     down="mlp.down_proj",
 )
+PREDICTOR = "model.layers.0.mlp.predictor.fc1.weight"  # TurboSparse's; Bamboo has none
 # Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
 GATED_HARMLESS = r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)"
 
@@ -95,15 +97,28 @@ def gated_activation(
     config: Record, has: Callable[[str], bool], wanted: Activation | None, *, relu_may_mean_drelu: bool = False
 ) -> Activation:
     """What was asked for, else what `hidden_act` says, where the tensors do not speak against it."""
-    if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
-        config.fail("hidden_act_param", "activations with a threshold are not supported")
     if wanted is not None:
         return wanted
+    if is_fatrelu(config):
+        return "relu"
+    if config.has("hidden_act_param") and config.number("hidden_act_param", -1e9, 1e9) != 0:
+        config.fail("hidden_act_param", f"is a threshold, which {quoted(config.text('hidden_act'))} does not have")
     activation = named_activation(config, "hidden_act", relu_may_mean_drelu=relu_may_mean_drelu)
-    if has("model.layers.0.mlp.predictor.fc1.weight") and activation != "drelu":
+    if has(PREDICTOR) and activation != "drelu":
         said = quoted(config.text("hidden_act"))
         config.fail("hidden_act", f"is {said}, but the checkpoint has predictors, as dReLU models do; {SAY_WHICH}")
     return activation
+
+
+def is_fatrelu(config: Record) -> bool:
+    """Whether `hidden_act` says ReLU with a threshold, of which `hidden_act_param` says how high it is."""
+    return config.text("hidden_act") == "fatrelu"
+
+
+def threshold(config: Record, choices: Choices) -> float:
+    """What a gate must exceed. Who names another activation than the file's names one without threshold."""
+    fat = choices.activation is None and is_fatrelu(config)
+    return config.number("hidden_act_param", 0.0, MAX_THRESHOLD) if fat else 0.0
 
 
 def refuse_biases(config: Record, has: Callable[[str], bool]) -> None:
@@ -139,30 +154,43 @@ def gated_model(
 ) -> ModelSpec:
     """RMS norms, rotary positions and a gated feed-forward, by the keys that such classes share. neurons: the key of
     how many; rotary: whether each layer is (None: all are)."""
+    return described(
+        config,
+        **sizes(config, choices, neurons),
+        **({} if mixture is None else mixture._asdict()),
+        family=family,
+        layer_kinds=runs_of(windows, rotary),
+        norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
+        head_norm=head_norm,
+        activation=activation,
+        activation_threshold=threshold(config, choices),
+        qkv_bias=qkv_bias,
+    )
+
+
+def sizes(config: Record, choices: Choices, neurons: str = "intermediate_size") -> dict[str, Any]:
+    """Fields of ModelSpec whose keys are called alike in Llama and most classes after it; neurons: the key of how
+    many."""
     width = config.integer("hidden_size", 1, MAX.width)
     query_heads = config.integer("num_attention_heads", 1, MAX.query_heads)
     if not config.has("head_dim") and width % query_heads:
         config.fail("num_attention_heads", f"{query_heads} does not divide hidden_size, {width}")
     key_heads = "num_key_value_heads"
+    return {
+        "width": width,
+        "neurons": config.integer(neurons, 1, MAX.neurons),
+        "query_heads": query_heads,
+        "key_heads": config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
+        "head_width": config.integer("head_dim", 2, MAX.head_width) if config.has("head_dim") else width // query_heads,
+        "vocabulary": config.integer("vocab_size", 1, MAX.vocabulary),
+        "context_tokens": context_tokens(config, choices.context_tokens),
+        "tied_embeddings": config.has("tie_word_embeddings") and config.boolean("tie_word_embeddings"),
+    }
+
+
+def described(config: Record, **fields: Any) -> ModelSpec:
+    """The description with these fields. Raises UserError where they contradict each other."""
     try:
-        return ModelSpec(
-            family=family,
-            width=width,
-            neurons=config.integer(neurons, 1, MAX.neurons),
-            **({} if mixture is None else mixture._asdict()),
-            layer_kinds=runs_of(windows, rotary),
-            query_heads=query_heads,
-            key_heads=config.integer(key_heads, 1, MAX.key_heads) if config.has(key_heads) else query_heads,
-            head_width=config.integer("head_dim", 2, MAX.head_width)
-            if config.has("head_dim")
-            else width // query_heads,
-            vocabulary=config.integer("vocab_size", 1, MAX.vocabulary),
-            context_tokens=context_tokens(config, choices.context_tokens),
-            norm_epsilon=config.number("rms_norm_eps", 0.0, 1.0),
-            head_norm=head_norm,
-            activation=activation,
-            qkv_bias=qkv_bias,
-            tied_embeddings=config.has("tie_word_embeddings") and config.boolean("tie_word_embeddings"),
-        )
+        return ModelSpec(**fields)
     except SpecError as error:
         config.fail(error.field, error.complaint)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
+from numpy.typing import NDArray
 
 
 class Choices(NamedTuple):
@@ -28,7 +30,8 @@ class TensorNames:
 
     Those of a layer follow `layer`, in which {} is the layer's number; in a mixture gate, up and down follow `expert`
     besides, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one behind the
-    other. first_position: rows of `positions` before the one of position 0.
+    other. query_key_value: the three in one tensor, instead of each by itself. first_position: rows of `positions`
+    before the one of position 0.
     """
 
     embedding: str
@@ -37,12 +40,13 @@ class TensorNames:
     layer: str
     attention_norm: str
     ffn_norm: str
-    query: str
-    key: str
-    value: str
     attention_output: str
     up: str
     down: str
+    query: str | None = None
+    key: str | None = None
+    value: str | None = None
+    query_key_value: str | None = None
     gate: str | None = None
     query_norm: str | None = None
     key_norm: str | None = None
@@ -60,14 +64,25 @@ class Architecture:
     config_class: whose defaults count where a key is missing
     defaults: of that class, for every key that is read here; `null` in a file is not missing
     read: (configuration, whether there is a tensor of this name, choices) -> the model; raises UserError by the field
+    names: of its tensors, or a function where they depend on the configuration
+    joined_rows: where the rows of queries, keys and values lie in a tensor that holds all three, where it has one
     harmless: a regular expression of tensors that change nothing, and may be there
+    norm_offset: added to the stored weight of every norm
+    partial_rotary: `partial_rotary_factor` counts: so much of a head, from its first element on, is rotated
     """
 
     config_class: str
     defaults: Mapping[str, Any]
     read: Callable[[Record, Callable[[str], bool], Choices], ModelSpec]
-    names: TensorNames
+    names: TensorNames | Callable[[Record], TensorNames]
+    joined_rows: Callable[[Record, ModelSpec], NDArray[np.int64]] | None = None
     harmless: str = r"(?!)"
+    norm_offset: float = 0.0
+    partial_rotary: bool = False
+
+    def tensor_names(self, config: Record) -> TensorNames:
+        """What a checkpoint with this configuration calls its tensors."""
+        return self.names(config) if callable(self.names) else self.names
 
 
 @dataclass(frozen=True, kw_only=True)

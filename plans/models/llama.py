@@ -14,13 +14,14 @@ from neuronpipe.plans.models.configuration import (
     GATED_DEFAULTS,
     GATED_HARMLESS,
     GATED_NAMES,
+    PREDICTOR,
     gated_activation,
     gated_model,
     refuse_biases,
     sliding_windows,
     windows_of_qwen,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture
+from neuronpipe.plans.models.family import SAY_WHICH, Architecture, Choices, Family, GgufArchitecture
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
@@ -57,13 +58,15 @@ def _qwen2(config: Record, has: Has, choices: Choices) -> ModelSpec:
 
 
 def _bamboo(config: Record, has: Has, choices: Choices) -> ModelSpec:
-    """Its class applies the configured activation to gate and to up."""
+    """Its class applies the configured activation to gate and to up. TurboSparse-Mistral has the same class and
+    strings, and predictors among its tensors: both are dReLU."""
     refuse_biases(config, has)
     activation: Activation = "drelu"
     if choices.activation is not None:
         activation = choices.activation
     elif (said := config.text("hidden_act")) not in ("relu", "drelu"):
-        config.fail("hidden_act", f"is {quoted(said)}, but Bamboo's class is known with relu only")
+        whose = "TurboSparse-Mistral" if has(PREDICTOR) else "Bamboo"
+        config.fail("hidden_act", f"is {quoted(said)}, but {whose} says relu and means drelu; {SAY_WHICH}")
     windows = sliding_windows(config, reads_layer_types=False)
     return gated_model(config, choices, family=NAME, activation=activation, windows=windows, qkv_bias=False)
 

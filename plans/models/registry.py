@@ -4,11 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from neuronpipe.plans.models import llama, mixtral, opt, qwen3, smallthinker
+from neuronpipe.plans.models import (
+    arcee,
+    falcon,
+    llama,
+    minicpm,
+    mixtral,
+    nemotron,
+    opt,
+    qwen3,
+    smallthinker,
+    sparse_llama,
+)
 from neuronpipe.plans.models.family import Architecture, Family, GgufArchitecture
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (llama.FAMILY, qwen3.FAMILY, mixtral.FAMILY, smallthinker.FAMILY, opt.FAMILY)
+    family.name: family
+    for family in (
+        llama.FAMILY,
+        qwen3.FAMILY,
+        mixtral.FAMILY,
+        smallthinker.FAMILY,
+        opt.FAMILY,
+        nemotron.FAMILY,
+        falcon.FAMILY,
+        sparse_llama.FAMILY,
+        minicpm.FAMILY,
+        arcee.FAMILY,
+    )
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -4,15 +4,16 @@ Everything else derives from this description: which tensors a package holds, wh
 run takes. Nothing else asks which family a model is of.
 
     step       x = embedding[token] (+ position_embedding[position])
-    each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x)))
+    each layer x += attention_output(attend(heads(norm(x)))) ; x += down(inner(norm(x))) ; parallel: both of the same x
     logits     output(norm(x))
     inner      gated: activation(gate(x)) * up(x), drelu: relu(gate(x)) * relu(up(x)); not gated: activation(up(x))
+    relu       of what does not exceed activation_threshold 0, of the rest itself
     mixture    down(inner(norm(x))) is a sum over the experts whose router values are greatest, each times its share
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
@@ -42,6 +43,9 @@ class Limits(NamedTuple):
 
 
 MAX = Limits()
+MAX_THRESHOLD = 1e6
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6
+SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention_scale")
 
 
 class SpecError(ValueError):
@@ -91,6 +95,11 @@ class ModelSpec:
     gated: whether the feed-forward has Gate beside Up and Down
     qkv_bias, output_bias: of attention's projections; ffn_bias: of Up and Down, in a feed-forward without Gate
     tied_embeddings: the embedding is the output matrix too
+    parallel: the feed-forward of a layer reads what its attention reads, and not what attention has added to
+    activation_threshold: what a neuron's trigger must exceed for the neuron to fire; other than 0 with relu alone
+    embedding_scale, logit_scale: the embedding of a token, and every logit, is multiplied by it
+    residual_scale: what attention and feed-forward add is multiplied by it
+    attention_scale: scores are multiplied by it, besides 1 / sqrt(head_width): YaRN's factor for long contexts, squared
     """
 
     family: str
@@ -116,6 +125,12 @@ class ModelSpec:
     output_bias: bool = False
     ffn_bias: bool = False
     tied_embeddings: bool = False
+    parallel: bool = False
+    activation_threshold: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for field, most in MAX._asdict().items():
@@ -133,6 +148,13 @@ class ModelSpec:
         self._require("norm_epsilon", 0 <= self.norm_epsilon <= 1, f"{self.norm_epsilon} is not between 0 and 1")
         plain = self.gated or self.activation in ("relu", "relu2")
         self._require("activation", plain, f"{self.activation} needs a feed-forward with a gate")
+        for field in SCALES:
+            value = getattr(self, field)
+            self._require(field, MIN_SCALE <= value <= MAX_SCALE, f"{value} is not {MIN_SCALE} to {MAX_SCALE}")
+        within = 0 <= self.activation_threshold <= MAX_THRESHOLD
+        self._require("activation_threshold", within, f"{self.activation_threshold} is not 0 to {MAX_THRESHOLD}")
+        plain = self.activation == "relu" or self.activation_threshold == 0
+        self._require("activation_threshold", plain, f"is not 0, but {self.activation} has none")
         chosen = self.experts_per_token
         self._require("experts_per_token", 1 <= chosen <= self.experts, f"{chosen} of {self.experts} experts")
         self._require("experts", self.gated or self.experts == 1, "a mixture's experts have a gate")
@@ -188,6 +210,11 @@ class ModelSpec:
     def trigger(self) -> Literal["gate", "up"]:
         """The matrix whose row decides whether a neuron fires."""
         return "gate" if self.gated else "up"
+
+
+# A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
+_LATER = ("parallel", "activation_threshold", *SCALES)
+LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 
 def runs_of(windows_tokens: list[int], rotary: list[bool] | None = None) -> tuple[LayerKind, ...]:

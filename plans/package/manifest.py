@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.models.spec import LATER_FIELDS, ModelSpec
 from neuronpipe.plans.package.layout import Layout, Quantization
 
 FORMAT = "neuronpipe-package"
@@ -158,7 +158,11 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         "version": VERSION,
         "name": manifest.name,
         "source": asdict(manifest.source),
-        "model": asdict(manifest.model),
+        "model": {
+            name: value
+            for name, value in asdict(manifest.model).items()
+            if name not in LATER_FIELDS or value != LATER_FIELDS[name]
+        },
         "quantization": manifest.quantization,
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {

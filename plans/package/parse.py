@@ -10,10 +10,14 @@ from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import (
     ACTIVATIONS,
     MAX,
+    MAX_SCALE,
+    MAX_THRESHOLD,
+    MIN_SCALE,
     NORMS,
     POSITIONS,
     ROUTER_INPUTS,
     ROUTERS,
+    SCALES,
     Activation,
     LayerKind,
     ModelSpec,
@@ -147,6 +151,11 @@ def _parse_model(record: Record) -> ModelSpec:
             output_bias=record.boolean("output_bias"),
             ffn_bias=record.boolean("ffn_bias"),
             tied_embeddings=record.boolean("tied_embeddings"),
+            parallel=record.has("parallel") and record.boolean("parallel"),
+            activation_threshold=record.number("activation_threshold", 0.0, MAX_THRESHOLD)
+            if record.has("activation_threshold")
+            else 0.0,
+            **{name: record.number(name, MIN_SCALE, MAX_SCALE) for name in SCALES if record.has(name)},
         )
     except SpecError as error:
         record.fail(error.field, error.complaint)

@@ -118,10 +118,10 @@ def profile(
         inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
         active = run.inner != 0
         fired.add(run.layer, active)
-        trigger_fired.add(run.layer, run.values[model.trigger] > 0)
+        trigger_fired.add(run.layer, run.values[model.trigger] > model.activation_threshold)
         fitted = int(np.count_nonzero(run.tokens < cut))  # of the expert's tokens: the others judge
         for candidate in candidates:
-            calibration = _calibration(run, inputs, active, fitted, candidate.sides)
+            calibration = _calibration(run, inputs, active, fitted, candidate.sides, model.activation_threshold)
             if fitted < MIN_CALIBRATION_TOKENS and model.experts > 1:
                 factors = _everything(candidate, model, quantization)
             elif imported is None:
@@ -212,15 +212,21 @@ def _candidates(sides: str, rank: int, model: ModelSpec) -> list[Candidate]:
 
 
 def _calibration(
-    run: LayerRun, inputs: NDArray[np.float32], active: NDArray[np.bool_], cut: int, sides: tuple[Side, ...]
+    run: LayerRun,
+    inputs: NDArray[np.float32],
+    active: NDArray[np.bool_],
+    cut: int,
+    sides: tuple[Side, ...],
+    threshold: float,
 ) -> Calibration:
-    """Of the expert's first `cut` tokens."""
+    """Of the expert's first `cut` tokens. Values are counted from the threshold: a neuron fires where they are above
+    zero."""
     feed_forward = run.feed_forward_input[:cut]
     return Calibration(
         reads=feed_forward if inputs is run.feed_forward_input else inputs[:cut],
         feed_forward=feed_forward,
         weights={side: run.weights[side] for side in sides},
-        values={side: run.values[side][:cut] for side in sides},
+        values={side: run.values[side][:cut] - np.float32(threshold) for side in sides},
         active=active[:cut],
     )
 

@@ -119,14 +119,16 @@ class ReferenceEngine:
         for tokens in texts:
             self._check(tokens, model)
         x = self._weights.matrix("embedding")[np.concatenate([np.asarray(tokens) for tokens in texts])]
+        x = x * np.float32(model.embedding_scale)
         if model.positions == "learned":
             table = self._weights.vector("position_embedding").reshape(-1, model.width)
             x = x + np.concatenate([table[: len(tokens)] for tokens in texts])
+        scale = np.float32(model.residual_scale)
         fired = np.zeros((model.ffns, model.neurons), dtype=np.int64)
         for layer in range(model.layers):
             attention_input, layer_input = self._normed(f"layers.{layer}.attention_norm", x), x
-            x = x + self._attention(layer, attention_input, [len(tokens) for tokens in texts])
-            normed = self._normed(f"layers.{layer}.ffn_norm", x)
+            x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
+            normed = self._normed(f"layers.{layer}.ffn_norm", layer_input if model.parallel else x)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
             change = np.zeros_like(x)
             for expert in range(model.experts):
@@ -135,13 +137,14 @@ class ReferenceEngine:
                     ffn = layer * model.experts + expert
                     one, fired[ffn] = self._feed_forward(layer, expert, attention_input[chosen], normed[chosen], chosen)
                     change[chosen] += shares[chosen, expert, None] * one
-            x = x + change
+            x = x + scale * change
         return x, fired
 
     def logits(self, hidden: Array) -> Array:
         """Logits [tokens, vocabulary] of the residual stream after the last layer."""
         output = self._weights.matrix("embedding" if self._manifest.model.tied_embeddings else "output")
-        return self._normed("output_norm", hidden) @ output.T
+        normed: Array = self._normed("output_norm", hidden) * np.float32(self._manifest.model.logit_scale)
+        return normed @ output.T
 
     def _normed(self, name: str, x: Array) -> Array:
         model, weight = self._manifest.model, self._weights.vector(name)
@@ -165,7 +168,7 @@ class ReferenceEngine:
         for text in np.split(qkv.reshape(len(normed), -1, model.head_width), np.cumsum(lengths)[:-1]):
             queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
             rotary = model.rotary_layers[layer]
-            queries = self._placed(f"{name}.query_norm", queries, rotary)
+            queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
             keys = self._placed(f"{name}.key_norm", keys, rotary)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
         attention = np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
@@ -208,6 +211,8 @@ class ReferenceEngine:
             if model.gated
             else UNGATED[model.activation](values["up"])
         )
+        if model.activation_threshold:
+            inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
         run = LayerRun(layer * model.experts + expert, layer, tokens, attention_input, normed, weights, values, inner)
         if self._observe is not None:
             self._observe(run)

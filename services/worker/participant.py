@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
@@ -126,6 +127,9 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "rotary": s.positions == "rotary",
             "type": TYPES[manifest.quantization],
             "activation": ACTIVATIONS[s.activation],
+            "activation_threshold": s.activation_threshold,
+            **{name: getattr(s, name) for name in SCALES},
+            "parallel": s.parallel,
             "gated": s.gated,
             "cluster_neurons": layout.cluster_neurons,
             "clusters": layout.clusters,

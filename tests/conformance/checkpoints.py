@@ -54,6 +54,10 @@ MODEL_TYPES = {
     "SmallThinkerForCausalLM": "smallthinker",
     "BambooForCausalLM": "mistral",
     "MistralForCausalLM": "mistral",
+    "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
+    "MiniCPMForCausalLM": "minicpm",
+    "SparseLlamaForCausalLM": "sparsellama",
 }
 
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -119,6 +123,43 @@ RECIPES = {
                 "moe_primary_router_apply_softmax": False,
             },
         ),
+        Recipe(
+            "nemotron", "NemotronForCausalLM", "relu2", 192, 500, 3, 4, 2, 48, bias=True,
+            config={"norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True, "mlp_bias": True},
+        ),
+        Recipe(
+            # A threshold makes a jump: it lies in a gap of the text's gates, so that rounding decides nothing.
+            "prosparse", "SparseLlamaForCausalLM", "fatrelu", 160, 200, 3, 5, 5, 32,
+            config={"model_type": "sparsellama", "hidden_act_param": 0.0469},
+        ),
+        Recipe(
+            "sparse lm", "SparseLlamaForCausalLM", "silu", 128, 333, 3, 4, 4, 32, tied=True, dtype="BF16",
+            config={"model_type": "llama_sparse_relu", "sparsity_gated_mlp": True, "rope_theta": 100_000.0},
+        ),
+        Recipe(
+            "minicpm", "MiniCPMForCausalLM", "fatrelu", 160, 200, 3, 5, 1, 32, tied=True, dtype="BF16",
+            config={"hidden_act_param": 0.0562, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 96},
+        ),
+        Recipe(
+            "arcee", "ArceeForCausalLM", "relu2", 160, 333, 3, 5, 1, 64, dtype="BF16",
+            config={
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 20.0, "beta_fast": 2.0, "original_max_position_embeddings": 32,
+                },
+            },
+        ),
+        Recipe(
+            "falcon 7b", "FalconForCausalLM", "relu", 160, 500, 3, 5, 1, 32, tied=True,
+            config={"new_decoder_architecture": False, "multi_query": True, "activation": "relu"},
+        ),
+        Recipe(
+            "falcon 40b", "FalconForCausalLM", "relu", 192, 333, 3, 6, 2, 32, tied=True, dtype="BF16",
+            config={"new_decoder_architecture": True, "activation": "relu"},
+        ),
+        Recipe(
+            "falcon per head", "FalconForCausalLM", "relu", 96, 270, 2, 3, 3, 32, tied=True, bias=True,
+            config={"new_decoder_architecture": False, "multi_query": False, "activation": "relu", "bias": True},
+        ),
     )
 }  # fmt: skip
 
@@ -150,6 +191,12 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     if recipe.architecture == "OPTForCausalLM":
         yield from _opt_tensors(recipe)
         return
+    if recipe.architecture == "NemotronForCausalLM":
+        yield from _nemotron_tensors(recipe)
+        return
+    if recipe.architecture == "FalconForCausalLM":
+        yield from _falcon_tensors(recipe)
+        return
     generator = np.random.PCG64(recipe.seed)
     width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
 
@@ -176,7 +223,8 @@ def tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
             yield made(f"{name}.{router}.weight", (recipe.experts, width), 1.5 * width**-0.5)
         for number in range(recipe.experts or 1):
             ffn = f"{name}.{expert.format(number)}"
-            yield made(f"{ffn}{gate}.weight", (neurons, width), width**-0.5)
+            if recipe.architecture != "ArceeForCausalLM":
+                yield made(f"{ffn}{gate}.weight", (neurons, width), width**-0.5)
             yield made(f"{ffn}{up}.weight", (neurons, width), width**-0.5)
             yield made(f"{ffn}{down}.weight", (width, neurons), 0.5 * neurons**-0.5)
     yield made("model.norm.weight", (width,), 0.1, 1.0)
@@ -211,6 +259,65 @@ def _opt_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
     yield from norm("model.decoder.final_layer_norm")
 
 
+def _nemotron_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    """Stored norms lack 1."""
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons, heads_width = recipe.width, recipe.neurons, recipe.query_heads * recipe.head_width
+
+    def made(name: str, shape: tuple[int, ...], deviation: float) -> tuple[str, Array]:
+        return name, rounded(random_tensor(generator, shape, deviation), recipe.dtype)
+
+    def linear(name: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (rows, columns), gain * columns**-0.5)
+        if recipe.bias:
+            yield made(f"{name}.bias", (rows,), 0.3)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield made(f"{name}.weight", (width,), 0.1)
+        yield made(f"{name}.bias", (width,), 0.2)
+
+    yield made("model.embed_tokens.weight", (recipe.vocabulary, width), 1.0)
+    for layer in range(recipe.layers):
+        name = f"model.layers.{layer}"
+        yield from norm(f"{name}.input_layernorm")
+        for projection, heads in (("q", recipe.query_heads), ("k", recipe.key_heads), ("v", recipe.key_heads)):
+            yield from linear(f"{name}.self_attn.{projection}_proj", heads * recipe.head_width, width, 1.3)
+        yield from linear(f"{name}.self_attn.o_proj", width, heads_width, 0.5)
+        yield from norm(f"{name}.post_attention_layernorm")
+        yield from linear(f"{name}.mlp.up_proj", neurons, width, 1.0)
+        yield from linear(f"{name}.mlp.down_proj", width, neurons, 0.5)
+    yield from norm("model.norm")
+    yield made("lm_head.weight", (recipe.vocabulary, width), 5 * width**-0.5)
+
+
+def _falcon_tensors(recipe: Recipe) -> Iterator[tuple[str, Array]]:
+    generator = np.random.PCG64(recipe.seed)
+    width, neurons = recipe.width, recipe.neurons
+    two_norms = recipe.config.get("num_ln_in_parallel_attn", 2 if recipe.config["new_decoder_architecture"] else 1) == 2
+
+    def linear(name: str, rows: int, columns: int, gain: float) -> Iterator[tuple[str, Array]]:
+        yield f"{name}.weight", rounded(random_tensor(generator, (rows, columns), gain * columns**-0.5), recipe.dtype)
+        if recipe.bias:
+            yield f"{name}.bias", rounded(random_tensor(generator, (rows,), 0.3), recipe.dtype)
+
+    def norm(name: str) -> Iterator[tuple[str, Array]]:
+        yield f"{name}.weight", rounded(random_tensor(generator, (width,), 0.1) + np.float32(1), recipe.dtype)
+        yield f"{name}.bias", rounded(random_tensor(generator, (width,), 0.2), recipe.dtype)
+
+    embedding = random_tensor(generator, (recipe.vocabulary, width), 5 * width**-0.5)
+    yield "transformer.word_embeddings.weight", rounded(embedding, recipe.dtype)
+    for layer in range(recipe.layers):
+        name = f"transformer.h.{layer}"
+        for one in ("ln_attn", "ln_mlp") if two_norms else ("input_layernorm",):
+            yield from norm(f"{name}.{one}")
+        rows = (recipe.query_heads + 2 * recipe.key_heads) * recipe.head_width
+        yield from linear(f"{name}.self_attention.query_key_value", rows, width, 1.3)
+        yield from linear(f"{name}.self_attention.dense", width, width, 0.5)
+        yield from linear(f"{name}.mlp.dense_h_to_4h", neurons, width, 1.0)
+        yield from linear(f"{name}.mlp.dense_4h_to_h", width, neurons, 0.5)
+    yield from norm("transformer.ln_f")
+
+
 def tokens(recipe: Recipe, count: int = 40) -> list[int]:
     """A token list that repeats itself a little and starts with the last id."""
     raw = np.random.PCG64(recipe.seed + 1000).random_raw(count) % recipe.vocabulary
@@ -239,6 +346,22 @@ def config(recipe: Recipe) -> dict[str, Any]:
             "eos_token_id": recipe.vocabulary - 1,
             "bos_token_id": None,
             "pad_token_id": None,
+            **recipe.config,
+        }
+    if recipe.architecture == "FalconForCausalLM":
+        return {
+            "architectures": [recipe.architecture],
+            "model_type": "falcon",
+            "hidden_size": recipe.width,
+            "ffn_hidden_size": recipe.neurons,
+            "num_hidden_layers": recipe.layers,
+            "num_attention_heads": recipe.query_heads,
+            "num_kv_heads": recipe.key_heads,
+            "vocab_size": recipe.vocabulary,
+            "max_position_embeddings": recipe.context_tokens,
+            "tie_word_embeddings": recipe.tied,
+            "eos_token_id": recipe.vocabulary - 1,
+            "bos_token_id": None,
             **recipe.config,
         }
     return {

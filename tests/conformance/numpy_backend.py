@@ -41,14 +41,15 @@ class NumpyBackend:
         """A chunk of a prompt."""
         first, end, m = work.positions[0], work.positions[-1] + 1, self._model
         positions = np.arange(first, end)
-        x = self._weights.matrix("embedding")[np.asarray(work.tokens)]
+        x = self._weights.matrix("embedding")[np.asarray(work.tokens)] * np.float32(m.embedding_scale)
+        scale = np.float32(m.residual_scale)
         if m.positions == "learned":
             x = x + self._weights.vector("position_embedding").reshape(-1, m.width)[positions]
         for layer in range(m.layers):
             normed = self._engine._normed(f"layers.{layer}.attention_norm", x)
-            x = x + self._attention(layer, work.sequences[0], normed, positions)
-            inputs = self._engine._normed(f"layers.{layer}.ffn_norm", x)
-            x = x + self._engine._feed_forward(layer, 0, normed, inputs, np.arange(len(x)))[0]
+            attended = x + scale * self._attention(layer, work.sequences[0], normed, positions)
+            inputs = self._engine._normed(f"layers.{layer}.ffn_norm", x if m.parallel else attended)
+            x = attended + scale * self._engine._feed_forward(layer, 0, normed, inputs, np.arange(len(x)))[0]
         wanted = slice(work.logits_first, work.logits_first + work.logits_count)
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}
@@ -72,7 +73,7 @@ class NumpyBackend:
         distance = positions[:, None] - np.arange(positions[-1] + 1)
         window = m.windows_tokens[layer]
         seen = (distance >= 0) & ((distance < window) if window else True)
-        queries = self._placed(f"{name}.query_norm", queries, positions)
+        queries = self._placed(f"{name}.query_norm", queries, positions) * np.float32(m.attention_scale)
         mixed = np.empty_like(queries)
         for head in range(m.query_heads):
             head_keys, head_values = past[head * m.key_heads // m.query_heads]

@@ -36,6 +36,7 @@ OPT: dict[str, Any] = {
     **COMMON,
 }
 
+# A threshold makes a jump: it lies in a gap of the gates of the tests' text, so that rounding decides nothing.
 SPECS = {
     "opt": ModelSpec(
         width=160, neurons=333, layer_kinds=(LayerKind(3),), query_heads=4, key_heads=4, head_width=40, **OPT
@@ -67,6 +68,19 @@ SPECS = {
         family="llama", width=96, neurons=150, experts=9, experts_per_token=3, router="sigmoid", router_reads="layer",
         layer_kinds=(LayerKind(1, 0, False), LayerKind(2, 20)), query_heads=3, key_heads=1, head_width=32,
         activation="relu", **COMMON,
+    ),
+    "threshold": ModelSpec(
+        family="llama", width=128, neurons=100, layer_kinds=(LayerKind(2),), query_heads=4, key_heads=2, head_width=32,
+        activation="relu", activation_threshold=0.29, **COMMON,
+    ),
+    "scaled": ModelSpec(
+        family="llama", width=96, neurons=300, layer_kinds=(LayerKind(3),), query_heads=3, key_heads=3, head_width=32,
+        activation="relu", embedding_scale=12.0, residual_scale=0.7, logit_scale=0.3, attention_scale=1.4,
+        **COMMON,
+    ),
+    "parallel": ModelSpec(
+        family="llama", width=160, neurons=500, layer_kinds=(LayerKind(3),), query_heads=5, key_heads=1, head_width=32,
+        norm="layer", activation="relu", gated=False, parallel=True, tied_embeddings=True, **COMMON,
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.plans.reference.engine import ReferenceEngine
+from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.worker.backend import Share, StepWork
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ Packages = Callable[[str, str], Package]
 CHUNK = 64
 TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks with a panel and without
 CASES = [(name, "f16") for name in SPECS] + [
-    (name, q) for name in ("opt", "ungated relu2", "turbosparse") for q in ("q8", "q4")
+    (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse") for q in ("q8", "q4")
 ]
 
 
@@ -159,6 +159,20 @@ def pipeline_logits(package: Package, shell: Shell, path: Any, options: tuple[st
     return np.asarray(np.load(out))
 
 
+def test_no_more_rows_of_up_are_read_than_gates_exceed_the_threshold(packages: Packages) -> None:
+    package, exceed = packages("threshold", "f16"), {0.29: 0, 0.0: 0}
+
+    def count(run: LayerRun) -> None:
+        for threshold in exceed:
+            exceed[threshold] += int((run.values["gate"] > threshold).sum())
+
+    ReferenceEngine(package, observe=count).run(TEXT[:12])
+    participants = Participants(package, count=1, max_tokens=12)
+    participants.run(TEXT[:12], 12)
+    counters = participants.counters()
+    assert counters["fired"] == counters["up_rows"] == exceed[0.29] < 0.9 * exceed[0.0]
+
+
 @pytest.mark.parametrize("name", ["opt", "ungated relu2"])
 def test_without_a_gate_the_rows_of_down_are_wanted_only_where_a_neuron_fired(name: str, packages: Packages) -> None:
     package = packages(name, "f16")
@@ -184,7 +198,9 @@ def test_without_a_gate_the_rows_of_down_are_wanted_only_where_a_neuron_fired(na
     assert name != "opt" or np.mean(shares) < 0.6
 
 
-@pytest.mark.parametrize("name", ["opt", "ungated relu2", "gated layer norm", "turbosparse", "smallthinker"])
+@pytest.mark.parametrize(
+    "name", ["opt", "ungated relu2", "gated layer norm", "parallel", "turbosparse", "smallthinker"]
+)
 def test_a_predictor_of_the_trigger_alone_decides_who_takes_part(name: str, tmp_path: Path) -> None:
     package, wanted = give_predictor(write_package(tmp_path / "package", SPECS[name], "f16"), TEXT)
     logits = Participants(package, count=1, max_tokens=1, predicts=True).run(TEXT, 1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
@@ -15,7 +16,7 @@ from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import RECIPES, write_checkpoint
+from tests.conformance.checkpoints import RECIPES, tensors, write_checkpoint
 
 DENSE = ModelSpec(
     family="llama",
@@ -48,6 +49,13 @@ DENSE = ModelSpec(
         ({"norm_epsilon": float("nan")}, "norm_epsilon"),
         ({"gated": False, "activation": "silu"}, "activation"),
         ({"ffn_bias": True}, "ffn_bias"),
+        ({"activation_threshold": -1.0}, "activation_threshold"),
+        ({"embedding_scale": 0.0}, "embedding_scale"),
+        ({"residual_scale": -1.0}, "residual_scale"),
+        ({"attention_scale": 0.0}, "attention_scale"),
+        ({"logit_scale": float("nan")}, "logit_scale"),
+        ({"activation_threshold": float("inf")}, "activation_threshold"),
+        ({"activation_threshold": 0.1, "activation": "drelu"}, "activation_threshold"),
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
@@ -82,6 +90,25 @@ def test_every_family_is_known_by_the_name_that_its_models_carry() -> None:
         ("qwen3", {"attention_bias": True}, "attention_bias: is true"),
         ("qwen3", {"head_dim": None}, r"q_proj\.weight: has shape \[192, 160\], but the configuration needs"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer_types: .*for each of 4 layers"),
+        (
+            "falcon 7b",
+            {"activation": "gelu"},
+            "activation: 'gelu' is not .*ReluFalcon has relu.*--activation relu",
+        ),
+        ("falcon 7b", {"alibi": True}, "alibi: is true: positions by ALiBi"),
+        ("falcon 7b", {"parallel_attn": False}, "parallel_attn: is false: attention before"),
+        ("falcon 7b", {"new_decoder_architecture": True}, r"ln_attn\.weight: the tensor is missing"),
+        ("falcon 7b", {"multi_query": False}, r"query_key_value\.weight: has shape \[224, 160\], but .*\[480, 160\]"),
+        ("falcon 40b", {"num_kv_heads": 4}, "query_heads: 6 is no multiple of key_heads, 4"),
+        ("falcon 40b", {"num_ln_in_parallel_attn": 1}, r"input_layernorm\.weight: the tensor is missing"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias: "),
+        ("arcee", {"attention_bias": True}, "attention_bias: is true, which means a bias of self_attn.o_proj"),
+        ("arcee", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
+        ("nemotron", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn's factor .* part of a head"),
+        ("nemotron", {"hidden_act": "silu"}, "activation: silu needs a feed-forward with a gate"),
+        ("nemotron", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+        ("nemotron", {"mlp_bias": False}, r"mlp\.(up|down)_proj\.bias: a tensor that this architecture does not have"),
+        ("nemotron", {"partial_rotary_factor": 0.15}, r"partial_rotary_factor: 0\.15 of a head of 48 is 7 elements"),
     ],
 )
 def test_what_a_family_cannot_be_is_refused_by_its_field(
@@ -93,6 +120,26 @@ def test_what_a_family_cannot_be_is_refused_by_its_field(
     with pytest.raises(UserError, match=complaint):
         convert(source, tmp_path / "package", quantization="q4")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
+
+
+def test_half_of_each_head_rotates_in_a_nemotron_that_does_not_say_how_much(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["nemotron"], head_width=32, config={}, bias=False))
+    with open_huggingface(source, Options()) as checkpoint:
+        assert checkpoint.inverse_frequency is not None
+        assert np.count_nonzero(checkpoint.inverse_frequency) == 8
+        assert len(checkpoint.inverse_frequency) == 16
+
+
+def test_the_weights_of_nemotrons_norms_get_their_one_and_biases_do_not(tmp_path: Path) -> None:
+    recipe = RECIPES["nemotron"]
+    stored = dict(tensors(recipe))
+    with open_huggingface(write_checkpoint(tmp_path / "source", recipe), Options()) as checkpoint:
+        found = {name: parts[0].vector() for name, parts in checkpoint.vectors.items() if "norm" in name}
+    assert np.array_equal(found["output_norm"], stored["model.norm.weight"] + 1)
+    assert np.array_equal(found["output_norm.bias"], stored["model.norm.bias"])
+    assert np.array_equal(
+        found["layers.2.ffn_norm"], stored["model.layers.2.post_attention_layernorm.weight"] + np.float32(1)
+    )
 
 
 def test_a_shorter_context_takes_the_first_positions(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.plans.convert import convert
+from neuronpipe.plans.models.spec import LATER_FIELDS
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.protocol.errors import UserError
@@ -36,6 +37,16 @@ def test_a_manifest_survives_being_read_and_written(manifest_bytes: bytes) -> No
     assert parse_manifest(manifest_bytes, "manifest.json").to_bytes() == manifest_bytes
 
 
+def test_what_came_later_stands_in_a_manifest_only_where_it_says_something(manifest_bytes: bytes) -> None:
+    """Packages older than such a field keep their id, and plans made for them stay valid."""
+    assert not LATER_FIELDS.keys() & json.loads(manifest_bytes)["model"].keys()
+    parallel = changed(manifest_bytes, lambda m: m["model"].update(parallel=True))
+    manifest = parse_manifest(parallel, "manifest.json")
+    assert manifest.model.parallel
+    assert json.loads(manifest.to_bytes())["model"]["parallel"] is True
+    assert parse_manifest(manifest.to_bytes(), "manifest.json") == manifest
+
+
 def test_any_changed_number_is_noticed_by_the_id(manifest_bytes: bytes) -> None:
     values = json.loads(manifest_bytes)
     values["model"]["context_tokens"] += 1
@@ -59,6 +70,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an unknown quantization": (lambda m: m.update(quantization="q5"), "quantization: 'q5'"),
     "an unknown field": (lambda m: m.update(extra=1), "extra: unknown field"),
     "an unknown field of the shape": (lambda m: m["model"].update(heads=1), r"model\.heads: unknown field"),
+    "parallel as a number": (lambda m: m["model"].update(parallel=1), r"model\.parallel: expected true or false"),
+    "no scale": (lambda m: m["model"].update(residual_scale=0), r"model\.residual_scale: 0 is outside"),
     "a missing field": (lambda m: m["model"].pop("width"), r"model\.width: missing"),
     "a number as text": (lambda m: m["model"].update(width="64"), r"model\.width: expected a whole number"),
     "true as a number": (lambda m: m["model"].update(width=True), r"model\.width: expected a whole number"),

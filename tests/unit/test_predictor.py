@@ -203,6 +203,17 @@ def test_without_a_gate_the_sign_of_up_is_predicted(converted: Callable[[str, st
     assert profiled.predicted_perplexity < 1.1 * profiled.exact_perplexity
 
 
+def test_what_does_not_exceed_the_threshold_counts_as_silent(
+    converted: Callable[[str, str], Package], tmp_path: Path
+) -> None:
+    package = Package.open(Path(shutil.copytree(converted("prosparse", "q8").path, tmp_path / "p")))
+    windows = np.random.default_rng(5).integers(0, package.manifest.model.vocabulary, (10, 64)).tolist()
+    manifest = profile(package, Texts(windows[:8], windows[8:]), rank=64).package.manifest
+    assert manifest.trigger_fired_by_layer == pytest.approx(manifest.fired_by_layer, abs=1e-5)
+    assert manifest.predictor is not None
+    assert all(layer.recall > 0.9 and layer.predicted < 0.9 for layer in manifest.predictor.by_layer)
+
+
 def test_masking_every_neuron_leaves_only_attention(tiny: Callable[[Activation], Package]) -> None:
     package = tiny("drelu")
     masked = ReferenceEngine(package, mask=lambda run: np.zeros(run.inner.shape, bool)).run([1, 2, 3])

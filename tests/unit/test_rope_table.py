@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from neuronpipe.plans.convert.rope import scaled_frequencies
+from neuronpipe.plans.convert.rope import attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.models.llama import LLAMA_DEFAULTS
 from neuronpipe.plans.package.fields import Record
+from neuronpipe.plans.reference.engine import rotate
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -60,3 +61,49 @@ def test_llama3_scaling_is_its_three_cases() -> None:
         assert after == pytest.approx(expected, rel=1e-6)
     assert cases == {"long", "between", "short"}
     assert np.all(np.diff(found) < 0)
+
+
+@pytest.mark.parametrize("rotated", [12, 24, 44])
+def test_a_part_of_a_head_rotates_alone_once_its_elements_are_paired(rotated: int) -> None:
+    random = np.random.default_rng(1)
+    heads, angles = random.standard_normal((3, 2, 48)), random.standard_normal((3, rotated // 2))
+    expected = np.concatenate((rotate(heads[..., :rotated], angles), heads[..., rotated:]), axis=-1)
+    order = paired_order(1, 48, rotated)
+    still = np.zeros((3, 24 - rotated // 2))
+    found = rotate(heads[..., order], np.concatenate((angles, still), axis=-1))
+    assert np.array_equal(found, expected[..., order])
+    assert np.array_equal(paired_order(2, 48, rotated), np.concatenate((order, order + 48)))
+
+
+YARN = {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096}
+
+
+def test_yarn_scaling_is_its_three_cases() -> None:
+    """Pairs of more than 32 turns in 4096 positions stay, of less than one are slowed down, by the pair's number."""
+    found, cases = table(rope_theta=10_000.0, rope_scaling=YARN), set()
+    first = math.floor(64 * math.log(4096 / (32 * 2 * math.pi)) / (2 * math.log(10_000)))
+    last = math.ceil(64 * math.log(4096 / (2 * math.pi)) / (2 * math.log(10_000)))
+    for pair, (before, after) in enumerate(zip(plain(10_000), found, strict=True)):
+        share = (pair - first) / (last - first)
+        cases.add("kept" if share <= 0 else "slow" if share >= 1 else "between")
+        share = min(max(share, 0), 1)
+        assert after == pytest.approx(before * (1 - share) + before / 20 * share, rel=1e-6)
+    assert cases == {"kept", "between", "slow"}
+    assert np.all(np.diff(table(rope_scaling=YARN | {"truncate": False, "beta_fast": 8, "beta_slow": 2})) < 0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"),
+    [
+        ({}, 0.1 * math.log(20) + 1),
+        ({"factor": 0.5}, 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 2.0}, 0.1 * math.log(20) + 1),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * math.log(20) + 1) / (0.05 * math.log(20) + 1)),
+        ({"rope_type": "linear", "attention_factor": 1.5}, 1),
+    ],
+)
+def test_yarns_factor_on_queries_and_keys_is_squared_on_scores(scaling: dict[str, Any], factor: float) -> None:
+    config = Record({"rope_scaling": YARN | scaling}, "config.json")
+    assert attention_scale(config) == pytest.approx(factor**2)
+    assert attention_scale(Record({}, "config.json")) == 1

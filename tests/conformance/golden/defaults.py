@@ -18,7 +18,10 @@ def defaults(owner: type) -> dict[str, object]:
         if not field.name.startswith("_") or field.name == "_remove_final_layer_norm"
     }
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
-    return {**plain, "rope_theta": owner.default_theta}
+    table = {**plain, "rope_theta": owner.default_theta}
+    rope = owner().rope_parameters or {} if "rope_parameters" in values else {}
+    share = rope.get("partial_rotary_factor")  # some classes set it in __post_init__
+    return table if share is None else {**table, "partial_rotary_factor": share}
 
 
 def main() -> None:
@@ -31,6 +34,9 @@ def main() -> None:
         transformers.MixtralConfig,
         transformers.Qwen3MoeConfig,
         transformers.OPTConfig,
+        transformers.NemotronConfig,
+        transformers.FalconConfig,
+        transformers.ArceeConfig,
     )
     table = {"transformers": transformers.__version__, **{owner.__name__: defaults(owner) for owner in owners}}
     Path(__file__).with_name("defaults.json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

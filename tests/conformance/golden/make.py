@@ -1,24 +1,71 @@
-"""Make the golden logits with PyTorch and transformers: python make.py (from this directory, with both installed).
+"""Make the golden logits with PyTorch and transformers: python make.py (from this directory, with both installed). What
+logits.npz has already stays as it is, byte for byte; names make those anew: python make.py opt qwen3.
 
-Every recipe of checkpoints.py is written to disk, loaded by transformers' own classes and run in float32. Some classes
-are not part of transformers: Bamboo is Mistral with the activation on gate and up alike, TurboSparse-Mixtral likewise
-Mixtral, which is put in here; SmallThinker is computed here from its description, a token after the other.
+Every recipe of checkpoints.py is written to disk, loaded by transformers' own classes and run in float32. Classes that
+are not part of transformers are others with an activation that is put in here: Bamboo is Mistral with the activation on
+gate and up alike, TurboSparse-Mixtral likewise Mixtral, ProSparse is Llama with a threshold, SparseLM is Llama with
+ReLU; MiniCPM is Granite, which has its scales under other names. SmallThinker is computed here from its description, a
+token after the other.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+Inner = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from checkpoints import RECIPES, Recipe, tensors, tokens, write_checkpoint  # noqa: E402
+
+
+def drelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """ReLU of both."""
+    return torch.relu(gate) * torch.relu(up)
+
+
+def relu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """ReLU of the gate."""
+    return torch.relu(gate) * up
+
+
+def fatrelu(threshold: float) -> Inner:
+    """The gate where it exceeds a threshold, else 0."""
+    return lambda gate, up: torch.nn.functional.threshold(gate, threshold, 0.0) * up
+
+
+def stand_in(recipe: Recipe) -> tuple[dict[str, Any], Inner | None]:
+    """What config.json must say for transformers to have a class that computes as the recipe's own, which comes with
+    its models' repositories; and what stands between gate, up and down there, where it differs."""
+    if recipe.architecture == "BambooForCausalLM":
+        return {"architectures": ["MistralForCausalLM"]}, drelu
+    if recipe.architecture == "TurboSparseMixtralForCausalLM":
+        return {"architectures": ["MixtralForCausalLM"]}, None
+    if recipe.architecture == "SparseLlamaForCausalLM":
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "relu"}
+        threshold = recipe.config.get("hidden_act_param")
+        return llama, relu if threshold is None else fatrelu(threshold)
+    if recipe.architecture == "MiniCPMForCausalLM":
+        granite = {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "hidden_act": "relu",
+            "embedding_multiplier": recipe.config["scale_emb"],
+            "residual_multiplier": recipe.config["scale_depth"] / math.sqrt(recipe.layers),
+            "attention_multiplier": 1 / math.sqrt(recipe.head_width),
+            "logits_scaling": recipe.width / recipe.config["dim_model_base"],
+        }
+        return granite, fatrelu(recipe.config["hidden_act_param"])
+    return {}, None
 
 
 def golden_logits(recipe: Recipe, directory: Path) -> np.ndarray:
@@ -26,18 +73,15 @@ def golden_logits(recipe: Recipe, directory: Path) -> np.ndarray:
     write_checkpoint(directory, recipe)
     if recipe.architecture == "SmallThinkerForCausalLM":
         return smallthinker(recipe)
-    if recipe.architecture == "TurboSparseMixtralForCausalLM":
-        path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["MixtralForCausalLM"]}))
-    if recipe.architecture == "BambooForCausalLM":
-        path = directory / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["MistralForCausalLM"]}))
-    ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    changes, inner = stand_in(recipe)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    ways = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if recipe.experts else {})
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **ways).eval()
-    if recipe.architecture == "BambooForCausalLM":
+    if inner is not None:
         for layer in model.model.layers:
             mlp = layer.mlp
-            mlp.forward = lambda x, m=mlp: m.down_proj(torch.relu(m.gate_proj(x)) * torch.relu(m.up_proj(x)))
+            mlp.forward = lambda x, m=mlp: m.down_proj(inner(m.gate_proj(x), m.up_proj(x)))
     if recipe.architecture == "TurboSparseMixtralForCausalLM":
         stored = {name: torch.from_numpy(values) for name, values in tensors(recipe)}
         for number, layer in enumerate(model.model.layers):
@@ -116,14 +160,19 @@ def smallthinker(recipe: Recipe) -> np.ndarray:
     return np.stack(rows).astype(np.float32)
 
 
-def main() -> None:
+def main(again: list[str]) -> None:
     """Write logits.npz beside this file: one array per recipe."""
+    path = HERE / "logits.npz"
+    kept = {name: values for name, values in np.load(path).items() if name not in again} if path.exists() else {}
     with tempfile.TemporaryDirectory() as directory:
-        logits = {name: golden_logits(recipe, Path(directory) / name) for name, recipe in RECIPES.items()}
-    for name, values in logits.items():
+        made = {
+            name: golden_logits(recipe, Path(directory) / name) for name, recipe in RECIPES.items() if name not in kept
+        }
+    for name, values in made.items():
         print(f"{name:10} {values.shape} deviation {values.std():.2f} largest {np.abs(values).max():.1f}")
-    np.savez_compressed(HERE / "logits.npz", **logits)
+    logits = kept | made
+    np.savez_compressed(path, **{name: logits[name] for name in RECIPES})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
