@@ -213,7 +213,7 @@ class ModelSpec:
 
 
 # A manifest has these only where they are not what ModelSpec says without them: packages older than they keep their id.
-_LATER = ("parallel", "activation_threshold", *SCALES)
+_LATER = ("experts_per_token", "router", "router_reads", "parallel", "activation_threshold", *SCALES)
 LATER_FIELDS = {field.name: field.default for field in fields(ModelSpec) if field.name in _LATER}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from neuronpipe.plans.models.spec import LATER_FIELDS, ModelSpec
+from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Layout, Quantization
 
 FORMAT = "neuronpipe-package"
@@ -151,6 +151,11 @@ def identity(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def _layer_kind(kind: LayerKind) -> dict[str, Any]:
+    """Rotary, unless it says otherwise."""
+    return {name: value for name, value in asdict(kind).items() if (name, value) != ("rotary", True)}
+
+
 def _without_id(manifest: Manifest) -> dict[str, Any]:
     layout = manifest.layout
     values: dict[str, Any] = {
@@ -162,7 +167,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
             name: value
             for name, value in asdict(manifest.model).items()
             if name not in LATER_FIELDS or value != LATER_FIELDS[name]
-        },
+        }
+        | {"layer_kinds": [_layer_kind(kind) for kind in manifest.model.layer_kinds]},
         "quantization": manifest.quantization,
         "special_tokens": {"end": list(manifest.end_tokens)},
         "layout": {

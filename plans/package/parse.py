@@ -132,9 +132,14 @@ def _parse_model(record: Record) -> ModelSpec:
             width=record.integer("width", 1, MAX.width),
             neurons=record.integer("neurons", 1, MAX.neurons),
             experts=record.integer("experts", 1, MAX.experts),
-            experts_per_token=record.integer("experts_per_token", 1, MAX.experts),
-            router=cast(Router, record.choice("router", *ROUTERS)),
-            router_reads=cast(RouterInput, record.choice("router_reads", *ROUTER_INPUTS)),
+            experts_per_token=record.integer("experts_per_token", 1, MAX.experts)
+            if record.has("experts_per_token")
+            else 1,
+            router=cast(Router, record.choice("router", *ROUTERS) if record.has("router") else "softmax"),
+            router_reads=cast(
+                RouterInput,
+                record.choice("router_reads", *ROUTER_INPUTS) if record.has("router_reads") else "feed_forward",
+            ),
             layer_kinds=tuple(_parse_layer_kind(kind) for kind in record.records("layer_kinds")),
             query_heads=record.integer("query_heads", 1, MAX.query_heads),
             key_heads=record.integer("key_heads", 1, MAX.key_heads),
@@ -167,7 +172,7 @@ def _parse_layer_kind(record: Record) -> LayerKind:
     kind = LayerKind(
         record.integer("layers", 1, MAX.layers),
         record.integer("window_tokens", 0, MAX.context_tokens),
-        record.boolean("rotary"),
+        record.boolean("rotary") if record.has("rotary") else True,
     )
     record.finish()
     return kind

@@ -26,15 +26,12 @@ def as_version_3(record: Record) -> Record:
     if "model" in values:
         record.fail("model", "unknown field; a newer version may understand it")
     shape = dict(_object(values.pop("shape", None)))
-    layers = {name: shape.pop(name, None) for name in ("layers", "window_tokens")} | {"rotary": True}
+    layers = {name: shape.pop(name, None) for name in ("layers", "window_tokens")}
     values["version"] = 3
     values["model"] = {
         **shape,
         "family": values.pop("architecture", None),
         "layer_kinds": [layers],
-        "experts_per_token": 1,
-        "router": "softmax",
-        "router_reads": "feed_forward",
         "norm": "rms",
         "positions": "rotary",
         "head_norm": False,
