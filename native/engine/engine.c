@@ -87,7 +87,9 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     if (shape->predictor_rank)
         complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, pairs);
     if (shape->experts > 1)
-        complete &= vectors_create(&engine->gathered, shape->type, shape->width, tokens);
+        complete &= vectors_create(&engine->gathered, shape->type, longest, tokens);
+    if (shape->experts > 1 && shape->predictor_rank && shape->predictor_type != shape->type)
+        complete &= vectors_create(&engine->gathered_input, shape->predictor_type, shape->width, tokens);
     if (shape->experts > 1 && shape->predictor_rank)
         complete &= vectors_create(&engine->gathered_ranks, shape->predictor_type, shape->predictor_rank, tokens);
     if (!complete) {
@@ -104,7 +106,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
-    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_ranks};
+    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input, &engine->gathered_ranks};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);
         free(all[i]->panel);

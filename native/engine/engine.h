@@ -52,6 +52,7 @@ struct np_engine {
     np_vectors predictor_input; /* the same for the predictor, where its type is another */
     np_vectors ranks;           /* by pair */
     np_vectors gathered;        /* those of one group's tokens; of a dense layer's nobody needs a copy */
+    np_vectors gathered_input;  /* the same of predictor_input */
     np_vectors gathered_ranks;
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */

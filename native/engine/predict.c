@@ -41,12 +41,13 @@ void np_predict_ranks(np_engine *engine, const np_norm *norm)
     if (all != &engine->vectors)
         np_engine_prepare(engine, all, engine->shared.residual, engine->count, s->width, s->width, norm);
     const uint32_t pieces = (s->predictor_rank + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
+    np_vectors *gathered = all == &engine->vectors ? &engine->gathered : &engine->gathered_input;
     const np_vectors *x = NULL;
     engine->group = NULL;
     for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_RANK, engine->group_count * pieces)) != NP_NO_PIECE;) {
         const np_group *group = &engine->groups[piece / pieces];
         if (group != engine->group)
-            x = np_engine_gather(engine, group, all, 0, &engine->gathered);
+            x = np_engine_gather(engine, group, all, 0, gathered);
         engine->group = group;
         const np_matrix *m = &engine->fixed.layers[engine->layer].predictors[group->expert].input;
         const uint32_t row = piece % pieces * NP_PIECE_ROWS, left = s->predictor_rank - row;

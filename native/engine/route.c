@@ -136,13 +136,12 @@ const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, con
 {
     if (engine->shape.experts == 1)
         return from;
-    to->type = from->type;
+    const size_t bytes = np_activation_bytes(from->type, from->n); /* `to` is of this type, and as long vectors fit it as `from` */
     to->n = from->n;
-    to->stride = from->stride;
     to->count = group->count;
     for (uint32_t t = 0; t < group->count; t++) {
         const uint32_t pair = group->first + t, source = by_pair ? pair : engine->pair_token[pair];
-        memcpy(to->prepared + t * to->stride, from->prepared + source * from->stride, to->stride);
+        memcpy(to->prepared + t * to->stride, from->prepared + source * from->stride, bytes);
     }
     if (to->count >= NP_PANEL_TOKENS)
         np_panel_prepare(to->type, to->prepared, to->stride, to->count, to->n, to->panel);

@@ -16,12 +16,13 @@ from neuronpipe.services.worker.worker import Outcome
 
 
 class FiringLog(DecodeService):
-    """Computes as ours does, and logs the neurons of the blocks that this worker took, by layer."""
+    """Computes as ours does, and logs the neurons of the blocks that this worker took, by layer; in a mixture by
+    layer * experts + expert."""
 
     def __init__(self, job: Job) -> None:
         layout = job.package.manifest.layout
         self._row = layout.blocks * layout.block_neurons
-        self._counts = array("I", bytes(4 * self._row * job.package.manifest.model.layers))
+        self._counts = array("I", bytes(4 * self._row * job.package.manifest.model.ffns))
         super().__init__(job, activity=self._counts)
 
     def compute(self, step: Step) -> Outcome:
@@ -29,6 +30,6 @@ class FiringLog(DecodeService):
         outcome = super().compute(step)
         if isinstance(outcome, StepDone):
             fired = [divmod(place, self._row) for place, count in enumerate(self._counts) if count]
-            print(f"step {step.step}:", *(f"{layer}/{neuron}" for layer, neuron in fired), flush=True)
+            print(f"step {step.step}:", *(f"{ffn}/{neuron}" for ffn, neuron in fired), flush=True)
         self._counts[:] = array("I", bytes(4 * len(self._counts)))
         return outcome

@@ -78,8 +78,8 @@ class Placement:
 
     job: the package, the plan and the process
     memory: the run's segments
-    activity: uint32 [layers][blocks * block_neurons], for who wants to know which neurons fire: counts how often a
-        neuron's value was other than zero. One thread counts, so it is for a process with one participant
+    activity: uint32 [layers * experts][blocks * block_neurons], for who wants to know which neurons fire: counts how
+        often a neuron's value was other than zero. One thread counts, so it is for a process with one participant
     """
 
     job: Job

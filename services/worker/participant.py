@@ -164,6 +164,11 @@ class Participant:
         self._manifest = manifest
         self._config = config
         self._keep: list[Any] = []  # cffi frees what nobody holds
+        neurons = manifest.model.ffns * manifest.layout.blocks * manifest.layout.block_neurons
+        if view.activity is not None and len(view.activity) != neurons:
+            raise ValueError(
+                f"activity: {len(view.activity)} counts, but the model has {neurons} neurons, padding included"
+            )
         shape = native_shape(manifest, config.context_tokens, predicts=config.predicts)
         fixed = self._native_fixed(view.fixed)
         shared = self._native_shared(view)

@@ -66,7 +66,7 @@ SPECS = {
     ),
     "smallthinker": ModelSpec(
         family="llama", width=96, neurons=150, experts=9, experts_per_token=3, router="sigmoid", router_reads="layer",
-        layer_kinds=(LayerKind(1, 0, False), LayerKind(2, 20)), query_heads=3, key_heads=1, head_width=32,
+        layer_kinds=(LayerKind(1, 0, False), LayerKind(2, 20)), query_heads=8, key_heads=2, head_width=32,
         activation="relu", **COMMON,
     ),
     "threshold": ModelSpec(

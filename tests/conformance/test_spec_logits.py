@@ -71,14 +71,16 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
 
 
 @pytest.mark.parametrize("tokens", [1, 5, CHUNK])
-@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize(
+    ("name", "predicts"), [("qwen3", False), ("gated layer norm", True), ("mixtral", False), ("smallthinker", True)]
+)
 def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
-    tokens: int, predicts: bool, packages: Packages, tmp_path: Path
+    name: str, tokens: int, predicts: bool, packages: Packages, tmp_path: Path
 ) -> None:
     """The engines stay; a step has one to three of them, who share all blocks, or some, or have their own, or none."""
-    package = packages("qwen3", "q8")
+    package = packages(name, "q8")
     if predicts:
-        package, _ = give_predictor(write_package(tmp_path / "package", SPECS["gated layer norm"], "q8"), TEXT)
+        package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
     blocks = package.manifest.layout.blocks
     assert blocks >= 2
     half, rest = (0, blocks // 2), (blocks // 2, blocks)
