@@ -118,7 +118,8 @@ def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
 )
 def test_a_step_that_contradicts_itself_is_refused(wrong: dict[str, Any], packages: Packages) -> None:
     package = packages("qwen3", "q8")
-    (participant,) = Participants(package, count=1, max_tokens=1).all
+    participants = Participants(package, count=1, max_tokens=1)  # its arrays live as long as it does
+    (participant,) = participants.all
     right = StepWork(
         number=0,
         epoch=0,
