@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
@@ -71,13 +72,18 @@ def describe(package: Package) -> dict[str, Any]:
 
 def warnings(manifest: Manifest) -> list[str]:
     """What a person should know before the package disappoints them, a sentence each."""
-    model, found = manifest.model, []
-    if model.activation == "silu":
-        share = model.experts_per_token / model.experts
-        found.append(ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share))
+    found = [said] if (said := dense_reading(manifest.model)) is not None else []
     if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
         found.append(said)
     return found
+
+
+def dense_reading(model: ModelSpec) -> str | None:
+    """What it means that every neuron fires; None where not every one does."""
+    if model.activation != "silu":
+        return None
+    share = model.experts_per_token / model.experts
+    return ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)
 
 
 def low_recall(predictor: Predictor, wanted: float) -> str | None:

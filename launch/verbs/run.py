@@ -18,7 +18,7 @@ from neuronpipe.launch.planning import (
     package_and_plan,
 )
 from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.inspect import ALWAYS_FIRES
+from neuronpipe.plans.inspect import dense_reading
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
@@ -42,8 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         generate(client, arguments, ask)
-    if package.manifest.model.activation == "silu" and not arguments.json:
-        print(f"neuronpipe: {ALWAYS_FIRES}", file=sys.stderr)
+    if (said := dense_reading(package.manifest.model)) is not None and not arguments.json:
+        print(f"neuronpipe: {said}", file=sys.stderr)
     return 0
 
 
