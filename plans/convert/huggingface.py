@@ -48,7 +48,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             model = replace(model, attention_scale=attention_scale(config))
         names, (frequencies, orders) = architecture.tensor_names(config), _positions(config, model, architecture)
         if architecture.joined_rows is not None:
-            orders["query_key_value"] = architecture.joined_rows(config, model)
+            orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 from neuronpipe.plans.models.configuration import context_tokens, described
 from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
-from numpy.typing import NDArray
 
 NAME = "falcon"
 
@@ -68,12 +66,19 @@ def _key_heads(config: Record, query_heads: int) -> int:
     return 1 if config.boolean("multi_query") else query_heads
 
 
-def _joined_rows(_: Record, model: ModelSpec) -> NDArray[np.int64]:
+def _joined_rows(_: Record, model: ModelSpec) -> list[int]:
     """Every key head's group stands together: its queries, its key, its value. That holds for all kinds of Falcon: with
     multi_query there is one group, and without it each head is a group."""
     group = model.query_heads // model.key_heads
-    rows = np.arange(model.qkv_rows, dtype=np.int64).reshape(model.key_heads, group + 2, model.head_width)
-    return np.concatenate([part.reshape(-1) for part in np.split(rows, (group, group + 1), axis=1)])
+    together = (group + 2) * model.head_width  # rows of one key head's group
+    queries, keys, values = range(group), range(group, group + 1), range(group + 1, group + 2)
+    return [
+        number * together + head * model.head_width + row
+        for heads in (queries, keys, values)
+        for number in range(model.key_heads)
+        for head in heads
+        for row in range(model.head_width)
+    ]
 
 
 def _activation(config: Record, wanted: Activation | None) -> Activation:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
-from numpy.typing import NDArray
 
 
 class Choices(NamedTuple):
@@ -75,7 +73,7 @@ class Architecture:
     defaults: Mapping[str, Any]
     read: Callable[[Record, Callable[[str], bool], Choices], ModelSpec]
     names: TensorNames | Callable[[Record], TensorNames]
-    joined_rows: Callable[[Record, ModelSpec], NDArray[np.int64]] | None = None
+    joined_rows: Callable[[Record, ModelSpec], list[int]] | None = None
     harmless: str = r"(?!)"
     norm_offset: float = 0.0
     partial_rotary: bool = False
