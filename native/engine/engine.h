@@ -140,6 +140,8 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 int np_engine_routes(const np_engine *engine, int reads);
 void np_engine_route(np_engine *engine, uint32_t layer);
 void np_engine_route_all(np_engine *engine);
+/* Ask ahead for what the chosen experts will need in a layer (ffn.c). */
+void np_ask_for_groups(np_engine *engine, uint32_t layer);
 /* The vectors of a group's tokens, out of those of all tokens (by_pair 0) or of all pairs (1): `from` itself, or a copy in `to`. */
 const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, int by_pair, np_vectors *to);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);

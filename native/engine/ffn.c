@@ -85,12 +85,12 @@ static uint32_t parts_ahead(const np_engine *engine, const np_group *group)
 }
 
 /* Of a mixture all that the layer will want, by the experts that were chosen: each sharer asks for some of the groups. */
-static void ask_for_groups(np_engine *engine)
+void np_ask_for_groups(np_engine *engine, uint32_t layer)
 {
     if (!engine->config.prefetch || engine->shape.predictor_rank)
         return;
     for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
-        np_ask_ahead(engine, engine->layer, engine->groups[g].expert, engine->blocks, parts_ahead(engine, &engine->groups[g]));
+        np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, parts_ahead(engine, &engine->groups[g]));
 }
 
 /* Of a dense layer what the window after this one lacks. */
@@ -311,8 +311,6 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     if (np_engine_routes(engine, NP_READS_FEED_FORWARD))
         np_engine_route(engine, layer);
-    if (s->experts > 1)
-        ask_for_groups(engine);
     if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
         np_predict_ranks(engine, norm);
         done = np_engine_barrier(engine);

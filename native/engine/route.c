@@ -129,6 +129,7 @@ void np_engine_route(np_engine *engine, uint32_t layer)
         weigh(s, engine->expert_values, chosen, engine->shares + t * s->experts_per_token);
     }
     group_tokens(engine, engine->shares);
+    np_ask_for_groups(engine, layer); /* before attention, where the router reads the layer's input */
 }
 
 /* ---- a group's vectors ------------------------------------------------------------------------------------------- */

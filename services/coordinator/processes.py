@@ -16,7 +16,6 @@ from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
-COMPUTING_ROLES = ("decode", "prefill")
 TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+from neuronpipe.plans.plan.plan import BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
@@ -46,7 +47,7 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
-from neuronpipe.services.coordinator.processes import COMPUTING_ROLES, WorkerProcess, WorkerProcesses
+from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
@@ -182,7 +183,7 @@ class CoordinatorService:
         """Take on a process that says Hello. A late Hello of an earlier incarnation is ignored."""
         if hello.incarnation != self._processes.on_board(*process.name).incarnation:
             return
-        if process.role in COMPUTING_ROLES and not hello.numerics:
+        if process.role in BACKEND_ROLES and not hello.numerics:
             self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
