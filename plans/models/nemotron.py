@@ -4,9 +4,10 @@ of Up and Down with a squared ReLU between them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from neuronpipe.plans.models.configuration import described, sizes
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames, named_activation
+from neuronpipe.plans.models.configuration import GATED_NAMES, described, sizes
+from neuronpipe.plans.models.family import Architecture, Choices, Family, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
 from neuronpipe.plans.package.fields import Record
 
@@ -33,20 +34,7 @@ DEFAULTS = {
     "eos_token_id": 3,
 }
 
-NAMES = TensorNames(
-    embedding="model.embed_tokens",
-    output="lm_head",
-    output_norm="model.norm",
-    layer="model.layers.{}.",
-    attention_norm="input_layernorm",
-    ffn_norm="post_attention_layernorm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    attention_output="self_attn.o_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-)
+NAMES = replace(GATED_NAMES, gate=None, query_norm=None, key_norm=None)
 
 
 def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
