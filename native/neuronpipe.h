@@ -199,7 +199,7 @@ uint32_t np_crc32c(uint32_t crc, const void *data, size_t bytes); /* Castagnoli;
 /* The parts of a cluster: the rows that decide whether a neuron fires, and the others. What there is of each part is an array by these. */
 enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
 
-/* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned.
+/* One 32-bit word per cluster part: bits 0-23 slot, 24-25 state, 26 referenced, 27 pinned, 28-30 uses.
  *   from     to       by      ordering
  *   absent   loading  loader  claims the cluster; bits 0-23 say for which slot it is read
  *   loading  present  loader  release: the bytes in the slot come before the word
@@ -210,6 +210,7 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   bit 26   set      decode, prefill: by np_entry_look alone; cleared by cache. It also keeps a slot from being taken
  *                     between a worker's look and the cache's (residency/clock.c has the argument)
  *   bit 27   set      loader, on request
+ *   uses     changed  cache, of a present word: how often it found bit 26 set, less how often not; 0 in a word just read
  * Bits outside the state say nothing about an absent word: compare states with NP_ENTRY_STATE_MASK.
  */
 enum {
@@ -220,7 +221,9 @@ enum {
     NP_ENTRY_PRESENT = 0x2000000,
     NP_ENTRY_FAILED = 0x3000000,
     NP_ENTRY_REFERENCED = 0x4000000,
-    NP_ENTRY_PINNED = 0x8000000
+    NP_ENTRY_PINNED = 0x8000000,
+    NP_ENTRY_USE = 0x10000000,
+    NP_MAX_USES = 7
 };
 
 /* Look a cluster up: marks a present word as referenced and returns what the word then was. When it says present, the slot stays
@@ -230,10 +233,11 @@ uint32_t np_entry_look(uint32_t *word);
 /* A worker's window: the clusters it may be reading, of either part, published by np_long_store before it looks at their words.
  * 64 bits: first cluster (32 bits) << 32 | end cluster. 0 = none. Both parts' entries are covered. */
 
-/* CLOCK: from *hand on, take up to `want` present, unpinned words that no window covers: the first pass clears the reference
- * bit, a word found without it is set to absent. Writes freed slots; returns how many. windows: sequentially consistent 64-bit words. */
-size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count,
-                     size_t want, uint32_t *slots);
+/* CLOCK with usage counts: from *hand on, take up to `want` present, unpinned words that no window covers. The hand turns a reference
+ * bit into a use and, where there is none, takes a use away; a word without either is set to absent. Writes freed slots; returns how
+ * many. windows: sequentially consistent 64-bit words. */
+size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
+                     uint32_t *slots);
 
 /* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
 /* A ring in shared memory from one worker to the loader. An entry is a cluster index (24 bits) and what is wanted of it.
@@ -487,7 +491,7 @@ typedef struct {
     uint32_t window_blocks;    /* blocks that are open at once */
     uint32_t partial_tokens;   /* tokens whose block sums are held at once; fewer than max_tokens only when a window is a whole layer */
     uint32_t spin_us;
-    int32_t bundle;            /* 1: a predicted neuron is read whole, its trigger part and its value part by one read */
+    int32_t bundle;            /* 1: a cluster whose trigger is wanted is read whole, both parts by one read */
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
 } np_engine_config;

@@ -25,7 +25,8 @@ BITS = (
     ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
     ("26", "referenced", "a worker looked it up since the cache last passed by"),
     ("27", "pinned", "never evicted"),
-    ("28-31", "", "0"),
+    ("28-30", "uses", "of a present entry: how often the cache found it referenced, less how often not; 0 once read"),
+    ("31", "", "0"),
 )
 """Of a residency entry: bits, name and meaning."""
 
@@ -47,7 +48,8 @@ CHANGES = (
     ),
     ("present", "absent", "cache", "compare and set of an unreferenced, unpinned entry that no read window covers"),
     ("bit 26 clear", "bit 26 set", "decode, prefill", "sequentially consistent, of a present entry that was looked up"),
-    ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes"),
+    ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes; a use more, up to 7"),
+    ("bit 26 clear", "a use less", "cache", "sequentially consistent, as the clock's hand passes"),
     ("bit 27 clear", "bit 27 set", "loader", "together with present, if a Warm asks for it"),
 )
 """From, to, by whom, and what orders it."""

@@ -1,4 +1,8 @@
-/* CLOCK, the replacement rule, and why a slot is never taken from under a worker.
+/* CLOCK with usage counts, the replacement rule, and why a slot is never taken from under a worker.
+ *
+ * A worker that looks a word up sets its reference bit, once. The hand goes round: where it finds the bit, it turns it into a use, up to
+ * NP_MAX_USES; where it does not, it takes one use away; a cluster without uses goes. Only the hand counts, so that looking
+ * often costs a worker nothing.
  *
  *   worker                                        cache
  *   W  read window := [first, end)                C  clear the reference bit of a present word
@@ -26,18 +30,29 @@ static int covered(const uint64_t *windows, size_t window_count, size_t id)
     return 0;
 }
 
+/* What the hand leaves of a present word: a use more for its reference bit, a use less without it, absent without either. */
+static uint32_t passed(uint32_t value)
+{
+    const uint32_t uses = value / NP_ENTRY_USE & NP_MAX_USES;
+    if (value & NP_ENTRY_REFERENCED)
+        return (value & ~(uint32_t)NP_ENTRY_REFERENCED) + (uses < NP_MAX_USES ? NP_ENTRY_USE : 0);
+    return uses ? value - NP_ENTRY_USE : NP_ENTRY_ABSENT;
+}
+
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots)
 {
     if (count == 0)
         return 0;
-    size_t taken = 0, at = *hand % count;
-    for (size_t visited = 0; visited < 2 * count && taken < want; visited++) {
+    size_t taken = 0, at = *hand % count, idle = 0; /* idle: words since one that may ever go */
+    while (taken < want && idle < count) {
         uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
+        idle++;
         if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && !covered(windows, window_count, at)) {
-            if (value & NP_ENTRY_REFERENCED)
-                __atomic_fetch_and(&words[at], ~(uint32_t)NP_ENTRY_REFERENCED, __ATOMIC_SEQ_CST);
-            else if (__atomic_compare_exchange_n(&words[at], &value, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            const uint32_t left = passed(value);
+            idle = 0;
+            /* A worker or the loader that is faster set a bit: the word's next turn. */
+            if (__atomic_compare_exchange_n(&words[at], &value, left, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) && left == NP_ENTRY_ABSENT)
                 slots[taken++] = value & NP_ENTRY_SLOT_MASK;
         }
         at = at + 1 == count ? 0 : at + 1;

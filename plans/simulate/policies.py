@@ -8,12 +8,19 @@ hottest first within each layer; a pool starts filled with the most frequent one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.intp]
 NEVER = np.iinfo(np.int64).max
+
+
+def least(values: NDArray[Any], count: int) -> Ids:
+    """Where the `count` least values are."""
+    return np.argpartition(values, count - 1)[:count] if count else np.empty(0, dtype=np.intp)
 
 
 class Policy(ABC):
@@ -74,37 +81,83 @@ class Lru(Policy):
         self._used[wanted] = self._now
 
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
-        ages = np.where(free, self._used, NEVER)
-        count = min(count, int(free.sum()))
-        return np.argpartition(ages, count - 1)[:count] if count else np.empty(0, dtype=np.intp)
+        return least(np.where(free, self._used, NEVER), min(count, int(free.sum())))
+
+
+class Lfu(Policy):
+    """The least frequently used goes; a use counts half after so many steps. It would need an order of all clusters:
+    the measure of policies that count."""
+
+    def __init__(self, order: Ids, slots: int, half_life_steps: float) -> None:
+        super().__init__(order, slots)
+        self._used = np.empty(len(order))
+        self._used[order] = np.linspace(1e-3, 0, len(order))  # the hottest go last, as long as nothing was used
+        self._growth, self._weight = 2 ** (1 / half_life_steps), 1.0
+
+    def _look(self, wanted: Ids) -> None:
+        self._weight *= self._growth
+        self._used[wanted] += self._weight
+
+    def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
+        return least(np.where(free, self._used, np.inf), min(count, int(free.sum())))
+
+
+class Optimal(Policy):
+    """What is wanted again last goes: no policy misses less. It knows the steps beforehand."""
+
+    def __init__(self, order: Ids, slots: int, steps: Sequence[Ids]) -> None:
+        super().__init__(order, slots)
+        wanted = np.concatenate(steps)
+        by_cluster = np.argsort(wanted, kind="stable")
+        self._uses = np.append(np.repeat(np.arange(len(steps)), [len(step) for step in steps])[by_cluster], NEVER)
+        ends = np.cumsum(np.bincount(wanted, minlength=len(order)))
+        self._next, self._ends = np.append(0, ends[:-1]), ends
+
+    def _look(self, wanted: Ids) -> None:
+        self._next[wanted] += 1
+
+    def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
+        again = np.where(self._next < self._ends, self._uses[self._next], NEVER - 1)
+        return least(np.where(free, -again, NEVER), min(count, int(free.sum())))
 
 
 class Clock(Policy):
-    """A hand goes round: a look adds one to a cluster's count, up to `most`, the hand takes one from it, and what it
-    finds at zero goes. most = 1 is the reference bit; 2 and 3 need two bits."""
+    """A hand goes round: it turns a reference bit into a use, up to `most_uses`, and takes a use away where there is no
+    bit; what has neither goes. most_uses = 0 is the plain rule. at_look: a look counts the use itself, and there is
+    no bit."""
 
-    def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0, most: int = 1) -> None:
+    def __init__(
+        self, order: Ids, slots: int, pinned_share: float = 0.0, *, most_uses: int = 0, at_look: bool = False
+    ) -> None:
         super().__init__(order, slots, pinned_share)
-        self._count = np.zeros(len(order), dtype=np.int8)
-        self._most, self._hand = most, 0
+        self._referenced = np.zeros(len(order), dtype=bool)
+        self._uses = np.zeros(len(order), dtype=np.int8)
+        self._most, self._at_look, self._hand = most_uses, at_look, 0
 
     def _look(self, wanted: Ids) -> None:
-        self._count[wanted] = np.minimum(self._count[wanted] + 1, self._most)
+        if self._at_look:
+            self._uses[wanted] = np.minimum(self._uses[wanted] + 1, self._most)
+        else:
+            self._referenced[wanted] = True
 
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
         places = np.flatnonzero(free)
         places = np.roll(places, -int(np.searchsorted(places, self._hand)))
         chosen: list[Ids] = []
         while count and len(places):
-            at_zero = np.flatnonzero(self._count[places] == 0)[:count]
-            passed = len(places) if len(at_zero) < count else int(at_zero[-1]) + 1
-            chosen.append(places[at_zero])
-            seen = places[:passed]
-            self._count[seen] = np.maximum(self._count[seen] - 1, 0)
-            self._hand = int(seen[-1]) + 1
-            count -= len(at_zero)
-            places = np.delete(places, at_zero)
+            unused = np.flatnonzero(~self._referenced[places] & (self._uses[places] == 0))[:count]
+            passed = len(places) if len(unused) < count else int(unused[-1]) + 1
+            chosen.append(places[unused])
+            self._pass(places[:passed])
+            count -= len(unused)
+            places = np.delete(places, unused)
         return np.concatenate(chosen) if chosen else np.empty(0, dtype=np.intp)
+
+    def _pass(self, seen: Ids) -> None:
+        uses = self._uses[seen]
+        self._uses[seen] = np.where(self._referenced[seen], np.minimum(uses + 1, self._most), np.maximum(uses - 1, 0))
+        self._referenced[seen] = False
+        self._hand = int(seen[-1]) + 1
 
 
 class Queues(Clock):
@@ -115,7 +168,7 @@ class Queues(Clock):
     FIRST_SHARE = 0.1
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
-        super().__init__(order, slots, pinned_share, most=3)
+        super().__init__(order, slots, pinned_share, most_uses=3, at_look=True)
         self._slots = slots
         self._arrived = np.full(len(order), -1, dtype=np.int64)  # in the first queue since; -1: not in it
         self._left = np.full(len(order), -NEVER // 2, dtype=np.int64)
@@ -125,9 +178,9 @@ class Queues(Clock):
         first = np.flatnonzero(free & (self._arrived >= 0))
         first = first[np.argsort(self._arrived[first], kind="stable")]
         surplus = first[: max(0, len(first) + count - int(self.FIRST_SHARE * self._slots))]
-        again = surplus[self._count[surplus] > 1]
+        again = surplus[self._uses[surplus] > 1]
         self._arrived[again] = -1
-        gone = surplus[self._count[surplus] <= 1][:count]
+        gone = surplus[self._uses[surplus] <= 1][:count]
         self._left[gone] = self._time
         self._arrived[gone] = -1
         free[gone] = False
@@ -137,5 +190,5 @@ class Queues(Clock):
     def _arrive(self, loaded: Ids) -> None:
         remembered = self._time - self._left[loaded] < self._slots
         self._arrived[loaded] = np.where(remembered, -1, self._time + np.arange(len(loaded)))
-        self._count[loaded] = 1
+        self._uses[loaded] = 1
         self._time += len(loaded)

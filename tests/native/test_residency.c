@@ -26,7 +26,7 @@ static void test_clock_gives_a_second_chance(void)
     size_t hand = 0;
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 1, slots), 1);
     REQUIRE(slots[0] == 11 && hand == 2 && words[1] == NP_ENTRY_ABSENT);
-    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | 10);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | NP_ENTRY_USE | 10); /* found in use once */
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 6, slots), 2); /* pinned and loading words stay */
     REQUIRE(slots[0] == 10 && slots[1] == 15);
     REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 13);
@@ -36,6 +36,36 @@ static void test_clock_gives_a_second_chance(void)
     hand = 1000; /* a hand from before the word array shrank */
     REQUIRE_EQUAL(np_clock_take(words, 6, &hand, NULL, 0, 0, slots), 0);
     REQUIRE(hand < 6);
+}
+
+static uint32_t uses_of(uint32_t word)
+{
+    return word / NP_ENTRY_USE & NP_MAX_USES;
+}
+
+/* Both were looked up last; one was found in use in three turns before. */
+static void test_clock_keeps_what_was_used_often(void)
+{
+    uint32_t words[] = {NP_ENTRY_PRESENT | 3 * NP_ENTRY_USE | 10, NP_ENTRY_PRESENT | 11, NP_ENTRY_PRESENT | 12, NP_ENTRY_PRESENT | 13};
+    uint32_t slots[2];
+    size_t hand = 0;
+    REQUIRE(np_entry_look(&words[0]) && np_entry_look(&words[1]));
+    REQUIRE_EQUAL(np_clock_take(words, 4, &hand, NULL, 0, 2, slots), 2);
+    REQUIRE(slots[0] == 12 && slots[1] == 13 && uses_of(words[0]) == 4 && uses_of(words[1]) == 1);
+    REQUIRE_EQUAL(np_clock_take(words, 4, &hand, NULL, 0, 1, slots), 1);
+    REQUIRE(slots[0] == 11 && words[1] == NP_ENTRY_ABSENT && uses_of(words[0]) == 2);
+    REQUIRE_EQUAL(np_clock_take(words, 4, &hand, NULL, 0, 2, slots), 1); /* at last */
+    REQUIRE(slots[0] == 10 && words[0] == NP_ENTRY_ABSENT);
+}
+
+static void test_uses_are_bounded_and_spare_the_other_bits(void)
+{
+    uint32_t words[] = {NP_ENTRY_PRESENT | NP_MAX_USES * NP_ENTRY_USE | 9, NP_ENTRY_PRESENT | 5}, slot;
+    size_t hand = 0;
+    REQUIRE_EQUAL(np_entry_look(&words[0]), NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | NP_MAX_USES * (uint32_t)NP_ENTRY_USE | 9);
+    REQUIRE_EQUAL(np_clock_take(words, 2, &hand, NULL, 0, 1, &slot), 1);
+    REQUIRE_EQUAL(slot, 5);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | NP_MAX_USES * (uint32_t)NP_ENTRY_USE | 9);
 }
 
 static void test_clock_spares_windows(void)
@@ -132,6 +162,8 @@ int main(void)
 {
     test_look_marks_present_words_only();
     test_clock_gives_a_second_chance();
+    test_clock_keeps_what_was_used_often();
+    test_uses_are_bounded_and_spare_the_other_bits();
     test_clock_spares_windows();
     test_no_slot_changes_under_a_window();
     printf("residency: all passed\n");

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.plans.simulate.__main__ import POLICIES, miss_rate, workload
-from neuronpipe.plans.simulate.policies import Clock, Ids, Lru, Policy, Static
+from neuronpipe.plans.simulate.policies import Clock, Ids, Lfu, Lru, Optimal, Policy, Static
 from neuronpipe.plans.synth.trajectory import PRESETS
 
 CLUSTERS, ROOM = 24, 12
@@ -24,9 +24,9 @@ def ids(wanted: set[int]) -> Ids:
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES.keys())
 @given(steps=steps)
 def test_a_pool_stays_full_holds_what_was_just_looked_up_and_what_is_pinned(
-    make: Callable[[Ids, int], Policy], steps: list[set[int]]
+    make: Callable[[Ids, int, list[list[Ids]]], Policy], steps: list[set[int]]
 ) -> None:
-    policy = make(ORDER, ROOM)
+    policy = make(ORDER, ROOM, [[ids(wanted)] for wanted in steps] or [[ORDER]])
     for wanted in steps:
         absent = int(np.count_nonzero(~policy.resident[ids(wanted)]))
         assert policy.step(ids(wanted)) == absent
@@ -58,6 +58,36 @@ def test_the_hand_spares_what_was_looked_up_and_takes_a_guess_that_was_not() -> 
     clock.step(ids({2}))
     clock.step(ids({11}))  # 2 was looked up again, 1 was not
     assert list(np.flatnonzero(clock.resident)) == [2, 3, 10, 11]
+
+
+def test_the_hand_counts_uses_and_keeps_what_has_more_of_them() -> None:
+    clock = Clock(ORDER, 4, most_uses=7)
+    for wanted in ({0, 1, 2, 3}, {10}, {1}, {11}, {1}, {12}):  # every other step is a miss: the hand moves
+        clock.step(ids(wanted))
+    assert 1 in np.flatnonzero(clock.resident)  # used three times
+    plain = Clock(ORDER, 4)
+    for wanted in ({0, 1, 2, 3}, {10}, {1}, {11, 12, 13, 14}, {15, 16, 17, 18}):
+        plain.step(ids(wanted))
+    assert 1 not in np.flatnonzero(plain.resident)
+
+
+def test_lfu_forgets_slowly_and_lru_at_once() -> None:
+    often, once = [{0, 1}] * 8, [{n} for n in range(4, 12)]
+    lfu, lru = Lfu(ORDER, 4, half_life_steps=32), Lru(ORDER, 4)
+    for wanted in often + once:
+        lfu.step(ids(wanted))
+        lru.step(ids(wanted))
+    assert {0, 1} <= set(np.flatnonzero(lfu.resident))
+    assert not {0, 1} & set(np.flatnonzero(lru.resident))
+
+
+@given(steps=steps.filter(bool))
+def test_no_policy_misses_less_than_the_optimal_one(steps: list[set[int]]) -> None:
+    wanted = [ids(step) for step in steps]
+    best = sum(map(Optimal(ORDER, ROOM, wanted).step, wanted))
+    for make in POLICIES.values():
+        if not isinstance(policy := make(ORDER, ROOM, [[step] for step in wanted]), Static):
+            assert best <= sum(map(policy.step, wanted))
 
 
 def test_the_default_workload_misses_what_it_was_published_to_miss() -> None:

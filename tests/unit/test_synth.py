@@ -13,8 +13,10 @@ from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.simulate.recording import Recording, record
 from neuronpipe.plans.synth import codes, firing, make
 from neuronpipe.plans.synth.directions import Directions
 from neuronpipe.plans.synth.make import synthesize
@@ -69,6 +71,33 @@ def test_greedy_decoding_walks_the_trajectory_of_every_preset(package: Package) 
         stretch = range(first + count - 40, first + count)
         chosen = engine.run(stretch).logits.argmax(axis=1).tolist()
         assert chosen == [*stretch[1:], first]
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_a_recording_holds_what_a_text_wanted(package: Package, tmp_path: Path, mode: Mode) -> None:
+    layout, predictor, wanted = package.manifest.layout, StoredPredictor(package), {}
+
+    def observe(run: LayerRun) -> None:
+        wanted[run.layer] = predictor.mask(run) if mode == "predicted" else run.inner != 0
+
+    engine = ReferenceEngine(package, observe=observe, mask=predictor.mask if mode == "predicted" else None)
+    engine.hidden([range(8)])
+    record(package, mode, range(8), "default").save(tmp_path / "recording.npz")
+    recording = Recording.load(tmp_path / "recording.npz")
+    order, steps = recording.by_cluster()
+    for layer, neurons in wanted.items():
+        for token in range(8):
+            clusters = np.unique(np.flatnonzero(neurons[token]) // layout.cluster_neurons)
+            assert list(steps[token][layer]) == list(clusters + layer * layout.clusters)
+    assert sorted(order) == list(range(recording.all))
+    assert list(order[:4]) == [layer * layout.clusters for layer in range(4)]  # the hottest of each layer first
+    assert [list(layer) for layer in recording.by_expert()[1][0]] == [[0], [1], [2], [3]]
+
+
+def test_what_is_no_recording_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "r.npz").write_bytes(b"not a file of arrays")
+    with pytest.raises(UserError, match=r"r\.npz: is no recording"):
+        Recording.load(tmp_path / "r.npz")
 
 
 def test_the_walk_goes_on_where_the_predictor_leaves_neurons_out(package: Package) -> None:
