@@ -77,10 +77,10 @@ static void close_window(np_engine *engine)
     engine->window = (np_range){0, 0};
 }
 
-/* What is asked for ahead, where every trigger is needed: with many tokens, or where every neuron fires, the value parts as well. */
+/* What is asked for ahead, where every trigger is needed: with bundles, many tokens, or where every neuron fires, the value parts as well. */
 static uint32_t parts_ahead(const np_engine *engine, const np_group *group)
 {
-    const int whole = group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
+    const int whole = engine->config.bundle || group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
     return whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
 }
 

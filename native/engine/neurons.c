@@ -193,7 +193,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
 int np_find_triggers(np_engine *engine, np_range clusters)
 {
     const int dense = engine->group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
-    const int whole = (engine->shape.predictor_rank && engine->config.bundle) || dense;
+    const int whole = engine->config.bundle || dense;
     const uint32_t parts = whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     int missing = 0;
     uint32_t asked = 0;

@@ -21,8 +21,8 @@ from neuronpipe.plans.plan.budget import (
 )
 from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
-from neuronpipe.plans.plan.reading import Reading, reading
-from neuronpipe.plans.plan.regions import Regions, fill
+from neuronpipe.plans.plan.reading import Demand, Reading, reading
+from neuronpipe.plans.plan.regions import Regions, fill, touched
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
@@ -155,12 +155,12 @@ class _Planning:
         read = self._reading(least)
         chunk = self._chunk(read.staging_bytes, least_slots)
         others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
-        regions = self._regions(others, least_slots)
+        regions = self._regions(others, least_slots, read)
         if regions.window_blocks < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
             # Sums by turns need a whole layer's neurons in place.
             chunk = PARTIAL_TOKENS
             others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
-            regions = self._regions(others, least_slots)
+            regions = self._regions(others, least_slots, read)
         memory = self._memory(others, regions)
         compute = Compute(
             mode=shape.mode,
@@ -208,10 +208,29 @@ class _Planning:
         return reading(
             self._manifest.layout,
             self._device.flash,
-            values_per_trigger=self._rates.value_read / self._rates.trigger_read if self._rates.trigger_read else 1.0,
-            bundle=self._shape.mode == "predicted" and "bundle" not in wanted.without,
+            demand=self._demand(spare_bytes),
+            bundle="bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(spare_bytes, int(STAGING_SHARE * self._usable_bytes)),
+        )
+
+    def _demand(self, slots_bytes: int) -> Demand:
+        """What a token wants of a feed-forward that computes it, with so many bytes for slots, gates first."""
+        manifest, rates, share = self._manifest, self._rates, self._wanted.ffn_resident_share
+        in_order = rates.trigger_read == 1.0
+        neurons = manifest.layout.cluster_neurons if in_order else 1  # what was predicted, fires with its cluster
+        triggers_bytes, values_bytes = (
+            manifest.clusters * size for size in (manifest.trigger_slot_bytes, manifest.value_slot_bytes)
+        )
+        if share is not None:
+            slots_bytes = min(slots_bytes, int(share * (triggers_bytes + values_bytes)))
+        left_bytes = max(0, slots_bytes - triggers_bytes)
+        return Demand(
+            in_order=in_order,
+            values_per_trigger=touched(rates.value_read / rates.trigger_read, neurons) if rates.trigger_read else 1.0,
+            triggers_stay=min(1.0, slots_bytes / triggers_bytes) if in_order else 0.0,
+            values_stay=rates.activations_within(left_bytes / values_bytes) if in_order else 0.0,
+            pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)) if in_order else 0.0,
         )
 
     def _chunk(self, staging_bytes: int, least_slots: int) -> int:
@@ -224,7 +243,7 @@ class _Planning:
                 return tokens
         return min(MIN_CHUNK_TOKENS, context)
 
-    def _regions(self, others: MemoryBudget, least_slots: int) -> Regions:
+    def _regions(self, others: MemoryBudget, least_slots: int, read: Reading) -> Regions:
         manifest, wanted = self._manifest, self._wanted
         usable = self._usable_bytes - others.total_bytes()
         budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
@@ -237,6 +256,7 @@ class _Planning:
             mode=self._shape.mode,
             workers=self._shape.workers,
             budget=budget,
+            whole=read.bundle,
             cache="cache" not in wanted.without,
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
         )

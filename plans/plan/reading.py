@@ -17,6 +17,22 @@ UNMEASURED_DEPTH = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a token wants of the clusters of a chosen feed-forward, and how much of that memory would hold. Shares.
+
+    in_order: every trigger part is wanted, one after the other: neighbours are read together. Else those of neurons
+    that lie anywhere. values_per_trigger: of the trigger parts wanted, those whose value part is wanted too.
+    triggers_stay, values_stay: resident if either part is read by itself; pairs_stay: if both are read together.
+    """
+
+    in_order: bool
+    values_per_trigger: float
+    triggers_stay: float = 0.0
+    values_stay: float = 0.0
+    pairs_stay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
     """The plan's `flash`, less the engine and the reserves."""
 
@@ -39,25 +55,20 @@ def reading(
     layout: Layout,
     curve: FlashCurve | None,
     *,
-    values_per_trigger: float,
+    demand: Demand,
     bundle: bool,
     prefetch: bool,
     staging_most_bytes: int,
 ) -> Reading:
-    """values_per_trigger: of the trigger parts that are read, the share whose value part is wanted too. bundle: False
-    when bundles are out of the question. staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster.
-    """
+    """bundle: False when bundles are out of the question. staging_most_bytes: at least MIN_DEPTH times the longest read
+    of one cluster."""
     reasons = []
     depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
     if bundle and curve:
-        whole = _read_us(curve, layout.cluster_stride_bytes, depth)
-        trigger, value = (_read_us(curve, size, depth) for size in (layout.trigger_part_bytes, layout.value_part_bytes))
-        bundle = whole <= trigger + values_per_trigger * value
-        reasons.append(
-            f"{'bundles are read whole' if bundle else 'the trigger part is read first, the value part if it fired'}: "
-            f"{whole:.1f} us for both parts, "
-            f"{trigger:.1f} + {values_per_trigger:.2f} x {value:.1f} us one after the other"
-        )
+        bundle, reason = _whole(layout, curve, demand, depth)
+        reasons.append(reason)
+    elif bundle:
+        bundle = not demand.in_order or demand.values_per_trigger == 1.0
     least = largest_read_bytes(layout, bundle=bundle)
     depth = max(1, min(depth, staging_most_bytes // least))
     wanted = _knee_size(curve, depth) if curve else least
@@ -81,6 +92,28 @@ def reading(
         warm_up_reads=WARM_UP_READS if warm_up_read else 0,
         warm_up_read_bytes=warm_up_read,
         reasons=tuple(reasons),
+    )
+
+
+def _whole(layout: Layout, curve: FlashCurve, demand: Demand, depth: int) -> tuple[bool, str]:
+    """Whether both parts of a cluster are read together, by the time that flash takes for a cluster of a chosen
+    feed-forward; and why."""
+    both, trigger, value = (
+        _read_us(curve, size, depth)
+        for size in (layout.cluster_stride_bytes, layout.trigger_part_bytes, layout.value_part_bytes)
+    )
+    if demand.in_order:  # of long reads each cluster takes its share, and gates bring what lies between them
+        both = 1e6 * layout.cluster_stride_bytes / curve.bytes_per_s(_knee_size(curve, depth), depth)
+        trigger = min(trigger, both)
+    both *= 1 - demand.pairs_stay
+    trigger *= 1 - demand.triggers_stay
+    value *= 1 - demand.values_stay
+    whole = both <= trigger + demand.values_per_trigger * value
+    unit = f"{'feed-forwards' if demand.in_order else 'bundles'} are read whole"
+    return whole, (
+        f"{unit if whole else 'the trigger part is read first, the value part if it fired'}: flash takes {both:.1f} us "
+        f"for both parts of a cluster, {trigger:.1f} + {demand.values_per_trigger:.2f} x {value:.1f} us one after the "
+        f"other{', less what stays' if demand.in_order else ''}"
     )
 
 

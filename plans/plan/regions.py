@@ -42,21 +42,30 @@ def touched(share: float, neurons: int) -> float:
 
 
 def fill(
-    manifest: Manifest, rates: Rates, *, mode: Mode, workers: int, budget: int, cache: bool, cache_tokens: int
+    manifest: Manifest,
+    rates: Rates,
+    *,
+    mode: Mode,
+    workers: int,
+    budget: int,
+    whole: bool,
+    cache: bool,
+    cache_tokens: int,
 ) -> Regions | None:
     """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
-    cache: False keeps only what a step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits).
+    whole: both parts of a cluster are read together. cache: False keeps only what a step needs. cache_tokens: keep no
+    more than so many tokens use (0: whatever fits).
     """
-    return _Filling(manifest, rates, mode, workers).fill(budget, cache=cache, cache_tokens=cache_tokens)
+    return _Filling(manifest, rates, mode, workers, whole).fill(budget, cache=cache, cache_tokens=cache_tokens)
 
 
 class _Filling:
-    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int) -> None:
+    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int, whole: bool) -> None:
         self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
         self._ffns, self._mixture = manifest.model.ffns, manifest.model.experts > 1
-        # A neuron is wanted whole or not at all: because it was predicted, or because every neuron fires.
-        self._whole = mode == "predicted" or rates.value_read >= rates.trigger_read
+        # A neuron is wanted whole or not at all: it was predicted, or every neuron fires; or both parts come anyway.
+        self._whole = whole or mode == "predicted" or rates.value_read >= rates.trigger_read
         self._all = manifest.clusters
         self._trigger_bytes, self._value_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
         self._both_bytes = self._trigger_bytes + self._value_bytes
@@ -139,6 +148,8 @@ class _Filling:
             return hottest(triggers), hottest(values)
         if triggers == self._all:
             return self._layout.clusters, hottest(values)
+        if self._whole:  # every cluster in turn, for every token: what is not pinned is gone before its next turn
+            return (max(0, triggers - moving) // self._ffns,) * 2
         return max(0, triggers - moving) // self._ffns, 0
 
     def _reserved(self, slots: int, share: float, moving: int) -> int:

@@ -52,6 +52,8 @@ def expected(
     value_misses = int(values_wanted * _missed(rates, memory.value_slots, manifest.clusters, "predicted"))
     if flash.bundle:
         reads, read_bytes = trigger_misses, trigger_misses * layout.cluster_stride_bytes
+        if rates.trigger_read == 1.0:  # one after the other
+            reads = -(-read_bytes // flash.most_read_bytes)
         value_misses = min(value_misses, trigger_misses)
     else:
         reads = trigger_misses + value_misses

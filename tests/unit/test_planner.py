@@ -112,7 +112,7 @@ def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> No
 
 
 def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> None:
-    m = manifest()
+    m = manifest(width=2048)
     made = plan(m, device(), Wanted(ffn_resident_share=0.5))
     assert made.memory.trigger_slots == m.clusters
     assert made.memory.pinned_triggers_per_layer == m.layout.clusters
@@ -397,3 +397,41 @@ def test_a_cluster_of_a_large_model_takes_at_most_32_bytes_of_bookkeeping() -> N
     taken = memory_budget(m, shape, prefill_chunk_tokens=64, staging_bytes=0)
     assert taken.residency_bytes - entries_bytes < MIB  # rings and single words
     assert taken.bookkeeping_bytes + entries_bytes <= 32 * m.clusters
+
+
+def mixture(activation: str, fired: float) -> Manifest:
+    """Thirty-two experts of 768 neurons, four a token; that share of a chosen expert's neurons fires."""
+    plain = manifest(width=1536, neurons=768)
+    model = dataclasses.replace(
+        plain.model, activation=activation, experts=32, experts_per_token=4, router="softmax", router_reads="layer"
+    )
+    layout = compute_layout("q4", 1536, 768, model.ffn_matrices, "source")
+    measured = (fired,) * model.layers
+    return dataclasses.replace(
+        plain, model=model, quantization="q4", layout=layout, fired_by_layer=measured, trigger_fired_by_layer=measured
+    ).sealed()
+
+
+@pytest.mark.parametrize(
+    ("activation", "fired", "whole"), [("silu", 1.0, True), ("relu", 0.4, True), ("relu", 0.02, False)]
+)
+def test_experts_are_read_whole_where_gates_alone_would_save_less_than_small_reads_cost(
+    activation: str, fired: float, whole: bool
+) -> None:
+    made = plan(mixture(activation, fired), device(), Wanted(ffn_resident_share=0.3))
+    assert made.flash.bundle is whole
+    assert (made.memory.trigger_slots == made.memory.value_slots) is whole
+    assert any("feed-forwards are read whole" in reason for reason in made.reasons) is whole
+
+
+def test_of_a_dense_model_that_is_read_whole_both_parts_stay_pinned() -> None:
+    plain = manifest()
+    silu = dataclasses.replace(plain, model=dataclasses.replace(plain.model, activation="silu")).sealed()
+    memory = plan(silu, device(), Wanted(ffn_resident_share=0.6)).memory
+    assert memory.pinned_triggers_per_layer == memory.pinned_values_per_layer > 0
+
+
+def test_gates_that_all_stay_leave_values_to_be_read_one_by_one() -> None:
+    made = plan(manifest(order="frequency"), device(), Wanted(ffn_resident_share=0.7))
+    assert not made.flash.bundle
+    assert made.memory.trigger_slots > made.memory.value_slots
