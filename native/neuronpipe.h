@@ -361,11 +361,11 @@ int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t 
  * np_loader_serve. Rings may hold anything: what names no cluster of the package is counted as refused, and dropped by itself; a ring
  * whose tail cannot be is emptied. A demand that finds its queue full stays in its ring. board: NULL, or where the first
  * NP_LOADER_BOARD counters of the state are stored after every turn. epoch: NULL, or the run's; every turn in a new one makes words absent
- * that failed in another. trace: NULL, or where np_loader_serve puts a span for every batch of
+ * that failed in another. in_flight: NULL, or where every turn stores how many reads are in flight. trace: NULL, or where np_loader_serve puts a span for every batch of
  * reads, from their submission or the batch before. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
 enum { NP_LOADER_BOARD = 10 };
 int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
-                     const uint32_t *epoch, const np_trace *trace);
+                     const uint32_t *epoch, uint32_t *in_flight, const np_trace *trace);
 /* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be
  * read, or when a quarter of the free slots of a part that there were at the call is used, or clusters begin to wait for
  * slots; 0 after timeout_ms. Spins for at most spin_us, while reads are in flight, before it sleeps. NP_E_ARGUMENT; NP_E_IO when
@@ -479,6 +479,7 @@ typedef struct {
     uint32_t *entries[2];                  /* by part: [layers*clusters] */
     uint64_t *window;                      /* this participant's own */
     uint32_t *arrivals;
+    const uint32_t *in_flight;             /* reads that flash has to do now; NULL: not known, and no expert is guessed */
     const uint32_t *epoch;
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
@@ -529,6 +530,7 @@ typedef struct {
     uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots: a row once for each token that reads it */
     uint64_t clusters[2], missed[2];             /* by part: clusters needed, and not there when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
+    uint64_t guessed, guessed_right;             /* experts asked for before their router chose; of them chosen */
     uint64_t step_ns, flash_ns, barrier_ns;         /* the whole step; of it waiting for flash, for other participants */
     int64_t damaged_word;                        /* cluster of the failed part, or -1 */
     int32_t damaged_part, unused;

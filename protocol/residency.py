@@ -19,6 +19,7 @@ PRESENT = 0x02000000
 FAILED = 0x03000000
 REFERENCED = 0x04000000
 PINNED = 0x08000000
+USE = 0x10000000  # one of the uses
 
 BITS = (
     ("0-23", "slot", "of a present or loading entry: number of the slot; of a failed one: bits 0-23 of the epoch"),

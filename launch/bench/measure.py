@@ -136,6 +136,8 @@ class Bench:
                 cost["trigger_missed"] + cost["value_missed"], cost["trigger_clusters"] + cost["value_clusters"]
             ),
             "late_rate_of_activated": _share(cost["value_missed"], cost["value_clusters"]),
+            "guessed_right_share": _share(cost["guessed_right"], cost["guessed"]) if cost["guessed"] else None,
+            "experts_guessed_per_token": cost["guessed"] / tokens,
             "active_share": _share(cost["active"], cost["tokens"] * _neurons(self.package)),
             "exposed_io_share": min(1.0, exposed_ms / time_ms),
             "coordination_share": min(1.0, max(0.0, 1 - (native_ms - barrier_ms) / time_ms)),

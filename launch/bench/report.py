@@ -92,6 +92,13 @@ def _times(row: Row) -> str:
     return "-" if times["p50"] is None else " / ".join(f"{times[name]:.2f}" for name in ("p50", "p90", "p99"))
 
 
+def _guessed(row: Row) -> str:
+    """How many of a token's experts, and how many of these were right."""
+    if row["guessed_right_share"] is None:
+        return "-"
+    return f"{show_number(row['experts_guessed_per_token'], 1)}, {row['guessed_right_share']:.0%} right"
+
+
 def _number_of(name: str, decimals: int) -> Callable[[Row], str]:
     return lambda row: "-" if row[name] is None else show_number(row[name], decimals)
 
@@ -106,6 +113,7 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("not resident, of what was wanted", _share_of("miss_rate")),
     ("  still not there when computing came to it", _share_of("late_rate")),
     ("  of activated neurons", _share_of("late_rate_of_activated")),
+    ("experts guessed while flash was idle", _guessed),
     ("exposed I/O", _share_of("exposed_io_share")),
     ("coordination", _share_of("coordination_share")),
     ("  waiting for other participants", _share_of("barrier_share")),

@@ -73,12 +73,15 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shares = aligned_zeros(pairs * sizeof(float));
     engine->expert_counts = aligned_zeros(shape->experts * sizeof(uint32_t));
     engine->expert_values = aligned_zeros(shape->experts * sizeof(float));
+    engine->guesses = aligned_zeros(shape->layers * sizeof(np_guesses));
+    engine->guessed = aligned_zeros(shape->experts);
     const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
                                engine->rows,          engine->scores,           engine->cluster_state,   engine->slot[NP_TRIGGER],
                                engine->slot[NP_VALUE], engine->pending,         engine->list.quants,     engine->list.scales,
                                engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked,
                                engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
-                               engine->shares,        engine->expert_counts,    engine->expert_values};
+                               engine->shares,        engine->expert_counts,    engine->expert_values,   engine->guesses,
+                               engine->guessed};
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
@@ -131,6 +134,8 @@ void np_engine_destroy(np_engine *engine)
     free(engine->shares);
     free(engine->expert_counts);
     free(engine->expert_values);
+    free(engine->guesses);
+    free(engine->guessed);
     free(engine);
 }
 
@@ -173,6 +178,8 @@ static int layer_of(np_engine *engine, uint32_t layer)
     int done = NP_OK;
     if (np_engine_routes(engine, NP_READS_LAYER))
         np_engine_route(engine, layer);
+    else
+        np_engine_guess(engine, layer);
     for (int i = 0; i < 3 && done >= 0; i++)
         done = stages[engine->shape.parallel != 0][i](engine, layer);
     return done;

@@ -33,6 +33,11 @@ typedef struct {
     uint32_t expert, first, count; /* pairs [first, first+count) */
 } np_group;
 
+/* How many experts were guessed for a layer, and how many of them it chose. */
+typedef struct {
+    uint32_t made, right;
+} np_guesses;
+
 struct np_engine {
     np_shape shape;
     np_fixed fixed;
@@ -68,6 +73,9 @@ struct np_engine {
     uint32_t *expert_counts;   /* [experts] */
     float *expert_values;      /* [experts] of one token */
     float *shares;             /* [max_tokens][experts_per_token] */
+    np_guesses *guesses;       /* [layers] (guess.c) */
+    uint8_t *guessed;          /* [experts] 1: of the layer in work */
+    uint32_t guessed_layer;    /* NP_NO_PIECE: nothing was guessed for the layer in work */
 
     /* the feed-forward layer in work */
     uint32_t layer;
@@ -140,6 +148,14 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer);
 int np_engine_routes(const np_engine *engine, int reads);
 void np_engine_route(np_engine *engine, uint32_t layer);
 void np_engine_route_all(np_engine *engine);
+/* The experts that a router chooses for the stream x, ascending; their values stay in expert_values. */
+void np_engine_choose(np_engine *engine, uint32_t layer, const float *x, uint32_t *chosen);
+/* Ask for the experts that a layer will probably choose (guess.c); and, once it has chosen, count who was guessed. */
+void np_engine_guess(np_engine *engine, uint32_t layer);
+void np_engine_judge(np_engine *engine, uint32_t layer);
+/* What is asked for ahead where every trigger is needed: in units of whole clusters, with many tokens, or where every neuron fires, the
+ * value parts as well. */
+uint32_t np_parts_ahead(const np_engine *engine, uint32_t tokens);
 /* Ask ahead for what the chosen experts will need in a layer (ffn.c). */
 void np_ask_for_groups(np_engine *engine, uint32_t layer);
 /* The vectors of a group's tokens, out of those of all tokens (by_pair 0) or of all pairs (1): `from` itself, or a copy in `to`. */

@@ -112,23 +112,29 @@ static void group_tokens(np_engine *engine, const float *shares)
     }
 }
 
-void np_engine_route(np_engine *engine, uint32_t layer)
+void np_engine_choose(np_engine *engine, uint32_t layer, const float *x, uint32_t *chosen)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
+    if (s->router_reads == NP_READS_FEED_FORWARD) {
+        np_engine_norm(engine, &l->ffn_norm, x, s->width, engine->vector);
+        x = engine->vector;
+    }
+    for (uint32_t expert = 0; expert < s->experts; expert++)
+        engine->expert_values[expert] = dot(l->router + (size_t)expert * s->width, x, s->width);
+    choose(s, engine->expert_values, chosen);
+}
+
+void np_engine_route(np_engine *engine, uint32_t layer)
+{
+    const np_shape *s = &engine->shape;
     for (uint32_t t = 0; t < engine->count; t++) {
-        const float *x = engine->shared.residual + (size_t)t * s->width;
-        if (s->router_reads == NP_READS_FEED_FORWARD) {
-            np_engine_norm(engine, &l->ffn_norm, x, s->width, engine->vector);
-            x = engine->vector;
-        }
-        for (uint32_t expert = 0; expert < s->experts; expert++)
-            engine->expert_values[expert] = dot(l->router + (size_t)expert * s->width, x, s->width);
         uint32_t *chosen = engine->token_pairs + t * s->experts_per_token;
-        choose(s, engine->expert_values, chosen);
+        np_engine_choose(engine, layer, engine->shared.residual + (size_t)t * s->width, chosen);
         weigh(s, engine->expert_values, chosen, engine->shares + t * s->experts_per_token);
     }
     group_tokens(engine, engine->shares);
+    np_engine_judge(engine, layer);
     np_ask_for_groups(engine, layer); /* before attention, where the router reads the layer's input */
 }
 

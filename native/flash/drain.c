@@ -50,7 +50,7 @@ int np_loader_is_asked(const np_loader *loader)
 }
 
 int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
-                     const uint32_t *epoch, const np_trace *trace)
+                     const uint32_t *epoch, uint32_t *in_flight, const np_trace *trace)
 {
     for (uint32_t i = 0; i < count; i++)
         if (!rings[i].tail || !rings[i].head || !rings[i].entries || !rings[i].asleep || rings[i].capacity == 0 ||
@@ -66,6 +66,7 @@ int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count
     loader->ring_count = count;
     loader->board = board;
     loader->epoch = epoch;
+    loader->in_flight = in_flight;
     loader->has_failed = 1; /* an earlier loader may have left some */
     loader->trace = trace;
     return NP_OK;

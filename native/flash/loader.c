@@ -229,6 +229,8 @@ int np_loader_turn(np_loader *loader, int timeout_ms)
         submit(loader); /* the flash stays busy while the caller looks for messages */
     }
     ended += announce(loader);
+    if (loader->in_flight)
+        np_word_store(loader->in_flight, np_reader_in_flight(loader->reader));
     if (loader->board) {
         const np_loader_state *state = &loader->counters;
         const uint64_t shown[NP_LOADER_BOARD] = {state->reads,   state->bytes,   state->checksum_failures, state->io_errors,

@@ -109,6 +109,7 @@ struct np_loader {
     uint32_t ring_count;
     uint64_t *board;          /* [NP_LOADER_BOARD] or NULL */
     const uint32_t *epoch;    /* or NULL: then what failed stays failed */
+    uint32_t *in_flight;      /* or NULL: where workers see whether flash is idle */
     uint32_t forgiven;        /* the epoch's low bits when failed words were last looked through */
     int has_failed;           /* there may be failed words */
     const np_trace *trace;    /* or NULL */

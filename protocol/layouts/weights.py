@@ -57,6 +57,14 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         ordering="word 0 grows after entries became present or failed (acquire-release), then its sleepers are woken",
     )
     fields.add(
+        "in_flight",
+        "u32",
+        LINE_WORDS,
+        by="loader",
+        to="decode, prefill",
+        ordering="word 0 is the number of reads that flash has to do, about (release); workers guess while it is 0",
+    )
+    fields.add(
         "loaded",
         "u32",
         LINE_WORDS,

@@ -133,8 +133,12 @@ class Core:
         board = ffi.from_buffer("uint64_t[]", memory.view("board", "flash"))
         participants = ffi.new("np_requests[]", [rings.of(participant)[0] for participant in range(rings.participants)])
         epoch = ffi.from_buffer("uint32_t[]", memory.view("exchange", "epoch"))
-        self._keep += [rings, board, epoch, trace]
-        if lib.np_loader_attach(self._loader, participants, rings.participants, board, epoch, trace.native) < 0:
+        in_flight = ffi.from_buffer("uint32_t[]", memory.view("residency", "in_flight"))
+        self._keep += [rings, board, epoch, in_flight, trace]
+        attached = lib.np_loader_attach(
+            self._loader, participants, rings.participants, board, epoch, in_flight, trace.native
+        )
+        if attached < 0:
             raise MemoryError("the loader's list of rings could not be allocated")
 
     def warm_up(self, parts: int, clusters: bytes, *, pinned: bool) -> None:

@@ -107,6 +107,7 @@ class CpuBackend:
             entries=(memory.view("residency", "trigger_entries"), memory.view("residency", "value_entries")),
             window=memory.view("residency", "windows")[window : window + 1],
             arrivals=memory.view("residency", "arrivals"),
+            in_flight=memory.view("residency", "in_flight"),
             epoch=memory.view("exchange", "epoch"),
             requests=self._rings.of(window),
             # A ring of spans has one writer; the other threads do the same work as the first.

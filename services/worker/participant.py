@@ -38,6 +38,8 @@ COUNTS = (
     "down_rows",
     "foreseen",
     "foreseen_missed",
+    "guessed",
+    "guessed_right",
 )
 """Counters of a step, by the names of native/neuronpipe.h."""
 
@@ -69,6 +71,7 @@ class View:
     entries: tuple[Any, Any]
     window: Any
     arrivals: Any
+    in_flight: Any
     epoch: Any
     barrier: Any
     requests: Any  # np_requests
@@ -261,6 +264,7 @@ class Participant:
             "entries": "uint32_t *",
             "window": "uint64_t *",
             "arrivals": "uint32_t *",
+            "in_flight": "uint32_t *",
             "epoch": "uint32_t *",
             "activity": "uint32_t *",
             "barrier": "np_barrier *",

@@ -31,6 +31,7 @@ class Participants:
         rank = manifest.predictor.rank if predicts and manifest.predictor else 0
         self._claims = np.zeros(lib.np_engine_claims(model.layers), np.uint32)
         self._barrier = np.zeros(LINE_WORDS, np.uint32)
+        self.in_flight = np.zeros(LINE_WORDS, np.uint32)
         self._logits = np.zeros((tokens, model.vocabulary), np.float32)
         shared: dict[str, Any] = {
             "fixed": self._tensors(predicts),
@@ -47,6 +48,7 @@ class Participants:
             "slots": self._slots(),
             "entries": tuple(lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)),
             "arrivals": np.zeros(LINE_WORDS, np.uint32),
+            "in_flight": self.in_flight,
             "epoch": np.zeros(LINE_WORDS, np.uint32),
             "barrier": self._barrier,
             "activity": None,

@@ -70,6 +70,24 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
         assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
 
 
+@pytest.mark.parametrize(("name", "guesses"), [("mixtral", True), ("turbosparse", True), ("smallthinker", False)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
+    name: str, guesses: bool, tokens: int, packages: Packages
+) -> None:
+    """A router that reads the layer's input needs no guess: what it names is exact."""
+    package = packages(name, "q8")
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
+    idle, busy = (Participants(package, count=2, max_tokens=tokens, prefetch=True) for _ in range(2))
+    busy.in_flight[0] = 3
+    for participants in (idle, busy):
+        assert np.array_equal(participants.run(TEXT, tokens), wanted)
+    asked, silent = idle.counters(), busy.counters()
+    assert (silent["guessed"], silent["guessed_right"]) == (0, 0)
+    assert (asked["guessed"] > 0) is guesses
+    assert 0 <= asked["guessed_right"] <= asked["guessed"]
+
+
 @pytest.mark.parametrize("tokens", [1, 5, CHUNK])
 @pytest.mark.parametrize(
     ("name", "predicts"), [("qwen3", False), ("gated layer norm", True), ("mixtral", False), ("smallthinker", True)]

@@ -101,7 +101,7 @@ int main(int arguments, char **argument)
             .checksum_stride = 1,
         };
     np_loader *loader = np_loader_create(reader, parts, &reading, &arrivals, count);
-    REQUIRE(loader && np_loader_attach(loader, &ring, 1, NULL, NULL, NULL) == NP_OK);
+    REQUIRE(loader && np_loader_attach(loader, &ring, 1, NULL, NULL, NULL, NULL) == NP_OK);
     for (int part = 0; part < 2; part++)
         REQUIRE(np_loader_grant(loader, part, ids, count) == (int)count);
 

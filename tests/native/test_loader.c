@@ -134,7 +134,7 @@ static void test_a_failure_is_forgiven_in_another_epoch(void)
     np_loader *loader = start("threads");
     uint32_t epoch = 7;
     words[1][60] = NP_ENTRY_FAILED | 6; /* left by a loader before this one */
-    REQUIRE_EQUAL(np_loader_attach(loader, NULL, 0, NULL, &epoch, NULL), NP_OK);
+    REQUIRE_EQUAL(np_loader_attach(loader, NULL, 0, NULL, &epoch, NULL, NULL), NP_OK);
     grant(loader, 0, 0, 1);
     const uint32_t id = 51;
     checksums[0][id] ^= 1;

@@ -10,6 +10,7 @@ enum { PARTICIPANTS = 2, CAPACITY = 4, BOTH = NP_REQUEST_TRIGGER | NP_REQUEST_VA
 static uint32_t tails[PARTICIPANTS][16], heads[PARTICIPANTS][16], entries[PARTICIPANTS][CAPACITY], asleep, epoch;
 static np_requests rings[PARTICIPANTS];
 static uint64_t windows[PARTICIPANTS], board[NP_LOADER_BOARD];
+static uint32_t in_flight;
 static int doorbell[2];
 
 static np_loader *start_with_rings(const char *engine)
@@ -23,7 +24,7 @@ static np_loader *start_with_rings(const char *engine)
     memcpy(seen, rings, sizeof rings);
     seen[0].doorbell = doorbell[0]; /* a pipe has two ends; a FIFO's descriptor is both */
     np_loader *loader = start(engine);
-    REQUIRE_EQUAL(np_loader_attach(loader, seen, PARTICIPANTS, board, NULL, NULL), NP_OK);
+    REQUIRE_EQUAL(np_loader_attach(loader, seen, PARTICIPANTS, board, NULL, &in_flight, NULL), NP_OK);
     return loader;
 }
 
@@ -48,6 +49,7 @@ static void test_both_parts_and_either(void)
     REQUIRE_EQUAL(words[1][6] | words[0][7], NP_ENTRY_ABSENT);
     REQUIRE_EQUAL(heads[0][0], 2);
     REQUIRE_EQUAL(board[0], state_of(loader).reads);
+    REQUIRE_EQUAL(in_flight, state_of(loader).in_flight);
     stop(loader);
 }
 
@@ -128,10 +130,10 @@ static void test_attaching_refuses_rings_that_cannot_be(void)
     np_loader *loader = start("threads");
     np_requests bad = rings[0];
     bad.capacity = 3;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL, NULL), NP_E_ARGUMENT);
     bad = rings[0];
     bad.tail = NULL;
-    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_attach(loader, &bad, 1, NULL, NULL, NULL, NULL), NP_E_ARGUMENT);
     const int32_t many[9] = {0};
     REQUIRE_EQUAL(np_loader_serve(loader, many, 9, 0, 0), NP_E_ARGUMENT);
     stop(loader);

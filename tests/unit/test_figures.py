@@ -51,6 +51,8 @@ def test_a_table_of_bench_shows_a_slow_model() -> None:
         "message_share", "tbt_most_ms", "first_token_ms", "joules_per_token", "workload",
     ))  # fmt: skip
     row = {
+        "guessed_right_share": None,
+        "experts_guessed_per_token": 0.0,
         "model": "m", "model_bytes": 1, "quantization": "q4", "test": "tg8", "mode": "exact", "workers": 2,
         "ffn_resident": 0.5, "limit_memory_bytes": 1, "peak_memory_bytes": 1, "tokens_per_s": 0.042, "repetitions": 1,
         "tokens_per_s_least": 0.041, "tokens_per_s_most": 0.043, "dram_bytes_per_token": 1, "flash_bytes_per_token": 1,

@@ -112,7 +112,7 @@ def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> No
 
 
 def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> None:
-    m = manifest(width=2048)
+    m = manifest(width=2048, layers=32)
     made = plan(m, device(), Wanted(ffn_resident_share=0.5))
     assert made.memory.trigger_slots == m.clusters
     assert made.memory.pinned_triggers_per_layer == m.layout.clusters
