@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
@@ -13,6 +14,7 @@ from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
+from neuronpipe.plans.plan.reading import units
 
 BAR_WIDTH = 64
 MIB = 1 << 20
@@ -29,8 +31,9 @@ CHOSEN_FIRE = (
 )
 
 
-def describe(package: Package) -> dict[str, Any]:
-    """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster."""
+def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
+    """The package as JSON values: the manifest's facts, bytes by kind, the pieces of both parts of a cluster. curve: of
+    the flash it lies on, which says how it is read."""
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
     parts: dict[str, list[dict[str, Any]]] = {"trigger": [], "value": []}
@@ -61,6 +64,7 @@ def describe(package: Package) -> dict[str, Any]:
             "trigger_part": {"bytes": layout.trigger_part_bytes, "pieces": parts["trigger"]},
             "value_part": {"bytes": layout.value_part_bytes, "pieces": parts["value"]},
         },
+        "reading": units(manifest, curve) if curve is not None else None,
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
@@ -147,6 +151,7 @@ def render(description: dict[str, Any]) -> str:
         f"{feed_forward}; blocks of {layout['block_neurons']}, {layout['blocks']} per {feed_forward}",
         *_drawn("trigger", layout["trigger_part"]),
         *_drawn("value", layout["value_part"]),
+        *_reading_lines(description["reading"]),
         "",
         "Quantization error, |w - w'| / |w|",
         *(f"  {kind:<10} {error:>8.3%}" for kind, error in description["quantization_error"].items()),
@@ -162,6 +167,30 @@ def render(description: dict[str, Any]) -> str:
     for warning in description["warnings"]:
         lines += ["", f"note: {warning}"]
     return "\n".join(lines)
+
+
+UNITS = {"feed-forward": "whole feed-forwards", "cluster": "whole clusters", "part": "gates, then values"}
+
+
+def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
+    """What is read together, and whether planes (all gates of a feed-forward, then all values) would be better."""
+    if rows is None:
+        return []
+    lines = ["", "What is read together, by this flash's speeds: microseconds for a cluster of a chosen feed-forward"]
+    lines += [f"  {'mode':<10} {'resident':>8}  {'unit':<20} {'interleaved':>11} {'as planes':>10}"]
+    for row in rows:
+        share = "any" if row["resident_share"] is None else f"{row['resident_share']:.0%}"
+        lines.append(
+            f"  {row['mode']:<10} {share:>8}  {UNITS[row['unit']]:<20} {row['interleaved_us']:>11.1f} "
+            f"{row['planes_us']:>10.1f}"
+        )
+    better = [f"{row['resident_share']:.0%}" for row in rows if row["planes_us"] < 0.95 * row["interleaved_us"]]
+    found = (
+        f"planes would be faster only in exact mode at {', '.join(better)} resident"
+        if better
+        else "no planes are faster"
+    )
+    return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/plan/README.md)"]
 
 
 def _predictor_lines(predictor: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument, open_package
+from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.inspect import describe, render
 from neuronpipe.plans.package.reader import Package
 
@@ -28,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     package = open_package(arguments.package)
     if arguments.activations:
         return _activations(arguments, package)
-    description = describe(package)
+    description = describe(package, probe(package.path).flash)
     print(json.dumps(description, indent=2) if arguments.json else as_typed(render(description)))
     return 0
 

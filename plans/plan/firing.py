@@ -70,6 +70,11 @@ class Rates:
         return max(hot, default=0.0)
 
 
+def touched(share: float, neurons: int) -> float:
+    """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
+    return 1 - (1 - share) ** neurons
+
+
 def rates(manifest: Manifest, mode: Mode) -> Rates:
     """What one token reads in this mode."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED

@@ -22,7 +22,7 @@ from neuronpipe.plans.plan.budget import (
 from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
-from neuronpipe.plans.plan.regions import Regions, fill, touched
+from neuronpipe.plans.plan.regions import Regions, fill
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.errors import UserError
@@ -203,34 +203,19 @@ class _Planning:
 
     def _reading(self, least: MemoryBudget) -> Reading:
         """The reads, with staging for them: a share of the limit, and no less than the least budget has."""
-        wanted = self._wanted
-        spare_bytes = self._usable_bytes - least.total_bytes() - least_slots_bytes(self._manifest, self._shape.workers)
+        manifest, wanted = self._manifest, self._wanted
+        spare_bytes = self._usable_bytes - least.total_bytes() - least_slots_bytes(manifest, self._shape.workers)
+        slots_bytes = spare_bytes
+        if wanted.ffn_resident_share is not None:
+            ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
+            slots_bytes = min(slots_bytes, int(wanted.ffn_resident_share * ffn_bytes))
         return reading(
-            self._manifest.layout,
+            manifest.layout,
             self._device.flash,
-            demand=self._demand(spare_bytes),
+            demand=Demand.of(manifest, self._rates, slots_bytes),
             bundle="bundle" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(spare_bytes, int(STAGING_SHARE * self._usable_bytes)),
-        )
-
-    def _demand(self, slots_bytes: int) -> Demand:
-        """What a token wants of a feed-forward that computes it, with so many bytes for slots, gates first."""
-        manifest, rates, share = self._manifest, self._rates, self._wanted.ffn_resident_share
-        in_order = rates.trigger_read == 1.0
-        neurons = manifest.layout.cluster_neurons if in_order else 1  # what was predicted, fires with its cluster
-        triggers_bytes, values_bytes = (
-            manifest.clusters * size for size in (manifest.trigger_slot_bytes, manifest.value_slot_bytes)
-        )
-        if share is not None:
-            slots_bytes = min(slots_bytes, int(share * (triggers_bytes + values_bytes)))
-        left_bytes = max(0, slots_bytes - triggers_bytes)
-        return Demand(
-            in_order=in_order,
-            values_per_trigger=touched(rates.value_read / rates.trigger_read, neurons) if rates.trigger_read else 1.0,
-            triggers_stay=min(1.0, slots_bytes / triggers_bytes) if in_order else 0.0,
-            values_stay=rates.activations_within(left_bytes / values_bytes) if in_order else 0.0,
-            pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)) if in_order else 0.0,
         )
 
     def _chunk(self, staging_bytes: int, least_slots: int) -> int:

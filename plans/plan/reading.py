@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import MIN_DEPTH, largest_read_bytes
+from neuronpipe.plans.plan.firing import Rates, rates, touched
+from neuronpipe.plans.plan.plan import Mode
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MAX_READ_BYTES = 1 << 20
@@ -30,6 +34,67 @@ class Demand:
     triggers_stay: float = 0.0
     values_stay: float = 0.0
     pairs_stay: float = 0.0
+
+    @classmethod
+    def of(cls, manifest: Manifest, rates: Rates, slots_bytes: int) -> Demand:
+        """With so many bytes for slots, gates first or pairs."""
+        values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
+        if rates.trigger_read < 1.0:
+            return cls(in_order=False, values_per_trigger=values_per_trigger)
+        triggers_bytes = manifest.clusters * manifest.trigger_slot_bytes
+        values_bytes = manifest.clusters * manifest.value_slot_bytes
+        return cls(
+            in_order=True,
+            values_per_trigger=touched(values_per_trigger, manifest.layout.cluster_neurons),
+            triggers_stay=min(1.0, slots_bytes / triggers_bytes),
+            values_stay=rates.activations_within(max(0, slots_bytes - triggers_bytes) / values_bytes),
+            pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Microseconds of flash for a cluster of a chosen feed-forward: of both parts in one read, or of the trigger part
+    and a value part one after the other. As planes: if the trigger parts of a feed-forward lay together, and then the
+    value parts, nothing between them would be read, and no read would bring both."""
+
+    both_us: float
+    trigger_us: float
+    value_us: float
+    values_per_trigger: float
+    planes_us: float
+
+    @classmethod
+    def of(cls, layout: Layout, curve: FlashCurve, demand: Demand, depth: int) -> Cost:
+        """By the curve, with so many reads at once."""
+        both, trigger, value = (
+            _read_us(curve, size, depth)
+            for size in (layout.cluster_stride_bytes, layout.trigger_part_bytes, layout.value_part_bytes)
+        )
+        in_plane = trigger
+        if demand.in_order:  # of long reads each cluster takes its share, and gates bring what lies between them
+            long_bytes_per_us = curve.bytes_per_s(_knee_size(curve, depth), depth) / 1e6
+            both = layout.cluster_stride_bytes / long_bytes_per_us
+            in_plane = layout.trigger_part_bytes / long_bytes_per_us
+            trigger = min(trigger, both)
+        value *= 1 - demand.values_stay
+        return cls(
+            both_us=both * (1 - demand.pairs_stay),
+            trigger_us=trigger * (1 - demand.triggers_stay),
+            value_us=value,
+            values_per_trigger=demand.values_per_trigger,
+            planes_us=in_plane * (1 - demand.triggers_stay) + demand.values_per_trigger * value,
+        )
+
+    @property
+    def apart_us(self) -> float:
+        """The trigger part first, the value part where it is wanted."""
+        return self.trigger_us + self.values_per_trigger * self.value_us
+
+    @property
+    def whole(self) -> bool:
+        """Whether both parts are read together."""
+        return self.both_us <= self.apart_us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +130,9 @@ def reading(
     reasons = []
     depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
     if bundle and curve:
-        bundle, reason = _whole(layout, curve, demand, depth)
-        reasons.append(reason)
+        cost = Cost.of(layout, curve, demand, depth)
+        bundle = cost.whole
+        reasons.append(_reason(cost, demand))
     elif bundle:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
     least = largest_read_bytes(layout, bundle=bundle)
@@ -95,25 +161,12 @@ def reading(
     )
 
 
-def _whole(layout: Layout, curve: FlashCurve, demand: Demand, depth: int) -> tuple[bool, str]:
-    """Whether both parts of a cluster are read together, by the time that flash takes for a cluster of a chosen
-    feed-forward; and why."""
-    both, trigger, value = (
-        _read_us(curve, size, depth)
-        for size in (layout.cluster_stride_bytes, layout.trigger_part_bytes, layout.value_part_bytes)
-    )
-    if demand.in_order:  # of long reads each cluster takes its share, and gates bring what lies between them
-        both = 1e6 * layout.cluster_stride_bytes / curve.bytes_per_s(_knee_size(curve, depth), depth)
-        trigger = min(trigger, both)
-    both *= 1 - demand.pairs_stay
-    trigger *= 1 - demand.triggers_stay
-    value *= 1 - demand.values_stay
-    whole = both <= trigger + demand.values_per_trigger * value
+def _reason(cost: Cost, demand: Demand) -> str:
     unit = f"{'feed-forwards' if demand.in_order else 'bundles'} are read whole"
-    return whole, (
-        f"{unit if whole else 'the trigger part is read first, the value part if it fired'}: flash takes {both:.1f} us "
-        f"for both parts of a cluster, {trigger:.1f} + {demand.values_per_trigger:.2f} x {value:.1f} us one after the "
-        f"other{', less what stays' if demand.in_order else ''}"
+    return (
+        f"{unit if cost.whole else 'the trigger part is read first, the value part if it fired'}: flash takes "
+        f"{cost.both_us:.1f} us for both parts of a cluster, {cost.trigger_us:.1f} + {cost.values_per_trigger:.2f} x "
+        f"{cost.value_us:.1f} us one after the other{', less what stays' if demand.in_order else ''}"
     )
 
 
@@ -148,3 +201,31 @@ def _gap_bytes(curve: FlashCurve, depth: int) -> int:
         return MAX_READ_BYTES
     bytes_per_us = (large - small) / (large_us - small_us)
     return max(0, int(small_us * bytes_per_us) - small) // PAGE_BYTES * PAGE_BYTES
+
+
+RESIDENT_SHARES = (0.1, 0.3, 0.5, 0.75)
+
+
+def units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
+    """How the neurons of a package are read from this flash, and what planes would take, as JSON values: a row for each
+    mode and resident share."""
+    depth = _knee_depth(curve, manifest.layout.value_part_bytes)
+    slots_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
+    modes: tuple[Mode, ...] = ("exact", "predicted") if manifest.predictor is not None else ("exact",)
+    rows = []
+    for mode in modes:
+        wanted = rates(manifest, mode)
+        for share in RESIDENT_SHARES if wanted.trigger_read == 1.0 else (0.0,):
+            demand = Demand.of(manifest, wanted, int(share * slots_bytes))
+            cost = Cost.of(manifest.layout, curve, demand, depth)
+            whole = "feed-forward" if demand.in_order else "cluster"
+            rows.append(
+                {
+                    "mode": mode,
+                    "resident_share": share if demand.in_order else None,
+                    "unit": whole if cost.whole else "part",
+                    "interleaved_us": round(min(cost.both_us, cost.apart_us), 2),
+                    "planes_us": round(cost.planes_us, 2),
+                }
+            )
+    return rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.firing import Rates
+from neuronpipe.plans.plan.firing import Rates, touched
 from neuronpipe.plans.plan.plan import Mode
 
 # What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
@@ -34,11 +34,6 @@ class Regions:
     reserved_triggers: int
     reserved_values: int
     reasons: tuple[str, ...]
-
-
-def touched(share: float, neurons: int) -> float:
-    """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
-    return 1 - (1 - share) ** neurons
 
 
 def fill(

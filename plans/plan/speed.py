@@ -11,9 +11,8 @@ from __future__ import annotations
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
-from neuronpipe.plans.plan.firing import Rates
+from neuronpipe.plans.plan.firing import Rates, touched
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
-from neuronpipe.plans.plan.regions import touched
 
 
 def expected(

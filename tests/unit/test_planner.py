@@ -19,6 +19,7 @@ from neuronpipe.plans.plan.budget import MIB, least_slots_bytes, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.reading import units
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.protocol.errors import UserError
 
@@ -435,3 +436,14 @@ def test_gates_that_all_stay_leave_values_to_be_read_one_by_one() -> None:
     made = plan(manifest(order="frequency"), device(), Wanted(ffn_resident_share=0.7))
     assert not made.flash.bundle
     assert made.memory.trigger_slots > made.memory.value_slots
+
+
+def test_units_of_reading_are_told_for_each_mode_and_residency() -> None:
+    rows = units(predicted(mixture("drelu", 0.1)), CURVE)
+    exact, guessed = [[row for row in rows if row["mode"] == mode] for mode in ("exact", "predicted")]
+    assert [row["resident_share"] for row in exact] == [0.1, 0.3, 0.5, 0.75]
+    assert [row["unit"] for row in guessed] == ["cluster"]
+    assert guessed[0]["planes_us"] > guessed[0]["interleaved_us"]  # two reads for one
+    assert exact[0]["planes_us"] < exact[0]["interleaved_us"]  # gates that do not fit, with nothing between them
+    assert exact[-1]["unit"] == "part"
+    assert exact[-1]["planes_us"] == exact[-1]["interleaved_us"]
