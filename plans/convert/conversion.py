@@ -120,7 +120,9 @@ class Conversion:
             model=model,
             quantization=quantization,
             end_tokens=checkpoint.end_tokens,
-            layout=compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, neuron_order),
+            layout=compute_layout(
+                quantization, model.width, model.neurons, model.ffn_matrices, neuron_order, read_whole=model.read_whole
+            ),
             files={},
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),

@@ -16,6 +16,7 @@ SLOT_ALIGNMENT_BYTES = 64  # a cache line
 GROUP_WEIGHTS = 32
 MAX_CLUSTER_NEURONS = 64
 MAX_WASTE = 0.25
+MAX_WHOLE_WASTE = 0.03  # of clusters that are nearly always wanted, with all their neighbours
 MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
@@ -114,25 +115,33 @@ def _pages(quantization: Quantization, width: int, count: int, matrices: int) ->
     return *with_values, "value"
 
 
-def _choose_cluster_neurons(quantization: Quantization, width: int, matrices: int) -> int:
+def _choose_cluster_neurons(quantization: Quantization, width: int, matrices: int, max_waste: float) -> int:
     """The smallest cluster that wastes little, filled up with the neurons that still fit its pages.
 
     Small clusters serve sparsity, whole pages serve flash. Of the counts up to MAX_CLUSTER_NEURONS the first whose
-    padding is at most MAX_WASTE is taken (or the one with the least padding); then as many as need no further page.
+    padding is at most max_waste is taken (or the one with the least padding); then as many as need no further page.
     """
     neuron_bytes = matrices * (quant_bytes(quantization, width) + scale_bytes(quantization, width))
     page_counts = {n: sum(_pages(quantization, width, n, matrices)[:2]) for n in range(1, MAX_CLUSTER_NEURONS + 1)}
     waste = {n: 1 - n * neuron_bytes / (count * PAGE_BYTES) for n, count in page_counts.items()}
-    first = next((n for n in waste if waste[n] <= MAX_WASTE), min(waste, key=lambda n: (waste[n], n)))
+    first = next((n for n in waste if waste[n] <= max_waste), min(waste, key=lambda n: (waste[n], n)))
     return max(n for n in page_counts if n >= first and page_counts[n] == page_counts[first])
 
 
 def compute_layout(
-    quantization: Quantization, width: int, neurons: int, matrices: tuple[str, ...], neuron_order: NeuronOrder
+    quantization: Quantization,
+    width: int,
+    neurons: int,
+    matrices: tuple[str, ...],
+    neuron_order: NeuronOrder,
+    *,
+    read_whole: bool = False,
 ) -> Layout:
     """The layout a new package gets. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
-    first; `width` suits the quantization."""
-    count = _choose_cluster_neurons(quantization, width, len(matrices))
+    first; `width` suits the quantization. read_whole: a token wants nearly all clusters of a feed-forward, so that
+    small ones save nothing and padding is read with them."""
+    max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
+    count = _choose_cluster_neurons(quantization, width, len(matrices), max_waste)
     trigger_pages, value_pages, scales_part = _pages(quantization, width, count, len(matrices))
     clusters = -(-neurons // count)
     block_neurons = max(MIN_BLOCK_NEURONS, -(-neurons // MAX_BLOCKS))

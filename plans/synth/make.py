@@ -66,7 +66,9 @@ def synthesize(
         reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)
     requested = firing_by_layer(model.layers, np.random.default_rng(seed))
-    layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, "frequency")
+    layout = compute_layout(
+        "q4", model.width, model.neurons, model.ffn_matrices, "frequency", read_whole=model.read_whole
+    )
     manifest = Manifest(
         name=name, source=Source("synthetic", name, "drelu"), model=model, quantization="q4", end_tokens=(),
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,

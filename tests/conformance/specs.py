@@ -91,7 +91,9 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
     """A package of this model, its weights as wide as those of the conformance checkpoints, so that logits are of order
     10. Biases of Up leave few neurons firing."""
     random = np.random.default_rng(1)
-    layout = compute_layout(quantization, model.width, model.neurons, model.ffn_matrices, "source")
+    layout = compute_layout(
+        quantization, model.width, model.neurons, model.ffn_matrices, "source", read_whole=model.read_whole
+    )
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
         end_tokens=(), layout=layout, files={}, quantization_error={}, fired_by_layer=None,
