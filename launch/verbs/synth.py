@@ -1,6 +1,7 @@
-"""`neuronpipe synth NAME TARGET`: a package with a real model's shape and published activation statistics.
+"""`neuronpipe synth NAME [TARGET]`: a package with a real model's shape and published activation statistics.
 
-With --gguf a shape twin for other engines is written as well: same dense work, architecture llama, Q4_0.
+With --gguf a shape twin for other engines is written as well, or alone: same dense work, llama.cpp's architecture for
+the shape, Q4_0.
 """
 
 from __future__ import annotations
@@ -9,20 +10,28 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.manifest import QUANTIZATIONS
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.synth.shapes import SHAPES
+from neuronpipe.protocol.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also write a GGUF of the same shape")
+    parser.add_argument(
+        "target", type=Path, nargs="?", metavar="TARGET", help="package directory to make (default: none, with --gguf)"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="write a GGUF of the same shape, for other engines")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random weights (default: %(default)s)")
     parser.add_argument(
-        "--predictor-quantization", choices=QUANTIZATIONS, default="q4", help="of the factors (default: %(default)s)"
+        "--predictor-quantization",
+        choices=QUANTIZATIONS,
+        default="q4",
+        help="of the factors, in shapes with a predictor (default: %(default)s)",
     )
     parser.add_argument(
         "--reads", choices=("attention", "feed_forward"), default="attention", help="what the predictor reads"
@@ -32,12 +41,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.target is None and arguments.gguf is None:
+        raise UserError("synth: name a TARGET for the package, or --gguf FILE for a twin, or both")
     # Blocks of neurons keep every core busy. The library's own threads, which wait by spinning, would take their time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported
+    package = None if arguments.target is None else _package(arguments)
+    if arguments.gguf is not None:
+        from neuronpipe.plans.synth.twin import write_twin
+
+        with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
+            write_twin(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
+    result = {} if package is None else _made(package)
+    if arguments.gguf is not None:
+        result |= {"gguf": str(arguments.gguf), "gguf_bytes": arguments.gguf.stat().st_size}
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    if package is not None:
+        print(
+            f"{package.path}: {package.manifest.name}, {show_bytes(result['bytes'])}, "
+            f"{result['activity']:.1%} of neurons active"
+        )
+        print(f"look at it: {line_to_paste('inspect', package.path, '--activations')}")
+        print(f"run it: {line_to_paste('run', package.path, '-p', 'default0')}")
+    if arguments.gguf is not None:
+        print(f"{arguments.gguf}: {arguments.name}'s twin, {show_bytes(result['gguf_bytes'])}")
+    return 0
+
+
+def _package(arguments: argparse.Namespace) -> Package:
     from neuronpipe.plans.synth.make import synthesize
 
     with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:
-        package = synthesize(
+        return synthesize(
             arguments.name,
             SHAPES[arguments.name],
             arguments.target,
@@ -47,27 +83,16 @@ def main(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             progress=progress,
         )
-    if arguments.gguf is not None:
-        from neuronpipe.plans.synth.twin import write_twin
 
-        with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
-            write_twin(arguments.gguf, package.manifest.model, arguments.seed, progress)
+
+def _made(package: Package) -> dict[str, Any]:
     manifest = package.manifest
-    size_bytes = sum(entry.bytes for entry in manifest.files.values())
     assert manifest.fired_by_layer is not None
     assert manifest.workload is not None
-    activity = sum(manifest.fired_by_layer) / len(manifest.fired_by_layer)
-    if arguments.json:
-        result = {
-            "package": str(package.path),
-            "id": manifest.id,
-            "bytes": size_bytes,
-            "activity": activity,
-            "presets": {name: place[0] for name, place in manifest.workload.presets.items()},
-        }
-        print(json.dumps(result))
-    else:
-        print(f"{package.path}: {manifest.name}, {show_bytes(size_bytes)}, {activity:.1%} of neurons active")
-        print(f"look at it: {line_to_paste('inspect', package.path, '--activations')}")
-        print(f"run it: {line_to_paste('run', package.path, '-p', 'default0')}")
-    return 0
+    return {
+        "package": str(package.path),
+        "id": manifest.id,
+        "bytes": sum(entry.bytes for entry in manifest.files.values()),
+        "activity": sum(manifest.fired_by_layer) / len(manifest.fired_by_layer),
+        "presets": {name: place[0] for name, place in manifest.workload.presets.items()},
+    }

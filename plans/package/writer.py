@@ -179,9 +179,14 @@ class PackageWriter:
         self._clusters += len(packed)
 
     def complete(
-        self, tokenizer: bytes, quantization_error: dict[str, float], chat_template: str | None = None
+        self,
+        tokenizer: bytes,
+        quantization_error: dict[str, float],
+        chat_template: str | None = None,
+        **measured: tuple[float, ...],
     ) -> Package:
-        """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it."""
+        """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it.
+        measured: what fires, by the manifest's names, where it is known by now only."""
         missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
@@ -195,7 +200,8 @@ class PackageWriter:
             name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
             for name in (*texts, FIXED, BUNDLES, CHECKSUMS)
         }
-        manifest = replace(self._manifest, files=files, quantization_error=quantization_error).sealed()
+        done = replace(self._manifest, files=files, quantization_error=quantization_error)
+        manifest = replace(done, **measured).sealed()  # type: ignore[arg-type]
         (path / MANIFEST).write_bytes(manifest.to_bytes())
         return Package.open(path)
 

@@ -75,6 +75,16 @@ def attend(queries: Array, keys: Array, values: Array, window_tokens: int) -> Ar
     return result
 
 
+def expert_shares(model: ModelSpec, values: Array) -> Array:
+    """Each expert's share of each token [tokens, experts], 0 where it is not chosen, of a router's values."""
+    chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
+    best = np.take_along_axis(values, chosen, axis=1)
+    raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
+    shares = np.zeros_like(values)
+    np.put_along_axis(shares, chosen, raw / raw.sum(axis=1, keepdims=True), axis=1)
+    return shares
+
+
 @dataclass(frozen=True)
 class LayerRun:
     """One feed-forward while it is computed, a layer's or an expert's: the normed inputs of attention and feed-forward
@@ -189,13 +199,8 @@ class ReferenceEngine:
         model = self._manifest.model
         if model.experts == 1:
             return np.ones((len(x), 1), dtype=np.float32)
-        values = x @ self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width).T
-        chosen = np.argsort(-values, axis=1, kind="stable")[:, : model.experts_per_token]
-        best = np.take_along_axis(values, chosen, axis=1)
-        raw = np.exp(best - best.max(axis=1, keepdims=True)) if model.router == "softmax" else 1 / (1 + np.exp(-best))
-        shares = np.zeros_like(values)
-        np.put_along_axis(shares, chosen, raw / raw.sum(axis=1, keepdims=True), axis=1)
-        return shares
+        router = self._weights.vector(f"layers.{layer}.router").reshape(model.experts, model.width)
+        return expert_shares(model, x @ router.T)
 
     def _feed_forward(
         self, layer: int, expert: int, attention_input: Array, normed: Array, tokens: np.ndarray

@@ -37,6 +37,11 @@ def random_signs(rows: int, columns: int, random: np.random.Generator) -> Bytes:
     return np.asarray(_SIGN_PAIRS[random.integers(0, 4, (rows, columns // 2), dtype=np.uint8)])
 
 
+def unit_scale(vectors: NDArray[np.float32]) -> float:
+    """What gives the products of random rows with these vectors [tokens, n] a deviation of about one."""
+    return 1 / (DEVIATION * float(np.sqrt(np.square(vectors).sum(axis=1).mean())))
+
+
 def zero_rows(rows: int, columns: int) -> Rows:
     """Rows of zeros, to be written into."""
     quants = np.full((rows, columns // 2), ZEROS)

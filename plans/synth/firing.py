@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.predictor.fit import quantile, share_below
 from neuronpipe.plans.synth.trajectory import Preset, correlations
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 CURVES = Path(__file__).with_name("bamboo_activation_cdf.json")
 CURVES_MEAN_ACTIVITY = 0.1475  # their steepest slope is 6.78: a neuron that always fires
 MEAN_ACTIVITY, MIN_ACTIVITY, MAX_ACTIVITY = 0.10, 0.06, 0.22
+RELU_ACTIVITY = 0.4  # relu(gate) * up in SmallThinker's experts: over 60 % are zero, more in the first layers
+RELU_EARLY_LAYERS, RELU_EARLY_ACTIVITY = 2, 0.06
 MIN_P, MAX_P = 1e-4, 0.9995
 UP_GIVEN_GATE = 0.8  # published: gate and up of a neuron fire together in 80 %
 SHARED = 0.7  # correlation of a neuron's up value with its gate value
@@ -52,6 +55,23 @@ def active_shares(layer: int, layers: int, neurons: int, mean: float) -> Shares:
         moved = share_below(points + shift)
         low, high = (shift, high) if moved.mean() < mean else (low, shift)
     return np.clip(moved, MIN_P, MAX_P)
+
+
+def requested_by_layer(model: ModelSpec, seed: int) -> Shares:
+    """Mean share of neurons that are to fire, by layer; of an expert's, where it is chosen."""
+    if model.activation == "silu":
+        return np.ones(model.layers)
+    if model.activation == "relu":
+        early = np.arange(model.layers) < min(RELU_EARLY_LAYERS, model.layers - 1)
+        return np.where(early, RELU_EARLY_ACTIVITY, RELU_ACTIVITY)
+    return firing_by_layer(model.layers, np.random.default_rng(seed))
+
+
+def cuts(activation: Activation, p: Shares) -> list[Shares]:
+    """Standard thresholds of the values that decide whether a neuron fires: of Gate, of Gate and Up, or of neither."""
+    if activation == "silu":
+        return []
+    return [-quantile(p)] if activation == "relu" else list(thresholds(p))
 
 
 def thresholds(p: Shares) -> tuple[Shares, Shares]:

@@ -15,7 +15,8 @@ import numpy as np
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.predictions import StoredPredictor, judge
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
-from neuronpipe.plans.synth.firing import active_shares, firing_by_layer, overlap
+from neuronpipe.plans.synth.firing import active_shares, overlap, requested_by_layer
+from neuronpipe.plans.synth.measure_mixture import measure_mixture, render_mixture
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -40,7 +41,9 @@ def measure(package: Package, preset: str, tokens: int, progress: Progress | Non
     most = min(most, model.context_tokens)
     if not 2 * WARM_UP_TOKENS <= tokens <= most:
         raise UserError(f"--tokens {tokens}: takes {2 * WARM_UP_TOKENS} to {most}")
-    requested = firing_by_layer(model.layers, np.random.default_rng(work.seed))
+    if model.experts > 1:
+        return measure_mixture(package, preset, first, tokens, WARM_UP_TOKENS, progress)
+    requested = requested_by_layer(model, work.seed)
     predictor = StoredPredictor(package) if manifest.predictor is not None else None
     earlier: deque[NDArray[np.float32]] = deque(maxlen=EARLIER_LAYERS)
     layers: list[dict[str, Any]] = []
@@ -126,6 +129,8 @@ def _means(layers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def render(statistics: dict[str, Any]) -> str:
     """The table for a person; `a/b` is requested/measured, shares in percent."""
+    if "experts" in statistics:
+        return render_mixture(statistics)
     lines = [
         f"Activations of preset {statistics['preset']}, {statistics['tokens']} tokens; requested/measured, in percent",
         "",

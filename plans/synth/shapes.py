@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 
 GROUP = 32
 
@@ -17,25 +18,38 @@ def _shape(
     vocabulary: int,
     context: int,
     experts: tuple[int, int] = (1, 1),
+    **more: Any,
 ) -> ModelSpec:
-    """experts: of a layer, and how many compute a token."""
+    """experts: of a layer, and how many compute a token. more: fields of ModelSpec that are not those of a Llama with
+    dReLU."""
     query_heads, key_heads, head_width = heads
+    fields: dict[str, Any] = {
+        "family": "llama", "activation": "drelu", "norm_epsilon": 1e-5, "layer_kinds": (LayerKind(layers),),
+    }  # fmt: skip
     return ModelSpec(
-        family="llama",
         width=width,
         neurons=neurons,
         experts=experts[0],
         experts_per_token=experts[1],
-        layer_kinds=(LayerKind(layers),),
         query_heads=query_heads,
         key_heads=key_heads,
         head_width=head_width,
         vocabulary=vocabulary,
         context_tokens=context,
-        norm_epsilon=1e-5,
-        activation="drelu",
+        **(fields | more),
     )
 
+
+def _windows_of_smallthinker(layers: int) -> tuple[LayerKind, ...]:
+    """One layer in four sees everything, without rotary positions; the others see a window."""
+    full = [layer % 4 == 0 for layer in range(layers)]
+    return runs_of([0 if one else 4096 for one in full], [not one for one in full])
+
+
+_SMALLTHINKER: dict[str, Any] = {
+    "family": "smallthinker", "activation": "relu", "norm_epsilon": 1e-6, "router": "sigmoid", "router_reads": "layer",
+}  # fmt: skip
+_QWEN3: dict[str, Any] = {"family": "qwen3", "activation": "silu", "norm_epsilon": 1e-6, "head_norm": True}
 
 SHAPES = {
     "turbosparse-mistral-7b": _shape(4096, 14336, 32, (32, 8, 128), 32000, 4096),
@@ -43,7 +57,24 @@ SHAPES = {
     "turbosparse-mixtral-47b": _shape(4096, 14336, 32, (32, 8, 128), 57024, 4096, (8, 2)),
     "turbosparse-mixtral-2b": _shape(1024, 3584, 20, (16, 4, 64), 32000, 4096, (8, 2)),
     "turbosparse-100m": _shape(768, 2688, 12, (12, 3, 64), 8000, 4096),
+    "smallthinker-21b": _shape(
+        2560, 768, 52, (28, 4, 128), 151936, 16384, (64, 6), layer_kinds=_windows_of_smallthinker(52), **_SMALLTHINKER
+    ),
+    "smallthinker-4b": _shape(1536, 768, 32, (12, 2, 128), 151936, 32768, (32, 4), **_SMALLTHINKER),
+    "smallthinker-100m": _shape(
+        512, 256, 12, (8, 2, 64), 8000, 8192, (16, 4), layer_kinds=_windows_of_smallthinker(12), **_SMALLTHINKER
+    ),
+    "qwen3-30b-a3b": _shape(2048, 768, 48, (32, 4, 128), 151936, 40960, (128, 8), **_QWEN3),
+    "qwen3-moe-100m": _shape(512, 128, 12, (8, 2, 64), 8000, 8192, (32, 4), **_QWEN3),
 }
+
+# No field of a model: packages hold the table that is made of it. Qwen3 and SmallThinker as published.
+_ROPE_BASES = {"smallthinker": 1_500_000.0, "qwen3": 1_000_000.0}
+
+
+def rope_base(model: ModelSpec) -> float:
+    """The base of a shape's rotary positions."""
+    return _ROPE_BASES.get(model.family, 10_000.0)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +22,36 @@ STATE_POWER, STEADY_POWER, IDENTITY_POWER = 0.55, 0.25, 0.2
 DECAYS_PER_RANK = 8
 EVEN_SHARE = 0.005
 OUTPUT_SIZE = 0.1  # of an output row's weights
+TEXT_TOKENS = 96
+INDEPENDENT_TEXTS = 4  # beside one of every other preset
+HELD_OUT_PART = 4
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The calibration tokens, as every layer sees them: texts of one length one behind the other. independent: those
+    whose states are independent; their statistics are those of every preset over all contexts. held_out: which the
+    predictor is judged on, bool [tokens]."""
+
+    ids: tuple[range, ...]
+    independent: slice
+    held_out: NDArray[np.bool_]
 
 
 def workload(model: ModelSpec, seed: int) -> Workload:
     """Every preset has an equal part of the vocabulary."""
     tokens = model.vocabulary // len(PRESETS)
     return Workload(seed, {name: (number * tokens, tokens) for number, name in enumerate(PRESETS)})
+
+
+def calibration_texts(work: Workload) -> Texts:
+    """Texts of one length: one of each preset, the last, independent one, several."""
+    tokens = min(TEXT_TOKENS, min(count for _, count in work.presets.values()) // INDEPENDENT_TEXTS)
+    firsts = [first for first, _ in work.presets.values()]
+    firsts += [firsts[-1] + number * tokens for number in range(1, INDEPENDENT_TEXTS)]
+    ids = tuple(range(first, first + tokens) for first in firsts)
+    held_out = np.tile(np.arange(tokens) >= tokens - tokens // HELD_OUT_PART, len(ids))
+    return Texts(ids, slice(len(held_out) - INDEPENDENT_TEXTS * tokens, len(held_out)), held_out)
 
 
 def tokenizer_json(work: Workload, vocabulary: int) -> bytes:

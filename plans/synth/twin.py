@@ -1,21 +1,27 @@
 """A shape twin in GGUF: random weights in the shape of a model, for engines that read GGUF and compute densely.
 
 Such engines do the same work whatever the weights are, so the twin's speed is the model's. Encodings follow llama.cpp's
-Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms. The activation
-is SiLU, which the architecture `llama` means.
+Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and routers.
+
+The architecture is the one that llama.cpp has for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`,
+`smallthinker`. Which experts a token chooses is random, as random routers choose: any of them, equally likely.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
-from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES
-from neuronpipe.plans.models.spec import ModelSpec
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf.constants import GGUF_DEFAULT_ALIGNMENT
+from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
+from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.synth.shapes import rope_base
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
@@ -29,16 +35,33 @@ LETTERS = (SPACE, *"0123456789")
 MIN_VOCABULARY = len(SPECIAL_PIECES) + len(BYTE_PIECES) + len(LETTERS)
 
 
+PIECE_BYTES = 8 << 20  # of random weights at a time
+SMALLTHINKER_WINDOW_TOKENS, SMALLTHINKER_PERIOD = 4096, 4  # llama.cpp's own, whatever a file says
+GATING = {"softmax": ExpertGatingFuncType.SOFTMAX, "sigmoid": ExpertGatingFuncType.SIGMOID}
+
+
 class _Tensor(NamedTuple):
     name: str
     rows: int  # 0: a vector
     columns: int
     encoding: str
+    experts: int = 0  # that are stacked in it; 0: a plain matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the dimensions it does not have."""
+        return tuple(size for size in (self.experts, self.rows, self.columns) if size)
+
+    @property
+    def size_bytes(self) -> int:
+        """In its encoding."""
+        block_weights, block_bytes = _block(self.encoding)
+        return math.prod(self.shape) // block_weights * block_bytes
 
 
 def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | None = None) -> None:
-    """Write the twin of a shape, tensor by tensor, in three times the RAM of its largest; same seed, same bytes.
-    progress is called with bytes written and all of them.
+    """Write the twin of a shape, piece by piece, in little memory; same seed, same bytes. progress is called with bytes
+    written and all of them.
 
     The file appears whole or not at all. Raises UserError for a shape that the encodings or the architecture do not
     cover, and for what the disk refuses.
@@ -46,28 +69,56 @@ def write_twin(path: Path, model: ModelSpec, seed: int, progress: Progress | Non
     _require(path, model)
     tensors = tuple(_tensors(model))
     with whole_file(path) as place:
-        writer = GGUFWriter(place, "llama")
+        writer = GGUFWriter(place, architecture(model))
         _describe(writer, model)
         for tensor in tensors:
-            dimensions = (tensor.rows, tensor.columns) if tensor.rows else (tensor.columns,)
             kind = GGMLQuantizationType[tensor.encoding]
-            writer.add_tensor_info(tensor.name, dimensions, np.dtype(np.float16), _bytes(tensor), raw_dtype=kind)
+            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float16), tensor.size_bytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        written, total = 0, sum(map(_bytes, tensors))
-        for number, tensor in enumerate(tensors):
-            writer.write_tensor_data(_random(tensor, np.random.Generator(np.random.SFC64((seed, number)))))
-            written += _bytes(tensor)
+        writer.close()
+        _write_weights(place, tensors, seed, progress)
+
+
+def _write_weights(place: Path, tensors: tuple[_Tensor, ...], seed: int, progress: Progress | None) -> None:
+    """Every tensor behind the last one, each from a multiple of the alignment on. A thread makes the next piece while
+    one is written."""
+    pieces = [
+        (tensor, (seed, number, start), min(_piece_bytes(tensor), tensor.size_bytes - start))
+        for number, tensor in enumerate(tensors)
+        for start in range(0, tensor.size_bytes, _piece_bytes(tensor))
+    ]
+    written, total = 0, sum(tensor.size_bytes for tensor in tensors)
+    with place.open("ab") as file, ThreadPoolExecutor(1) as pool:
+        file.write(bytes(-file.tell() % GGUF_DEFAULT_ALIGNMENT))
+        coming = pool.submit(_random, *pieces[0])
+        for number, (tensor, place_of_piece, size_bytes) in enumerate(pieces):
+            piece = coming.result()
+            if number + 1 < len(pieces):
+                coming = pool.submit(_random, *pieces[number + 1])
+            file.write(piece.data)
+            if place_of_piece[-1] + size_bytes == tensor.size_bytes:
+                file.write(bytes(-tensor.size_bytes % GGUF_DEFAULT_ALIGNMENT))
+            written += size_bytes
             if progress is not None:
                 progress(written, total)
-        writer.close()
+
+
+def architecture(model: ModelSpec) -> str:
+    """What llama.cpp calls models of this kind."""
+    if model.router_reads == "layer":
+        return "smallthinker"
+    if model.head_norm:
+        return "qwen3" if model.experts == 1 else "qwen3moe"
+    return "llama"
 
 
 def _require(path: Path, model: ModelSpec) -> None:
-    if any(model.windows_tokens):
+    if any(model.windows_tokens) and model.layer_kinds != _smallthinker_layers(model):
         raise UserError(
-            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a twin has none"
+            f"{path}: layer_kinds: has attention windows ({max(model.windows_tokens)} tokens); a twin has none, "
+            "or those of llama.cpp's smallthinker"
         )
     if model.vocabulary < MIN_VOCABULARY:
         raise UserError(f"{path}: vocabulary is {model.vocabulary}; a twin's tokenizer needs {MIN_VOCABULARY}")
@@ -80,9 +131,18 @@ def _require(path: Path, model: ModelSpec) -> None:
             raise UserError(f"{path}: {field} is {columns}, no multiple of {block} as {encoding} needs")
 
 
+def _smallthinker_layers(model: ModelSpec) -> tuple[LayerKind, ...] | None:
+    """The layers that llama.cpp computes for a smallthinker with windows; None: no such model."""
+    if architecture(model) != "smallthinker":
+        return None
+    full = [layer % SMALLTHINKER_PERIOD == 0 for layer in range(model.layers)]
+    return runs_of([0 if one else SMALLTHINKER_WINDOW_TOKENS for one in full], [not one for one in full])
+
+
 def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
     """All tensors of the architecture, in the order in which a step reads them."""
     width, key_width = model.width, model.key_heads * model.head_width
+    experts, suffix = (model.experts, "_exps") if model.experts > 1 else (0, "")
     yield _Tensor("token_embd.weight", model.vocabulary, width, "Q4_0")
     for layer in range(model.layers):
         block = f"blk.{layer}"
@@ -90,33 +150,48 @@ def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
         yield _Tensor(f"{block}.attn_q.weight", model.query_width, width, "Q4_0")
         yield _Tensor(f"{block}.attn_k.weight", key_width, width, "Q4_0")
         yield _Tensor(f"{block}.attn_v.weight", key_width, width, "Q4_0")
+        if model.head_norm:
+            yield _Tensor(f"{block}.attn_q_norm.weight", 0, model.head_width, "F32")
+            yield _Tensor(f"{block}.attn_k_norm.weight", 0, model.head_width, "F32")
         yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, "Q4_0")
         yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
-        yield _Tensor(f"{block}.ffn_gate.weight", model.neurons, width, "Q4_0")
-        yield _Tensor(f"{block}.ffn_up.weight", model.neurons, width, "Q4_0")
-        yield _Tensor(f"{block}.ffn_down.weight", width, model.neurons, "Q4_0")
+        if experts:
+            yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32")
+        yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, "Q4_0", experts)
+        yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, "Q4_0", experts)
+        yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, "Q4_0", experts)
     yield _Tensor("output_norm.weight", 0, width, "F32")
     yield _Tensor("output.weight", model.vocabulary, width, "Q6_K")
 
 
-def _bytes(tensor: _Tensor) -> int:
-    if tensor.encoding == "F32":
-        return 4 * tensor.columns
-    block_weights, block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding]
-    return tensor.rows * tensor.columns // block_weights * block_bytes
+def _block(encoding: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    return (1, PLAIN_BYTES[encoding]) if encoding in PLAIN_BYTES else BLOCK_WEIGHTS_BYTES[encoding]
 
 
-def _random(tensor: _Tensor, generator: np.random.Generator) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Norms of one; else random blocks whose scales give rows a length near one, so that activations stay finite."""
+def _piece_bytes(tensor: _Tensor) -> int:
+    """Whole blocks."""
+    return PIECE_BYTES // (block_bytes := _block(tensor.encoding)[1]) * block_bytes
+
+
+def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
+    """A piece of a tensor. Norms of one; else random weights whose size gives rows a length near one, so that
+    activations stay finite."""
+    generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
-        return np.ones(tensor.columns, dtype=np.float32)
-    blocks = np.frombuffer(generator.bytes(_bytes(tensor)), dtype=np.uint8)
-    blocks = blocks.reshape(-1, BLOCK_WEIGHTS_BYTES[tensor.encoding][1]).copy()
+        count = size_bytes // PLAIN_BYTES["F32"]
+        if not tensor.rows:
+            return np.ones(count, dtype=np.float32)
+        return np.asarray(generator.standard_normal(count, dtype=np.float32) / np.float32(length))
+    block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
+    blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
+    blocks = blocks.reshape(-1, block_bytes)
     # A random nibble less 8 has a spread of 4.6. A Q6_K weight is a signed byte times six bits less 32: 74 times 18.5.
     spread, scale = (4.6, slice(0, 2)) if tensor.encoding == "Q4_0" else (74 * 18.5, slice(208, 210))
-    sizes = generator.uniform(0.5, 1.5, len(blocks)) / (spread * np.sqrt(tensor.columns))
     # Quants average just below zero; scales of both signs keep rows from leaning to one side.
-    sizes *= generator.choice((-1.0, 1.0), len(blocks))
+    sizes = generator.random(len(blocks), dtype=np.float32) + np.float32(0.5)
+    np.negative(sizes, where=generator.integers(0, 2, len(blocks), dtype=np.bool_), out=sizes)
+    sizes /= np.float32(spread * length)
     blocks[:, scale] = sizes.astype("<f2").view(np.uint8).reshape(-1, 2)
     return blocks.reshape(-1)
 
@@ -135,8 +210,16 @@ def _describe(writer: GGUFWriter, model: ModelSpec) -> None:
     writer.add_key_length(model.head_width)
     writer.add_value_length(model.head_width)
     writer.add_rope_dimension_count(model.head_width)
-    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_freq_base(rope_base(model))
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    if model.experts > 1:
+        writer.add_expert_count(model.experts)
+        writer.add_expert_used_count(model.experts_per_token)
+        if architecture(model) != "llama":  # which knows no other width than the feed-forward's, and softmax alone
+            writer.add_expert_feed_forward_length(model.neurons)
+            writer.add_expert_gating_func(GATING[model.router])
+    if any(model.windows_tokens):
+        writer.add_sliding_window(SMALLTHINKER_WINDOW_TOKENS)
     # Numbers count up, so every one is a shorter one and a digit: sentencepiece's merges reach all of them.
     words = [f"{SPACE}{number}" for number in range(model.vocabulary - MIN_VOCABULARY)]
     pieces = [*SPECIAL_PIECES, *BYTE_PIECES, *LETTERS, *words]

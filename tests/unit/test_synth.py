@@ -20,7 +20,8 @@ from neuronpipe.plans.simulate.recording import Recording, record
 from neuronpipe.plans.synth import codes, firing, make
 from neuronpipe.plans.synth.directions import Directions
 from neuronpipe.plans.synth.make import synthesize
-from neuronpipe.plans.synth.measure import measure
+from neuronpipe.plans.synth.measure import measure, render
+from neuronpipe.plans.synth.routing import ROUTINGS, Routing, frequencies, routing_of
 from neuronpipe.plans.synth.shapes import SHAPES, coordinates, rank_of
 from neuronpipe.plans.synth.trajectory import PRESETS, trajectory
 from neuronpipe.protocol.errors import UserError
@@ -127,6 +128,109 @@ def test_a_mixture_walks_too_and_its_experts_are_all_of_use(tmp_path: Path) -> N
     assert manifest.predictor is not None
     assert manifest.predictor.reads == "feed_forward"
     assert all(layer.recall > 0.9 for layer in manifest.predictor.by_layer)
+
+
+SIBLINGS = ("smallthinker-100m", "qwen3-moe-100m")
+
+
+@pytest.fixture(scope="module")
+def siblings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Package]:
+    """The small siblings of the mixtures that people have, of fewer layers."""
+    folder = tmp_path_factory.mktemp("siblings")
+    return {name: synthesize(name, four_layers(SHAPES[name]), folder / name) for name in SIBLINGS}
+
+
+@pytest.fixture(scope="module")
+def routed(siblings: dict[str, Package]) -> dict[str, dict[str, Any]]:
+    """What their routers do, on the preset `default`."""
+    return {name: measure(package, "default", 300)["mean"] for name, package in siblings.items()}
+
+
+def four_layers(model: ModelSpec) -> ModelSpec:
+    """The same shape with its first four layers, which are of all its kinds."""
+    one_of_each = (replace(kind, layers=min(kind.layers, 3)) for kind in model.layer_kinds[:2])
+    kinds = tuple(one_of_each) if len(model.layer_kinds) > 1 else (LayerKind(4),)
+    return replace(model, layer_kinds=kinds, vocabulary=2000)
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_published_mixtures_walk_the_trajectory(name: str, siblings: dict[str, Package]) -> None:
+    package = siblings[name]
+    assert package.manifest.workload is not None
+    for first, count in package.manifest.workload.presets.values():
+        stretch = range(first + count - 30, first + count)
+        chosen = ReferenceEngine(package).run(stretch).logits.argmax(axis=1).tolist()
+        assert chosen == [*stretch[1:], first]
+
+
+def test_a_smallthinker_has_layers_of_both_kinds_and_experts_that_are_silent_as_published(
+    siblings: dict[str, Package],
+) -> None:
+    manifest = siblings["smallthinker-100m"].manifest
+    assert [(kind.rotary, kind.window_tokens) for kind in manifest.model.layer_kinds] == [(False, 0), (True, 4096)]
+    assert manifest.fired_by_layer == pytest.approx([0.06, 0.06, 0.4, 0.4], abs=0.03)
+    assert manifest.trigger_fired_by_layer == manifest.fired_by_layer
+    assert manifest.predictor is None
+    assert manifest.layout.neuron_order == "frequency"
+
+
+def test_every_neuron_of_a_silu_mixture_fires_and_none_is_hotter(siblings: dict[str, Package]) -> None:
+    manifest = siblings["qwen3-moe-100m"].manifest
+    assert manifest.fired_by_layer == (1.0,) * 4
+    assert manifest.predictor is None
+    assert manifest.layout.neuron_order == "source"
+
+
+def test_a_token_chooses_the_experts_of_the_one_before_as_often_as_stated(
+    routed: dict[str, dict[str, Any]],
+) -> None:
+    assert routed["smallthinker-100m"]["repeated_1"] == pytest.approx(0.42, abs=0.05)
+    assert routed["qwen3-moe-100m"]["repeated_1"] == pytest.approx(0.47, abs=0.05)  # 8 of 128: 0.40
+    for mean in routed.values():
+        assert mean["repeated_10"] < mean["repeated_1"]
+
+
+def test_the_more_a_router_reads_of_the_tokens_code_the_less_a_choice_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated = []
+    for own in (0.0, 0.5, 1.0):
+        monkeypatch.setitem(ROUTINGS, "qwen3", Routing(own=own))
+        package = synthesize("m", four_layers(SHAPES["qwen3-moe-100m"]), tmp_path / str(own))
+        repeated.append(measure(package, "default", 200)["mean"]["repeated_1"])
+    assert repeated == sorted(repeated, reverse=True)
+    assert repeated[-1] == pytest.approx(4 / 32, abs=0.03)  # what chance gives
+
+
+def test_hot_experts_are_chosen_as_often_as_asked(routed: dict[str, dict[str, Any]]) -> None:
+    model = SHAPES["smallthinker-21b"]
+    asked = frequencies(model, routing_of(model))
+    assert asked.sum() == pytest.approx(6)
+    assert (asked > 0.3).sum() == 13
+    assert asked.min() < 0.14
+    mean = routed["smallthinker-100m"]
+    assert mean["by_hottest"] == pytest.approx(mean["by_hottest_requested"], abs=0.08)
+
+
+def test_a_layer_ahead_most_experts_can_be_named_as_published(routed: dict[str, dict[str, Any]]) -> None:
+    assert 0.78 < routed["qwen3-moe-100m"]["named_before"] < 0.92
+
+
+def test_mixtures_with_predictors_are_measured_too(tmp_path: Path) -> None:
+    model = replace(SMALL, neurons=512, layer_kinds=(LayerKind(2),), experts=4, experts_per_token=2)
+    statistics = measure(synthesize("mixture", model, tmp_path / "package"), "default", 100)
+    assert statistics["mean"]["activity"]["measured"] == pytest.approx(firing.MEAN_ACTIVITY, abs=0.05)
+    assert statistics["mean"]["recall"] > 0.9
+    assert "2 of 4 experts a token" in render(statistics)
+
+
+def test_the_experts_made_ahead_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = []
+    for ahead in (0, 4096):
+        monkeypatch.setattr(make, "MAX_AHEAD_NEURONS", ahead)
+        packages.append(synthesize("m", four_layers(SHAPES["qwen3-moe-100m"]), tmp_path / str(ahead)))
+    assert packages[0].bundles_path.read_bytes() == packages[1].bundles_path.read_bytes()
+    assert packages[0].manifest.id == packages[1].manifest.id
 
 
 def test_measured_activity_is_what_was_requested(statistics: dict[str, dict[str, Any]]) -> None:
@@ -298,6 +402,10 @@ def test_the_commands_make_measure_and_profile_a_package(
     made = json.loads(capsys.readouterr().out)
     assert made["presets"]["optimistic"] == 400
     assert twin.stat().st_size > 1 << 20
+    assert main(["synth", "turbosparse-100m", "--json", "--gguf", str(twin)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"gguf": str(twin), "gguf_bytes": twin.stat().st_size}
+    assert main(["synth", "turbosparse-100m"]) == 2
+    assert "name a TARGET for the package, or --gguf FILE" in capsys.readouterr().err
     assert main(["inspect", target, "--activations", "--preset", "mild", "--tokens", "150"]) == 0
     page = capsys.readouterr().out
     assert "Activations of preset mild, 150 tokens" in page

@@ -11,6 +11,7 @@ import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.synth import twin as twin_module
 from neuronpipe.plans.synth.twin import MIN_VOCABULARY, write_twin
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
@@ -30,6 +31,25 @@ TINY = ModelSpec(
 )
 
 
+SMALLTHINKER = replace(
+    TINY,
+    family="smallthinker",
+    layer_kinds=(LayerKind(1, 0, False), LayerKind(3, 4096), LayerKind(1, 0, False)),
+    experts=6,
+    experts_per_token=2,
+    router="sigmoid",
+    router_reads="layer",
+    activation="relu",
+)
+MIXTURES = {
+    "llama": replace(TINY, experts=4, experts_per_token=2),
+    "qwen3": replace(TINY, family="qwen3", head_norm=True),
+    "qwen3moe": replace(TINY, family="qwen3", head_norm=True, experts=8, experts_per_token=3),
+    "smallthinker": SMALLTHINKER,
+    "smallthinker without windows": replace(SMALLTHINKER, layer_kinds=(LayerKind(3),)),
+}
+
+
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("twin") / "tiny.gguf"
@@ -41,6 +61,29 @@ def test_our_own_reader_finds_the_shape_and_every_tensor(twin: Path) -> None:
     with open_gguf(twin, Options()) as checkpoint:
         assert checkpoint.model == TINY
         assert checkpoint.end_tokens == (2,)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_each_architecture_of_the_peer_holds_its_shape(kind: str, tmp_path: Path) -> None:
+    write_twin(tmp_path / "t.gguf", MIXTURES[kind], seed=1)
+    with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
+        assert checkpoint.source.architecture == kind.split()[0]
+        assert checkpoint.model == MIXTURES[kind]
+        routers = [parts for name, parts in checkpoint.vectors.items() if name.endswith(".router")]
+        assert all(part.encoding == "F32" for parts in routers for part in parts)
+        assert len(routers) == (checkpoint.model.layers if checkpoint.model.experts > 1 else 0)
+
+
+def test_a_twin_made_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin_module, "PIECE_BYTES", 1000)
+    model, told = MIXTURES["qwen3moe"], list[tuple[int, int]]()
+    write_twin(tmp_path / "t.gguf", model, seed=1, progress=lambda *bytes_: told.append(bytes_))
+    assert told[-1][0] == told[-1][1]
+    with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
+        for parts in checkpoint.matrices.values():
+            for part in parts:
+                values = part.values(np.arange(part.rows, dtype=np.int64))
+                assert 0.8 < np.linalg.norm(values, axis=1).mean() < 1.25
 
 
 def test_encodings_are_those_of_the_q4_0_preset(twin: Path) -> None:
@@ -80,6 +123,7 @@ def test_a_seed_makes_the_same_bytes_and_another_seed_others(twin: Path, tmp_pat
         ({"neurons": 100}, "neurons is 100, no multiple of 32 as Q4_0 needs"),
         ({"vocabulary": 200}, "vocabulary is 200; a twin's tokenizer needs 270"),
         ({"layer_kinds": (LayerKind(2, 128),)}, "layer_kinds: has attention windows .128 tokens"),
+        ({"layer_kinds": (LayerKind(2, 4096),), "router_reads": "layer"}, "a twin has none, or those of llama.cpp's"),
     ],
 )
 def test_a_shape_that_a_twin_cannot_have_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
