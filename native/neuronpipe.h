@@ -249,7 +249,8 @@ enum {
     NP_REQUEST_CLUSTER_MASK = 0xffffff,
     NP_REQUEST_TRIGGER = 0x1000000,
     NP_REQUEST_VALUE = 0x2000000,    /* with the trigger: one read of both */
-    NP_REQUEST_PREFETCH = 0x4000000 /* a guess; without it the step waits for the cluster */
+    NP_REQUEST_PREFETCH = 0x4000000, /* it will be wanted; without this the step waits for the cluster */
+    NP_REQUEST_GUESS = 0x8000000     /* it may be wanted: read if nothing else is, until anybody asks for something without this */
 };
 typedef struct {
     uint32_t *tail, *head; /* each on a cache line of its own */
@@ -349,7 +350,7 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
 void np_loader_destroy(np_loader *loader);
 /* More free slots. Returns count, or NP_E_ARGUMENT (and takes none) when one is out of range, free already or being filled. */
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count);
-/* Queue ids; parts: NP_REQUEST_TRIGGER, _REST or both, for one read; priority 0 demand, 1 prefetch; flags: NP_ENTRY_PINNED sets
+/* Queue ids; parts: NP_REQUEST_TRIGGER, _VALUE or both, for one read; priority 0 demand, 1 prefetch, 2 guess; flags: NP_ENTRY_PINNED sets
  * that bit. Returns how many were taken, from the first on: fewer than count when the queue of this kind and priority is full. Words that are not absent are pinned if asked, and
  * otherwise only counted (already_there); a cluster that waits at a lower priority may be asked for again. */
 int np_loader_request(np_loader *loader, int parts, const uint32_t *ids, size_t count, int priority, uint32_t flags);

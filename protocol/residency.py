@@ -59,12 +59,14 @@ REQUEST_CLUSTER_MASK = 0x00FFFFFF
 REQUEST_TRIGGER = 0x01000000
 REQUEST_VALUE = 0x02000000
 REQUEST_PREFETCH = 0x04000000
+REQUEST_GUESS = 0x08000000
 
 REQUEST_BITS = (
     ("0-23", "cluster", "its index"),
     ("24", "trigger", "the trigger part is wanted"),
     ("25", "value", "the value part is wanted"),
-    ("26", "prefetch", "a guess; without it the step waits for the cluster"),
-    ("27-31", "", "0"),
+    ("26", "prefetch", "it will be wanted; without this the step waits for the cluster"),
+    ("27", "guess", "it may be wanted: read while nothing else is; dropped when an entry without this follows"),
+    ("28-31", "", "0"),
 )
 """Of an entry of a request ring: bits, name and meaning."""

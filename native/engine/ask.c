@@ -26,16 +26,27 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster)
     }
 }
 
+/* Whether a part is absent. It is marked as used only where it is certain to be: a guess may be wrong, and a neuron that is wanted may not
+ * fire. */
+static int is_absent(np_engine *engine, int part, uint32_t index, int is_used)
+{
+    uint32_t *word = &engine->shared.entries[part][index];
+    return ((is_used ? np_entry_look(word) : np_word_load(word)) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT;
+}
+
+static uint32_t lacking(np_engine *engine, uint32_t index, uint32_t parts, int is_used)
+{
+    uint32_t found = 0;
+    if (parts & NP_REQUEST_TRIGGER && is_absent(engine, NP_TRIGGER, index, is_used))
+        found |= NP_REQUEST_TRIGGER;
+    if (parts & NP_REQUEST_VALUE && is_absent(engine, NP_VALUE, index, 0))
+        found |= NP_REQUEST_VALUE;
+    return found ? found | index : 0;
+}
+
 uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster, uint32_t parts)
 {
-    const uint32_t index = np_cluster_index(engine, layer, expert, cluster);
-    uint32_t lacking = 0;
-    if (parts & NP_REQUEST_TRIGGER && (np_entry_look(&engine->shared.entries[NP_TRIGGER][index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
-        lacking |= NP_REQUEST_TRIGGER;
-    /* Only looked at, not marked as used: a neuron that is wanted may still not fire. */
-    if (parts & NP_REQUEST_VALUE && (np_word_load(&engine->shared.entries[NP_VALUE][index]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_ABSENT)
-        lacking |= NP_REQUEST_VALUE;
-    return lacking ? lacking | index : 0;
+    return lacking(engine, np_cluster_index(engine, layer, expert, cluster), parts, 1);
 }
 
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
@@ -53,15 +64,16 @@ int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
     }
 }
 
-void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts)
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts, uint32_t how)
 {
     for (uint32_t block = blocks.from; block < blocks.to; block++) {
         const np_range clusters = np_clusters_of(engine, block, block + 1);
         uint32_t count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-            const uint32_t lacking = np_lacking(engine, layer, expert, cluster, parts);
-            if (lacking)
-                engine->asked[count++] = lacking | NP_REQUEST_PREFETCH;
+            const uint32_t index = np_cluster_index(engine, layer, expert, cluster);
+            const uint32_t entry = lacking(engine, index, parts, how != NP_REQUEST_GUESS);
+            if (entry)
+                engine->asked[count++] = entry | how;
         }
         engine->counters.foreseen += clusters.to - clusters.from;
         engine->counters.foreseen_missed += count;

@@ -196,7 +196,7 @@ int np_look_up(np_engine *engine, int part, uint32_t cluster);
 uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t cluster, uint32_t parts);
 /* Ask the loader for clusters that the step waits for. Returns NP_OK or NP_E_EPOCH. */
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count);
-/* A guess of what later work wants; what the ring has no room for is let go. */
-void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts);
+/* What later work wants (how: NP_REQUEST_PREFETCH) or may want (NP_REQUEST_GUESS); what the ring has no room for is let go. */
+void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts, uint32_t how);
 
 #endif

@@ -89,7 +89,8 @@ void np_ask_for_groups(np_engine *engine, uint32_t layer)
     if (!engine->config.prefetch || engine->shape.predictor_rank)
         return;
     for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
-        np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, engine->groups[g].count));
+        np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, engine->groups[g].count),
+                     NP_REQUEST_PREFETCH);
 }
 
 /* Of a dense layer what the window after this one lacks. */
@@ -99,7 +100,8 @@ static void ask_for_next_window(np_engine *engine)
     const uint32_t end = engine->window.to, wide = engine->config.window_blocks;
     const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
     if (layer < engine->shape.layers)
-        np_ask_ahead(engine, layer, 0, (np_range){next, own.to - next < wide ? own.to : next + wide}, np_parts_ahead(engine, engine->group->count));
+        np_ask_ahead(engine, layer, 0, (np_range){next, own.to - next < wide ? own.to : next + wide}, np_parts_ahead(engine, engine->group->count),
+                     NP_REQUEST_PREFETCH);
 }
 
 /* Publish the window of the group that holds `block`: what the cache must leave alone while this participant reads it. Whoever takes a

@@ -4,21 +4,35 @@
 
 #include "flash/loader.h"
 
-enum { ENTRY_BITS = NP_REQUEST_CLUSTER_MASK | NP_REQUEST_TRIGGER | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH };
+enum { ENTRY_BITS = NP_REQUEST_CLUSTER_MASK | NP_REQUEST_TRIGGER | NP_REQUEST_VALUE | NP_REQUEST_PREFETCH | NP_REQUEST_GUESS };
+
+static int priority_of(uint32_t entry)
+{
+    return entry & NP_REQUEST_GUESS ? NP_FOR_GUESS : entry & NP_REQUEST_PREFETCH ? NP_FOR_PREFETCH : NP_FOR_DEMAND;
+}
+
+/* Now it is known what is wanted. Guesses that were right are asked for again. */
+static void drop_guesses(np_loader *loader)
+{
+    for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
+        loader->queues[kind][NP_FOR_GUESS].count = 0;
+}
 
 /* Queue one entry. Returns 0 when it is a demand for which there is no room. */
 static int take(np_loader *loader, uint32_t entry)
 {
     const uint32_t id = entry & NP_REQUEST_CLUSTER_MASK, parts = entry & (NP_REQUEST_TRIGGER | NP_REQUEST_VALUE);
-    const int prefetch = (entry & NP_REQUEST_PREFETCH) != 0;
+    const int priority = priority_of(entry);
     if ((entry & ~(uint32_t)ENTRY_BITS) || !parts || id >= loader->parts[0].config.cluster_count) {
         loader->counters.refused++;
         return 1;
     }
-    if ((!prefetch || loader->reading.prefetch_depth) && np_loader_request(loader, (int)parts, &id, 1, prefetch, 0) == 1)
+    if (priority != NP_FOR_GUESS)
+        drop_guesses(loader);
+    if ((priority == NP_FOR_DEMAND || loader->reading.prefetch_depth) && np_loader_request(loader, (int)parts, &id, 1, priority, 0) == 1)
         return 1;
-    loader->counters.dropped += (uint64_t)prefetch;
-    return prefetch;
+    loader->counters.dropped += priority != NP_FOR_DEMAND;
+    return priority != NP_FOR_DEMAND;
 }
 
 void np_loader_drain(np_loader *loader)

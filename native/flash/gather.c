@@ -1,13 +1,14 @@
 /* From queues to reads: which clusters are read next, and which of them together.
  *
- * Demands come before prefetches, prefetches before warm-up; a guess starts a read only while few are in flight, so that a demand never
- * finds the queue of the flash full of guesses. Workers ask in the order of the file, so a cluster is compared with the read
+ * Demands come before prefetches, these before guesses, guesses before warm-up. What nobody waits for yet starts a read only while few are
+ * in flight, so that a demand never finds the queue of the flash full. What is left of guesses when a worker asks in earnest is dropped. Workers ask in the order of the file, so a cluster is compared with the read
  * before it and with no other: when the gap between the two costs less than a read, they become one. While memory warms up, a read for
  * somebody also brings the neighbours that are to be loaded anyway: the file is cut into stretches at which flash is as fast as it gets. */
 #include "flash/loader.h"
 
 enum {
     MAX_RUN = 64,      /* clusters of one kind before the next kind has its turn */
+    GUESSED_READS = 8, /* for guesses: so few cost little when they were wrong, and keep flash nearly as busy as many */
     BUSY_READS = 8,     /* with so many ordinary reads in flight, nothing is warmed up beside them */
     PARTS = NP_REQUEST_TRIGGER | NP_REQUEST_VALUE,
 };
@@ -83,7 +84,7 @@ static np_staging_pool *pool_for(np_loader *loader, int purpose)
 static int open_read(np_loader *loader, gathering *hand, int purpose, uint64_t first)
 {
     const np_staging_pool *ordinary = &loader->pools[NP_POOL_ORDINARY];
-    const uint32_t most[] = {ordinary->count, loader->reading.prefetch_depth, BUSY_READS};
+    const uint32_t most[] = {ordinary->count, loader->reading.prefetch_depth, GUESSED_READS, BUSY_READS};
     np_staging_pool *pool = pool_for(loader, purpose);
     if (!pool->free_count || ordinary->count - ordinary->free_count >= most[purpose])
         return 0;

@@ -5,10 +5,10 @@
 
 #include "neuronpipe.h"
 
-enum { NP_LOADER_PARTS = 2, NP_LOADER_PRIORITIES = 2 };
+enum { NP_LOADER_PARTS = 2, NP_LOADER_PRIORITIES = 3 };
 
-/* What a read is for. The first two are the priorities of requests. */
-enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_WARM_UP = 2 };
+/* What a read is for. All but the last are the priorities of requests. */
+enum { NP_FOR_DEMAND = 0, NP_FOR_PREFETCH = 1, NP_FOR_GUESS = 2, NP_FOR_WARM_UP = 3 };
 
 /* What waits in a queue: one part of its clusters, by the part's number, or both for one read. */
 enum { NP_QUEUE_BOTH = 2, NP_LOADER_KINDS = 3 };

@@ -45,7 +45,8 @@ static int create_queues(np_loader *loader, uint32_t capacity)
     int complete = 1;
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++) {
         complete &= create_queue(&loader->queues[kind][0], asked, in_flight);
-        complete &= create_queue(&loader->queues[kind][1], asked, 0);
+        for (int priority = NP_FOR_PREFETCH; priority < NP_LOADER_PRIORITIES; priority++)
+            complete &= create_queue(&loader->queues[kind][priority], asked, 0);
     }
     return complete;
 }

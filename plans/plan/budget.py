@@ -24,7 +24,7 @@ HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # free slots (8), bits for what it holds and what it warms up (less than 1); the cache's free slots (2), and what it
 # asks to be warmed up, on its way (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
-LOADER_QUEUES = 6  # of three kinds and two priorities
+LOADER_QUEUES = 9  # of three kinds and three priorities
 MAX_QUEUED_CLUSTERS = 32768  # in one of them: two layers of a 7B model; what comes beyond stays in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round up
 # The smallest limit is computed with these; with a larger one there is more of both.

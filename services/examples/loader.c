@@ -30,7 +30,7 @@
 #endif
 
 enum { SLOT = 0x00ffffff, STATE = 0x03000000, ABSENT = 0, LOADING = 0x01000000, PRESENT = 0x02000000, FAILED = 0x03000000 };
-enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, KNOWN_BITS = 0x07ffffff };
+enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, GUESS = 0x08000000, KNOWN_BITS = 0x0fffffff };
 enum { LINE = 16, BEAT_MS = 250, HELLO_MS = 1000, STOCK_MS = 50, SLEEP_MS = 250, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
 enum { MAX_IO_ERRORS = 3, MAX_WRONG_SUMS = 2 };
 enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPED = 5 };
@@ -173,7 +173,7 @@ static int take_requests(void)
             }
             for (uint32_t number = 0; number < 2; number++)
                 if (entry & GATE << number)
-                    queue_put(entry & PREFETCH ? &parts[number].guesses : &parts[number].demands, cluster);
+                    queue_put(entry & (PREFETCH | GUESS) ? &parts[number].guesses : &parts[number].demands, cluster);
         }
         __atomic_store_n(&heads[m * LINE], head, __ATOMIC_RELEASE);
         if (was_full)

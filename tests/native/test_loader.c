@@ -86,7 +86,7 @@ static void test_full_queue_and_bad_arguments(void)
     REQUIRE_EQUAL(np_loader_warm_up(loader, 0, ids, 1, 0), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_warm_up(loader, NP_REQUEST_TRIGGER, ids, 1, NP_ENTRY_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_request(loader, 4, ids, 1, 0, 0), NP_E_ARGUMENT);
-    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 1, 2, 0), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 1, 3, 0), NP_E_ARGUMENT);
     REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER, ids, 1, 0, NP_ENTRY_PRESENT), NP_E_ARGUMENT);
     REQUIRE_EQUAL(state_of(loader).waiting[0], QUEUE + 5);
     const uint32_t doubled[] = {7, 8, 7}, beyond[] = {1, SLOTS};

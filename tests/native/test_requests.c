@@ -125,6 +125,21 @@ static void test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_pref
     stop(loader);
 }
 
+static void test_a_guess_is_read_while_nothing_else_is_and_dropped_by_the_next_request(void)
+{
+    np_loader *loader = start_with_rings("threads");
+    put(0, 80 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
+    grant(loader, 0, 0, 4);
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    require_present(0, 80);
+    put(0, 81 | NP_REQUEST_TRIGGER | NP_REQUEST_GUESS);
+    put(0, 82 | NP_REQUEST_TRIGGER | NP_REQUEST_PREFETCH); /* in the same turn: the guess was not begun */
+    REQUIRE_EQUAL(run_dry(loader), 1);
+    require_present(0, 82);
+    REQUIRE_EQUAL(words[0][81], NP_ENTRY_ABSENT);
+    stop(loader);
+}
+
 static void test_attaching_refuses_rings_that_cannot_be(void)
 {
     np_loader *loader = start("threads");
@@ -265,6 +280,7 @@ int main(void)
     test_both_parts_and_either();
     test_nonsense_is_dropped_alone();
     test_a_demand_that_finds_its_queue_full_stays_in_the_ring_and_a_prefetch_goes();
+    test_a_guess_is_read_while_nothing_else_is_and_dropped_by_the_next_request();
     test_attaching_refuses_rings_that_cannot_be();
     for (int i = 0; i < 2; i++) {
         int error = 0;
