@@ -14,7 +14,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, Plan, read_plan
+from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
@@ -74,8 +74,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
     group.add_argument(
         "--mode",
-        choices=("exact", "predicted"),
-        help="exact: the output of the dense model (default); predicted: a predictor chooses the gates to compute",
+        choices=MODES,
+        help="exact: the output of the dense model (default); predicted: a predictor chooses the gates to compute; "
+        "thresholded: SiLU neurons below the thresholds of `profile --silent` are left out",
     )
     group.add_argument(
         "--backend",

@@ -451,7 +451,8 @@ typedef struct {
     const float *up_bias, *down_bias;               /* [neurons], [width], where there is no gate; NULL: none */
     const float *router;                            /* [experts][width], where there are several experts */
     const np_predictor *predictors;                 /* [experts], looked at when shape.predictor_rank > 0 */
-    int32_t rotary, unused;                         /* 0: heads are not rotated in this layer, even where shape.rotary */
+    int32_t rotary;                                 /* 0: heads are not rotated in this layer, even where shape.rotary */
+    float silent_below; /* of NP_SILU alone: a neuron fires only where |silu(gate)| is no less than this; 0: wherever gate is not 0 */
 } np_layer;
 
 typedef struct {

@@ -59,7 +59,7 @@ class RunSummary(Message):
     """Names, counts and sizes that stay the same while a run lives; monitors need them.
 
     model: name of the package
-    mode: "exact" or "predicted"
+    mode: "exact", "predicted" or "thresholded"
     quantization: of the neurons
     processes: all processes of the plan, "role.index", separated by blanks, in the order of the board's lines and the
         trace's rings

@@ -60,7 +60,7 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     steps = cost.get("steps", 0.0)
     most_rows = steps * model.layers * model.experts * model.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)
-    in_order = gates if plan.compute.mode == "exact" else 0.0  # every gate, one after the other
+    in_order = gates if plan.compute.mode != "predicted" else 0.0  # every gate, one after the other
     part_bytes = layout.cluster_neurons * row_bytes
     return Traffic(
         sequential_bytes=steps * fixed_bytes + kv_bytes + in_order,

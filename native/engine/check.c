@@ -80,7 +80,15 @@ static const char *wrong_config(const np_engine_config *p, const np_shape *s)
                 {"partial_tokens", p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks)});
 }
 
-const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared, const np_engine_config *config)
+static const char *wrong_layer(const np_shape *s, const np_fixed *fixed)
+{
+    for (uint32_t n = 0; s->activation == NP_SILU && n < s->layers; n++)
+        if (!(fixed->layers[n].silent_below >= 0.0f && isfinite(fixed->layers[n].silent_below)))
+            return "silent_below";
+    return NULL;
+}
+
+const char *np_engine_wrong_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config)
 {
     const char *wrong = wrong_size(shape);
     if (!wrong)
@@ -89,6 +97,8 @@ const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared
         wrong = wrong_place(shape);
     if (!wrong)
         wrong = wrong_config(config, shape);
+    if (!wrong)
+        wrong = wrong_layer(shape, fixed);
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))
         wrong = shared->ranks ? "predicted" : "ranks";
     return wrong;

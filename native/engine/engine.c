@@ -31,7 +31,7 @@ static int vectors_create(np_vectors *vectors, int type, size_t longest, size_t 
 np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config,
                             const char **wrong)
 {
-    *wrong = np_engine_wrong_field(shape, shared, config);
+    *wrong = np_engine_wrong_field(shape, fixed, shared, config);
     np_engine *engine = *wrong ? NULL : calloc(1, sizeof *engine);
     if (!engine)
         return NULL;

@@ -112,7 +112,7 @@ enum { NP_PIECE_ROWS = 64 }; /* of a matrix: a few microseconds of work, so that
 enum { NP_WORK_QKV, NP_WORK_ATTEND, NP_WORK_PROJECT, NP_WORK_RANK, NP_WORK_SCORE, NP_WORK_BLOCKS, NP_WORK_DOWNS, NP_WORKS };
 
 /* The first field that is out of its range or contradicts another, or NULL (check.c). */
-const char *np_engine_wrong_field(const np_shape *shape, const np_shared *shared, const np_engine_config *config);
+const char *np_engine_wrong_field(const np_shape *shape, const np_fixed *fixed, const np_shared *shared, const np_engine_config *config);
 
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
@@ -155,7 +155,7 @@ void np_engine_guess(np_engine *engine, uint32_t layer);
 void np_engine_judge(np_engine *engine, uint32_t layer);
 /* What is asked for ahead where every trigger is needed: in units of whole clusters, with many tokens, or where every neuron fires, the
  * value parts as well. */
-uint32_t np_parts_ahead(const np_engine *engine, uint32_t tokens);
+uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens);
 /* Ask ahead for what the chosen experts will need in a layer (ffn.c). */
 void np_ask_for_groups(np_engine *engine, uint32_t layer);
 /* The vectors of a group's tokens, out of those of all tokens (by_pair 0) or of all pairs (1): `from` itself, or a copy in `to`. */
@@ -181,6 +181,11 @@ void np_compute_values(np_engine *engine, np_range clusters);
 int np_add_downs(np_engine *engine, uint32_t block, np_range tokens, uint32_t first_row);
 /* From so many tokens on, some token wants nearly every neuron's value part: it is asked for with the trigger part. */
 enum { NP_DENSE_TOKENS = 16 };
+/* Whether every neuron of a layer fires for every token. */
+static inline int np_all_fire(const np_engine *engine, uint32_t layer)
+{
+    return engine->shape.activation == NP_SILU && engine->fixed.layers[layer].silent_below == 0.0f;
+}
 
 /* Residency (ask.c) */
 /* The index of a cluster's entries, in either part. */

@@ -77,9 +77,9 @@ static void close_window(np_engine *engine)
     engine->window = (np_range){0, 0};
 }
 
-uint32_t np_parts_ahead(const np_engine *engine, uint32_t tokens)
+uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens)
 {
-    const int whole = engine->config.bundle || tokens >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
+    const int whole = engine->config.bundle || tokens >= NP_DENSE_TOKENS || np_all_fire(engine, layer);
     return whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
 }
 
@@ -89,7 +89,7 @@ void np_ask_for_groups(np_engine *engine, uint32_t layer)
     if (!engine->config.prefetch || engine->shape.predictor_rank)
         return;
     for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
-        np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, engine->groups[g].count),
+        np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, layer, engine->groups[g].count),
                      NP_REQUEST_PREFETCH);
 }
 
@@ -100,7 +100,7 @@ static void ask_for_next_window(np_engine *engine)
     const uint32_t end = engine->window.to, wide = engine->config.window_blocks;
     const uint32_t layer = end < own.to ? engine->layer : engine->layer + 1, next = end < own.to ? end : own.from;
     if (layer < engine->shape.layers)
-        np_ask_ahead(engine, layer, 0, (np_range){next, own.to - next < wide ? own.to : next + wide}, np_parts_ahead(engine, engine->group->count),
+        np_ask_ahead(engine, layer, 0, (np_range){next, own.to - next < wide ? own.to : next + wide}, np_parts_ahead(engine, layer, engine->group->count),
                      NP_REQUEST_PREFETCH);
 }
 

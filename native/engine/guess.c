@@ -44,7 +44,7 @@ void np_engine_guess(np_engine *engine, uint32_t layer)
     engine->guessed_layer = layer;
     for (uint32_t expert = 0; expert < s->experts; expert++)
         if (engine->guessed[expert])
-            np_ask_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, engine->count), NP_REQUEST_GUESS);
+            np_ask_ahead(engine, layer, expert, engine->blocks, np_parts_ahead(engine, layer, engine->count), NP_REQUEST_GUESS);
 }
 
 void np_engine_judge(np_engine *engine, uint32_t layer)

@@ -14,10 +14,19 @@ static float *hidden_of(np_engine *engine, uint32_t t, uint32_t neuron)
     return engine->shared.hidden + (engine->group->first + t) * engine->layer_neurons + neuron;
 }
 
-/* Whether a neuron's value can be other than zero, from its trigger alone. */
-static int fires(const np_shape *s, float trigger)
+static float silu(float gate)
 {
-    return s->activation == NP_SILU ? trigger != 0.0f : trigger > s->activation_threshold;
+    return gate / (1.0f + expf(-gate));
+}
+
+/* Whether a neuron takes part, from its trigger alone: whether its value can be other than zero, or, with SiLU, is not to count as such.
+ * A gate that is no number takes part: it must show in the result. */
+static int fires(const np_engine *engine, float trigger)
+{
+    if (engine->shape.activation != NP_SILU)
+        return trigger > engine->shape.activation_threshold;
+    const float silent_below = engine->fixed.layers[engine->layer].silent_below;
+    return silent_below == 0.0f ? trigger != 0.0f : !(fabsf(silu(trigger)) < silent_below);
 }
 
 /* The value of a neuron without a gate that fired. */
@@ -36,7 +45,7 @@ static float activate(int activation, float gate, float up)
     case NP_RELU2:
         return gate * gate * up;
     default:
-        return gate / (1.0f + expf(-gate)) * up;
+        return silu(gate) * up;
     }
 }
 
@@ -126,7 +135,7 @@ static void take_gates(np_engine *engine, uint32_t t, const float *gates)
 {
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
-        const int fired = fires(&engine->shape, gates[r]);
+        const int fired = fires(engine, gates[r]);
         *hidden_of(engine, t, neuron) = fired ? gates[r] : 0.0f;
         if (fired)
             note_fired(engine, neuron);
@@ -142,7 +151,7 @@ static void take_ups(np_engine *engine, uint32_t t, const float *products)
     for (uint32_t r = 0; r < engine->list.count; r++) {
         const uint32_t neuron = engine->list.neurons[r];
         const float up = bias && neuron < engine->shape.neurons ? products[r] + bias[neuron] : products[r]; /* padding has no bias */
-        const int fired = fires(&engine->shape, up);
+        const int fired = fires(engine, up);
         take_value(engine, t, neuron, fired ? activate_alone(activation, up) : 0.0f);
         if (fired)
             note_fired(engine, neuron);
@@ -192,7 +201,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
 /* Look the trigger parts of a block up. Returns how many are still to come, or an error. */
 int np_find_triggers(np_engine *engine, np_range clusters)
 {
-    const int dense = engine->group->count >= NP_DENSE_TOKENS || engine->shape.activation == NP_SILU;
+    const int dense = engine->group->count >= NP_DENSE_TOKENS || np_all_fire(engine, engine->layer);
     const int whole = engine->config.bundle || dense;
     const uint32_t parts = whole ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
     int missing = 0;

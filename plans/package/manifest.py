@@ -28,6 +28,7 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
 )
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_SILENT_SHARE = 0.95
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
@@ -78,6 +79,40 @@ class Predictor:
 
 
 @dataclass(frozen=True, slots=True)
+class SilentLayer:
+    """threshold: a neuron of this layer is silent for a token where |silu(gate)| is less. share: how often neurons
+    were, on held-out text in mode thresholded."""
+
+    threshold: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """From where on the neurons of a SiLU model count in mode thresholded, and what leaving out the others costs.
+
+    share: of the neurons, those that were to be silent. text: its name. calibration_tokens of it set the thresholds;
+    perplexities are of the other held_out_tokens.
+    """
+
+    share: float
+    by_layer: tuple[SilentLayer, ...]
+    text: str
+    calibration_tokens: int
+    held_out_tokens: int
+    exact_perplexity: float
+    thresholded_perplexity: float
+
+    def loss(self) -> str:
+        """For a person."""
+        change = self.thresholded_perplexity / self.exact_perplexity - 1
+        return (
+            f"perplexity {self.thresholded_perplexity:.4g} instead of {self.exact_perplexity:.4g} exact "
+            f"({change:+.2%}), on {self.held_out_tokens:,} held-out tokens of {self.text}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token
     of a preset walks on through it, one id at a time."""
@@ -117,6 +152,7 @@ class Manifest:
     fired_by_layer: tuple[float, ...] | None  # mean share of neurons that fire, when measured; `activity` in the file
     trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, measured on the same text
     predictor: Predictor | None = None
+    silent: Silent | None = None  # of a SiLU model that was given thresholds
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
     id: str = ""
@@ -202,6 +238,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
             values["activity"]["trigger_fired_by_layer"] = list(manifest.trigger_fired_by_layer)
     if manifest.predictor is not None:
         values["predictor"] = asdict(manifest.predictor)
+    if manifest.silent is not None:
+        values["silent"] = asdict(manifest.silent)
     if manifest.chat is not None:
         values["chat"] = asdict(manifest.chat)
     if manifest.workload is not None:

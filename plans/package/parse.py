@@ -59,6 +59,7 @@ from neuronpipe.plans.package.manifest import (
     identity,
 )
 from neuronpipe.plans.package.parse_predictor import parse_predictor
+from neuronpipe.plans.package.parse_silent import parse_silent
 from neuronpipe.plans.package.version_2 import as_version_3
 from neuronpipe.protocol.errors import UserError, quoted
 
@@ -103,6 +104,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         fired_by_layer=activity[0],
         trigger_fired_by_layer=activity[1],
         predictor=predictor,
+        silent=parse_silent(record.record("silent"), model) if record.has("silent") else None,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
         id=record.text("id"),

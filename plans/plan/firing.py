@@ -81,6 +81,8 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
     trigger_fired = fired
     if manifest.model.activation == "silu":
         fired = trigger_fired = 1.0
+        if mode == "thresholded" and manifest.silent is not None:
+            fired = trigger_fired = 1.0 - _mean(tuple(layer.share for layer in manifest.silent.by_layer))
     elif manifest.model.activation == "drelu":
         trigger_fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, fired / UP_POSITIVE)
     triggers = 1.0

@@ -18,7 +18,8 @@ VERSION = 4
 MAX_PLAN_BYTES = 16 << 20
 
 
-Mode = Literal["exact", "predicted"]
+Mode = Literal["exact", "predicted", "thresholded"]
+MODES: tuple[Mode, ...] = ("exact", "predicted", "thresholded")
 
 BACKEND_ROLES = ("decode", "prefill")
 """The roles that compute steps, by a backend."""

@@ -107,7 +107,7 @@ def _as_baseline(wanted: Wanted) -> Wanted:
     """A windowed cache, up and down in one read, a predictor; no pipeline, nothing ahead of time."""
     if wanted.baseline is None:
         return wanted
-    if wanted.mode == "exact" or wanted.without:
+    if wanted.mode not in (None, "predicted") or wanted.without:
         raise UserError(f"--baseline {wanted.baseline}: sets the mode and the techniques itself; leave the others out")
     return dataclasses.replace(wanted, mode="predicted", without=frozenset({"bundle", "pipeline", "prefetch"}))
 
@@ -137,14 +137,28 @@ class _Planning:
 
     def _mode(self) -> Mode:
         mode: Mode = self._wanted.mode or "exact"
-        if "predictor" in self._wanted.without:
+        if mode == "predicted" and "predictor" in self._wanted.without:
             return "exact"
         if mode == "predicted" and self._manifest.predictor is None:
             raise UserError(
                 f"--mode predicted: the package {self._manifest.name!r} has no predictor; "
                 "make one with `neuronpipe profile PACKAGE`"
             )
+        if mode == "thresholded" and self._manifest.silent is None:
+            raise UserError(self._no_thresholds())
         return mode
+
+    def _no_thresholds(self) -> str:
+        name, activation = self._manifest.name, self._manifest.model.activation
+        if activation != "silu":
+            return (
+                f"--mode thresholded: the package {name!r} computes {activation}, whose neurons are silent by "
+                "themselves; take exact or predicted"
+            )
+        return (
+            f"--mode thresholded: the package {name!r} has no thresholds; "
+            "set them with `neuronpipe profile PACKAGE --silent 50% --text FILE`"
+        )
 
     def plan(self) -> Plan:
         manifest, shape, wanted = self._manifest, self._shape, self._wanted
@@ -279,8 +293,13 @@ class _Planning:
         )
 
     def _mode_reasons(self) -> list[str]:
-        wanted, reasons = self._wanted, []
-        if self._shape.mode == "predicted":
+        wanted, reasons, silent = self._wanted, [], self._manifest.silent
+        if self._shape.mode == "thresholded" and silent is not None:
+            reasons.append(
+                f"every gate is computed; up and down rows of the {self._rates.value_read:.1%} of the neurons that do "
+                f"not count as silent are: {silent.loss()}"
+            )
+        elif self._shape.mode == "predicted":
             reasons.append(
                 f"the predictor names {self._rates.trigger_read:.1%} of the neurons; the gates of these decide, "
                 f"and {self._rates.value_read / max(self._rates.trigger_read, 1e-9):.0%} of them are expected to fire"

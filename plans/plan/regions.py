@@ -1,8 +1,8 @@
 """The neurons' memory: how many slots either part gets, which clusters stay for good, how many may be moving.
 
-Memory is filled by worth per byte. In exact mode every trigger part is read for every token, so that a resident one
-saves its bytes with certainty, and a value part only as often as its neurons fire: triggers first. In predicted mode a
-neuron is wanted whole or not at all: both parts get as many slots.
+Memory is filled by worth per byte. Without a predictor every trigger part is read for every token, so that a resident
+one saves its bytes with certainty, and a value part only as often as its neurons fire: triggers first. In predicted
+mode a neuron is wanted whole or not at all: both parts get as many slots.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ def expected(
         in_pieces, pieces = int(trigger_bytes + value_bytes), triggers_wanted + values_wanted
     piece_bytes = max(1, int(in_pieces / pieces)) if pieces else row_bytes
 
-    trigger_misses = int(triggers_wanted * _missed(rates, memory.trigger_slots, manifest.clusters, compute.mode))
-    value_misses = int(values_wanted * _missed(rates, memory.value_slots, manifest.clusters, "predicted"))
+    all_wanted = compute.mode != "predicted"
+    trigger_misses = int(triggers_wanted * _missed(rates, memory.trigger_slots, manifest.clusters, all_wanted))
+    value_misses = int(values_wanted * _missed(rates, memory.value_slots, manifest.clusters, False))
     if flash.bundle:
         reads, read_bytes = trigger_misses, trigger_misses * layout.cluster_stride_bytes
         if rates.trigger_read == 1.0:  # one after the other
@@ -87,10 +88,11 @@ def expected(
     )
 
 
-def _missed(rates: Rates, slots: int, clusters: int, mode: str) -> float:
-    """Of the parts that a token wants, the share without a slot. Exact mode wants every gate, hot or not."""
+def _missed(rates: Rates, slots: int, clusters: int, all_wanted: bool) -> float:
+    """Of the parts that a token wants, the share without a slot. all_wanted: every one, hot or not, as gates are where
+    no predictor chooses among them."""
     resident = slots / clusters
-    return 1 - (resident if mode == "exact" else rates.activations_within(resident))
+    return 1 - (resident if all_wanted else rates.activations_within(resident))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -10,6 +10,7 @@ from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.messages.lifecycle import State
 
 RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed"]
+Mode = Literal["exact", "predicted", "thresholded"]
 FinishReason = Literal["length", "stop", "end", "cancelled", "context"]
 
 
@@ -99,7 +100,7 @@ class Finished(Message):
         loader during them, answers of participants, and the counters of these
     decode: the same of its decode steps; a step of several sequences counts in full for each
     plan: id of the plan
-    mode: "exact" or "predicted"
+    mode: "exact", "predicted" or "thresholded"
     cached_tokens: how many of the prompt's tokens were not computed, because another text has the same prefix
     """
 
@@ -116,7 +117,7 @@ class Finished(Message):
     prefill: dict[str, float]
     decode: dict[str, float]
     plan: str
-    mode: Literal["exact", "predicted"]
+    mode: Mode
     cached_tokens: int = 0
 
 
@@ -213,7 +214,7 @@ class Status(Message):
     run: id of the run
     ready: whether requests are served
     plan: id of the plan
-    mode: "exact" or "predicted"
+    mode: "exact", "predicted" or "thresholded"
     processes: one for each process of the plan, in the order of the board's lines and the trace's rings
     memory_bytes: processes and segments together
     memory_peak_bytes: the most it was
@@ -233,7 +234,7 @@ class Status(Message):
     run: str
     ready: bool
     plan: str
-    mode: Literal["exact", "predicted"]
+    mode: Mode
     processes: tuple[ProcessStatus, ...]
     memory_bytes: int
     memory_peak_bytes: int

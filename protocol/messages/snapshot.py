@@ -68,7 +68,7 @@ class Snapshot(Message):
 
     run: id of the run
     model: name of the package
-    mode: "exact" or "predicted"
+    mode: "exact", "predicted" or "thresholded"
     quantization: of the neurons
     plan: id of the plan
     at_s: when, in seconds since 1970

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
-from neuronpipe.protocol.messages.client import RefusalCode, Refused
+from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
@@ -17,7 +16,7 @@ QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 class Limits:
     """What the plan and the package fix."""
 
-    mode: Literal["exact", "predicted"]
+    mode: Mode
     sequences: int
     context_tokens: int
     prefill_chunk_tokens: int

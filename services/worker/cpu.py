@@ -177,6 +177,7 @@ def _engine_config(placement: Placement, stage: Layout) -> EngineConfig:
         partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
         spin_us=compute.spin_us,
         predicts=compute.mode == "predicted",
+        thresholded=compute.mode == "thresholded",
         bundle=plan.flash.bundle,
         prefetch=compute.prefetch,
         pipeline=compute.pipeline,

@@ -91,6 +91,7 @@ class EngineConfig:
     partial_tokens: int
     spin_us: int
     predicts: bool  # predicted mode
+    thresholded: bool  # mode thresholded
     bundle: bool
     prefetch: bool
     pipeline: bool
@@ -180,7 +181,7 @@ class Participant:
             {
                 field.name: getattr(config, field.name)
                 for field in dataclasses.fields(EngineConfig)
-                if field.name not in ("context_tokens", "predicts")
+                if field.name not in ("context_tokens", "predicts", "thresholded")
             },
         )
         self._engine = create_engine(shape, fixed, shared, native_config)
@@ -296,6 +297,11 @@ class Participant:
         self._keep.append(native)
         return {"predictors": native}
 
+    def _silent_below(self, layer: int) -> float:
+        """The layer's threshold, where this run has any."""
+        silent = self._manifest.silent
+        return silent.by_layer[layer].threshold if self._config.thresholded and silent is not None else 0.0
+
     def _native_fixed(self, tensors: Mapping[str, Any]) -> Any:
         def matrix(name: str) -> dict[str, Any]:
             return {
@@ -316,6 +322,7 @@ class Participant:
                 {
                     "window_tokens": window_tokens,
                     "rotary": rotary,
+                    "silent_below": self._silent_below(n),
                     "router": vector(f"layers.{n}.router"),
                     "qkv": matrix(f"layers.{n}.qkv"),
                     "attention_output": matrix(f"layers.{n}.attention_output"),

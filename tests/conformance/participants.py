@@ -95,6 +95,7 @@ class Participants:
             partial_tokens=max_tokens,
             spin_us=0,
             predicts=predicts,
+            thresholded=False,
             bundle=False,
             prefetch=False,
             pipeline=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Manifest, Predictor, PredictorQuality, Source
+from neuronpipe.plans.package.manifest import (
+    MANIFEST,
+    Manifest,
+    Predictor,
+    PredictorQuality,
+    Silent,
+    SilentLayer,
+    Source,
+)
 from neuronpipe.plans.package.predictor_writer import FiringShares, LayerFactors, SideFactor, write_predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors
@@ -152,6 +161,35 @@ def give_predictor(package: Package, text: Sequence[int]) -> tuple[Package, Arra
     predictor = Predictor(RANK, "f16", "feed_forward", (model.trigger,), "none", 0, quality)
     shares = (0.5,) * model.layers
     return write_predictor(package, predictor, layers, FiringShares(shares, shares)), logits
+
+
+def strength(run: LayerRun) -> Array:
+    """|silu(gate)| of an expert's neurons: what a threshold is compared with."""
+    gate = run.values["gate"]
+    return np.asarray(np.abs(gate / (1 + np.exp(-gate))))
+
+
+def give_thresholds(package: Package, text: Sequence[int]) -> tuple[Package, Array]:
+    """The package with thresholds by which many neurons are silent, and the reference's logits of the text with them.
+    They lie where the text's values leave a gap: rounding decides nothing."""
+    layers, thresholds = package.manifest.model.layers, np.zeros(package.manifest.model.layers, np.float32)
+    logits = np.empty(0, np.float32)
+    for number in range(layers + 1):  # each layer's values depend on the thresholds of those before
+        seen: list[Array] = []
+
+        def mask(run: LayerRun, number: int = number, seen: list[Array] = seen) -> NDArray[np.bool_]:
+            values = strength(run)
+            seen += [values.reshape(-1, 1)] if run.layer == number else []
+            return np.asarray(values >= thresholds[run.layer])
+
+        logits = ReferenceEngine(package, mask=mask).run(text).logits
+        if number < layers:
+            thresholds[number] = _in_a_gap(np.concatenate(seen))[0]
+    measured = tuple(SilentLayer(float(threshold), 0.5) for threshold in thresholds)
+    silent = Silent(0.5, measured, "a test's text", len(text), len(text), 9.0, 9.1)
+    manifest = dataclasses.replace(package.manifest, silent=silent).sealed()
+    (package.path / MANIFEST).write_bytes(manifest.to_bytes())
+    return Package.open(package.path), logits
 
 
 def _in_a_gap(raw: Array) -> Array:

@@ -21,7 +21,7 @@ from neuronpipe.services.worker.backend import Share, StepWork
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants, Ranges
-from tests.conformance.specs import SPECS, give_predictor, write_package
+from tests.conformance.specs import SPECS, give_predictor, give_thresholds, strength, write_package
 from tests.conformance.test_pipeline_logits import BOUNDS
 from tests.pipeline import Shell
 
@@ -230,3 +230,59 @@ def test_a_predictor_of_the_trigger_alone_decides_who_takes_part(name: str, tmp_
     for count, tokens in ((2, 1), (2, CHUNK)):
         run = Participants(package, count=count, max_tokens=tokens, predicts=True).run(TEXT, tokens)
         assert np.array_equal(run, logits)
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", "f16"), ("mixtral", "f16"), ("qwen3", "q4")])
+def test_neurons_below_their_layers_threshold_are_silent_whoever_shares_the_batch(
+    name: str, quantization: Quantization, tmp_path: Path
+) -> None:
+    """In decode and in prefill, by any number of participants; and exact mode stays as it is."""
+    plain = write_package(tmp_path / "package", SPECS[name], quantization)
+    exact = Participants(plain, count=1, max_tokens=1).run(TEXT, 1)
+    package, _ = give_thresholds(plain, TEXT)
+    assert np.array_equal(Participants(package, count=1, max_tokens=1).run(TEXT, 1), exact)
+    logits = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT, 1)
+    assert not np.array_equal(logits, exact)
+    whole = {"window_blocks": package.manifest.layout.blocks}
+    cases: list[tuple[int, int, dict[str, Any]]] = [(2, 1, {}), (3, 5, {}), (1, CHUNK, {}), (2, CHUNK, {})]
+    cases += [(2, CHUNK, {"partial_tokens": 5, **whole}), (2, CHUNK, {"pipeline": False}), (2, 1, {"pipeline": False})]
+    for count, tokens, config in cases:
+        participants = Participants(package, count=count, max_tokens=tokens, thresholded=True, **config)
+        assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_silent_neurons_are_those_of_the_reference_and_their_up_and_down_are_not_read(
+    name: str, tmp_path: Path
+) -> None:
+    few = dataclasses.replace(SPECS[name], neurons=48)  # their values leave a gap for the threshold
+    package, wanted = give_thresholds(write_package(tmp_path / "package", few, "f16"), TEXT)
+    logits = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT, 1)
+    print(f"{name}: relative rms {error_of(logits, wanted):.5f}")
+    assert error_of(logits, wanted) < BOUNDS["f16"]
+    assert error_of(logits, ReferenceEngine(package).run(TEXT).logits) > 10 * BOUNDS["f16"]  # they take part
+    assert package.manifest.silent is not None
+    below, speak, all_of_them = [layer.threshold for layer in package.manifest.silent.by_layer], 0, 0
+
+    def mask(run: LayerRun) -> NDArray[np.bool_]:
+        nonlocal speak, all_of_them
+        speaks = np.asarray(strength(run) >= below[run.layer])
+        speak, all_of_them = speak + int(speaks.sum()), all_of_them + speaks.size
+        return speaks
+
+    ReferenceEngine(package, mask=mask).run(TEXT[:12])
+    participants = Participants(package, count=1, max_tokens=12, thresholded=True)
+    participants.run(TEXT[:12], 12)
+    counters = participants.counters()
+    assert counters["fired"] == counters["up_rows"] == counters["down_rows"] == speak
+    assert 0.2 * all_of_them < speak < 0.8 * all_of_them < all_of_them <= counters["gate_rows"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_the_pipeline_leaves_out_the_same_neurons_whatever_is_resident(name: str, tmp_path: Path, shell: Shell) -> None:
+    package, _ = give_thresholds(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
+    wanted = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT, 1)
+    for options in (("--workers", "1"), ("--workers", "2", "--ffn-resident", "50%")):
+        for path in ("decode", "prefill"):
+            logits = pipeline_logits(package, shell, path, (*options, "--mode", "thresholded"))
+            assert np.array_equal(logits, wanted), (options, path)

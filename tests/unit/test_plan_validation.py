@@ -252,6 +252,20 @@ def test_the_engine_says_which_field_of_a_shape_is_wrong(wrong: dict[str, Any], 
         create_engine(shape, ffi.new("np_fixed *"), ffi.new("np_shared *"), native)
 
 
+@pytest.mark.parametrize("below", [-0.1, float("nan"), float("inf")])
+def test_the_engine_refuses_a_threshold_that_is_none(below: float) -> None:
+    shape = native_shape(manifest(), 8, predicts=False)
+    shape.activation = lib.NP_SILU
+    config = {"sequences": 1, "max_tokens": 1, "logit_rows": 1, "window_blocks": 1, "partial_tokens": 1}
+    layers = ffi.new("np_layer[]", shape.layers)
+    layers[shape.layers - 1].silent_below = below
+    fixed, native = ffi.new("np_fixed *", {"layers": layers}), ffi.new("np_engine_config *", config)
+    with pytest.raises(ValueError, match="refuses `silent_below`"):
+        create_engine(shape, fixed, ffi.new("np_shared *"), native)
+    layers[shape.layers - 1].silent_below = 0.1
+    lib.np_engine_destroy(create_engine(shape, fixed, ffi.new("np_shared *"), native))
+
+
 @pytest.mark.parametrize("name", ["prefill_chunk_tokens", "logit_rows"])
 def test_a_step_of_more_tokens_than_sums_by_turns_needs_windows_of_whole_layers(name: str) -> None:
     good = made(ffn_resident_share=0.2)

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES, compute_layout
-from neuronpipe.plans.package.manifest import FileEntry, Manifest, Predictor, PredictorQuality, Source
+from neuronpipe.plans.package.manifest import (
+    FileEntry,
+    Manifest,
+    Predictor,
+    PredictorQuality,
+    Silent,
+    SilentLayer,
+    Source,
+)
 from neuronpipe.plans.plan.budget import MIB, least_slots_bytes, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
@@ -103,6 +111,41 @@ def device(workers: int = 2, memory_bytes: int = GIB) -> DeviceFacts:
 
 def least_bytes(made_for: Manifest, facts: DeviceFacts) -> int:
     return plan(made_for, facts, Wanted()).memory.least_bytes
+
+
+def thresholded(plain: Manifest, share: float) -> Manifest:
+    """The same package with SiLU, and with thresholds by which this share of the neurons is silent."""
+    layers = tuple(SilentLayer(threshold=0.1, share=share) for _ in range(plain.model.layers))
+    return dataclasses.replace(
+        plain,
+        model=dataclasses.replace(plain.model, activation="silu"),
+        silent=Silent(share, layers, "text", 1000, 250, 10.0, 10.2),
+    )
+
+
+def test_of_neurons_that_are_not_silent_value_parts_are_read() -> None:
+    m = thresholded(manifest(width=4096), 0.75)
+    exact, made = (plan(m, device(), Wanted(mode=mode, ffn_resident_share=0.6)) for mode in ("exact", "thresholded"))
+    assert m.layout.cluster_neurons == 1
+    # Of each neuron that is missed the whole, against of a quarter of the neurons the value part.
+    assert made.expected.flash_bytes_per_token < 0.3 * exact.expected.flash_bytes_per_token
+    rows = [one.expected.dram_bytes_per_token - m.files["fixed.safetensors"].bytes for one in (exact, made)]
+    assert rows[1] / rows[0] == pytest.approx((1 + 2 / 4) / 3, rel=0.05)
+    assert made.memory.trigger_slots == m.clusters
+    assert any("10.2 instead of 10 exact (+2.00%), on 250 held-out tokens of text" in line for line in made.reasons)
+    assert exact == plan(dataclasses.replace(m, silent=None), device(), Wanted(ffn_resident_share=0.6))
+
+
+def test_mode_thresholded_needs_thresholds_and_says_how_to_get_them() -> None:
+    silu = dataclasses.replace(thresholded(manifest(), 0.5), silent=None)
+    with pytest.raises(
+        UserError, match=r"'m' has no thresholds; set them with `neuronpipe profile PACKAGE --silent 50%"
+    ):
+        plan(silu, device(), Wanted(mode="thresholded"))
+    with pytest.raises(UserError, match=r"'m' computes drelu, whose neurons are silent by themselves; take exact or"):
+        plan(manifest(), device(), Wanted(mode="thresholded"))
+    with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
+        plan(thresholded(manifest(), 0.5), device(), Wanted(mode="thresholded", baseline="llm-in-a-flash"))
 
 
 def test_with_memory_to_spare_everything_is_resident_and_nothing_is_read() -> None:
