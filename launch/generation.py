@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,14 +68,17 @@ def _standard_input() -> str:
         raise UserError(f"standard input: {ONLY_UTF8}") from None
 
 
-def generate(client: Client, arguments: argparse.Namespace, ask: Generate) -> None:
-    """Stream the text to a person, or print the JSON object. stderr says what the first token waits for."""
+def generate(
+    client: Client, arguments: argparse.Namespace, ask: Generate, beside: Mapping[str, Any] | None = None
+) -> None:
+    """Stream the text to a person, or print the JSON object, with the fields of `beside`. stderr says what the first
+    token waits for."""
     prompt_tokens = 0
 
     def quiet(status: Status | None) -> None:
         elapsed.say(_awaited(status, prompt_tokens))
 
-    with _Answer(ask.prompt or "", arguments.json) as answer, Elapsed(plain=arguments.json) as elapsed:
+    with _Answer(ask.prompt or "", arguments.json, beside or {}) as answer, Elapsed(plain=arguments.json) as elapsed:
         for message in client.request(ask, quiet):
             if isinstance(message, Accepted):
                 prompt_tokens = message.prompt_tokens
@@ -103,8 +107,8 @@ class _Answer:
     is shown with the first token: a request that is refused is not repeated. What goes wrong is said on a line of its
     own, not behind the text."""
 
-    def __init__(self, prompt: str, as_json: bool) -> None:
-        self._prompt, self._as_json = prompt, as_json
+    def __init__(self, prompt: str, as_json: bool, beside: Mapping[str, Any]) -> None:
+        self._prompt, self._as_json, self._beside = prompt, as_json, beside
         self._filter = for_terminal if sys.stdout.isatty() else str
         self._tokens: list[Token] = []
         self._open = False  # a line is begun and not ended
@@ -119,7 +123,7 @@ class _Answer:
 
     def finish(self, finished: Finished) -> None:
         if self._as_json:
-            print(json.dumps(to_json(finished, self._tokens)))
+            print(json.dumps({**to_json(finished, self._tokens), **self._beside}))
             return
         self._show("")
         self._end_line()

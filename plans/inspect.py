@@ -23,7 +23,9 @@ ALWAYS_FIRES = (
     "silu: every neuron fires for every token, so every token reads all weights: nothing is sparse here, and memory "
     "below the model's size costs speed; ReLU models (ReluLLaMA, Bamboo, TurboSparse) read a part"
 )
-
+LEAVES_OUT = (
+    "; `neuronpipe profile PACKAGE --silent 50% --text FILE` and --mode thresholded leave out a part, at a loss"
+)
 
 CHOSEN_FIRE = (
     "silu: every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
@@ -69,6 +71,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
+        "silent": None if manifest.silent is None else asdict(manifest.silent) | {"loss": manifest.silent.loss()},
         "workload": None if manifest.workload is None else asdict(manifest.workload),
         "warnings": warnings(manifest),
     }
@@ -87,7 +90,7 @@ def dense_reading(model: ModelSpec) -> str | None:
     if model.activation != "silu":
         return None
     share = model.experts_per_token / model.experts
-    return ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)
+    return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
 
 
 def low_recall(predictor: Predictor, wanted: float) -> str | None:
@@ -161,6 +164,8 @@ def render(description: dict[str, Any]) -> str:
         lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
     if (predictor := description["predictor"]) is not None:
         lines += ["", *_predictor_lines(predictor)]
+    if (silent := description["silent"]) is not None:
+        lines += ["", *silent_lines(silent)]
     if (workload := description["workload"]) is not None:
         lines += ["", f"Workload presets (seed {workload['seed']})"]
         lines += [f"  {name:<12} tokens {a:>7,} to {a + n - 1:,}" for name, (a, n) in workload["presets"].items()]
@@ -202,6 +207,18 @@ def _predictor_lines(predictor: dict[str, Any]) -> list[str]:
         ratio = layer["recall"] / layer["precision"] if layer["precision"] else 0.0
         shares = f"{layer['recall']:>8.1%} {layer['precision']:>10.1%} {layer['predicted']:>10.1%}"
         lines.append(f"  {number:>5} {shares} {ratio:>11.2f}")
+    return lines
+
+
+def silent_lines(silent: dict[str, Any]) -> list[str]:
+    """The thresholds of mode thresholded and what they cost, from the JSON values of a package."""
+    lines = [
+        f"Silent neurons in mode thresholded: {silent['share']:.1%} asked, by {silent['calibration_tokens']:,} "
+        f"calibration tokens; {silent['loss']}",
+        f"  {'layer':>5} {'silent':>8} {'where |silu(gate)| is below':>28}",
+    ]
+    for number, layer in enumerate(silent["by_layer"]):
+        lines.append(f"  {number:>5} {layer['share']:>8.1%} {layer['threshold']:>28.6f}")
     return lines
 
 

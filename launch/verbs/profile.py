@@ -1,7 +1,8 @@
-"""`neuronpipe profile [PACKAGE]`: count which neurons fire on a text, and give the package a predictor of them.
+"""`neuronpipe profile [PACKAGE]`: count which neurons fire on a text, and give the package a predictor of them; with
+--silent, of a SiLU model, thresholds below which they do not count.
 
-The predictor is fitted without training on one part of the text and judged on the other; the package's manifest gets a
-new id, so plans made before are refused.
+Either is fitted without training on one part of the text and judged on the other; the package's manifest gets a new id,
+so plans made before are refused.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from neuronpipe.launch.formats import as_typed
+from neuronpipe.launch.formats import as_typed, parse_share
 from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.inspect import low_recall
+from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
-from neuronpipe.plans.package.manifest import QUANTIZATIONS
+from neuronpipe.plans.package.manifest import MAX_SILENT_SHARE, QUANTIZATIONS
 from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.errors import UserError, named
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.predictor.texts import Texts
 
 MAX_DEFAULT_TOKENS = 16384
 DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
@@ -66,26 +70,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the imported predictor was trained on normed vectors, not on the residual stream",
     )
+    parser.add_argument(
+        "--silent",
+        type=_parse_silent,
+        metavar="SHARE",
+        help="of a SiLU model: instead of a predictor, thresholds below which so many of the neurons lie, e.g. 50%%, "
+        "for --mode thresholded; off: remove them",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _parse_silent(text: str) -> float | Literal["off"]:
+    if text == "off":
+        return "off"
+    share = parse_share(text)
+    if not 0 < share <= MAX_SILENT_SHARE:
+        raise argparse.ArgumentTypeError(f"{text!r}: a share above 0% and up to {MAX_SILENT_SHARE:.0%}, or off")
+    return share
+
+
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.silent is not None:
+        return _silent(arguments)
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 
     package = open_package(arguments.package)
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
-    if arguments.tokens is None:
-        arguments.tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // package.manifest.model.neurons)
-    if arguments.tokens < GROUP_WEIGHTS:
-        raise UserError(f"--tokens {arguments.tokens}: expected {GROUP_WEIGHTS} or more")
+    texts = _texts(arguments, package)
     width = package.manifest.model.width
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     with Progress("profiling", "tokens", plain=arguments.json, steady=True) as progress:
         profiled = profile(
             package,
-            _texts(arguments, package),
+            texts,
             rank=arguments.rank or default_rank,
             quantization=arguments.quantization,
             recall=arguments.recall,
@@ -122,14 +141,55 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _texts(arguments: argparse.Namespace, package: Package) -> Any:
+def _texts(arguments: argparse.Namespace, package: Package) -> Texts:
     from neuronpipe.plans.predictor import texts
 
+    model = package.manifest.model
+    tokens = arguments.tokens
+    if tokens is None:
+        tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // (model.neurons * model.experts_per_token))
+    if tokens < GROUP_WEIGHTS:
+        raise UserError(f"--tokens {tokens}: expected {GROUP_WEIGHTS} or more")
     if arguments.text is not None:
-        return texts.from_file(package, arguments.text, arguments.tokens)
+        return texts.from_file(package, arguments.text, tokens)
     if package.manifest.name == Package.open(DEMO).manifest.name:
-        return texts.from_demo(package, arguments.tokens)
-    return texts.from_workload(package.manifest, arguments.tokens)
+        return texts.from_demo(package, tokens)
+    return texts.from_workload(package.manifest, tokens)
+
+
+def _given(arguments: argparse.Namespace) -> set[str]:
+    """The arguments that are not what they are by default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {name for name, default in vars(parser.parse_args([])).items() if getattr(arguments, name) != default}
+
+
+def _silent(arguments: argparse.Namespace) -> int:
+    """Thresholds instead of a predictor."""
+    from neuronpipe.plans.predictor import silent
+
+    if others := _given(arguments) - {"package", "silent", "text", "tokens", "json"}:
+        other = "--" + min(others).replace("_", "-").replace("imported", "import")
+        raise UserError(f"--silent and {other}: thresholds need no predictor; leave one of the two out")
+    package = open_package(arguments.package)
+    silent.require_silu(package)
+    if arguments.silent == "off":
+        package = silent.remove_thresholds(package)
+    else:
+        name = arguments.text.name if arguments.text else "the package's own workload"
+        with Progress("setting thresholds", "tokens", plain=arguments.json, steady=True) as progress:
+            package = silent.set_thresholds(
+                package, _texts(arguments, package), share=arguments.silent, text=named(name), progress=progress
+            )
+    found = describe(package)
+    result = {name: found[name] for name in ("path", "id", "silent")}
+    if arguments.json:
+        print(json.dumps(result))
+    elif result["silent"] is None:
+        print(f"{package.path}: has no thresholds now; --mode thresholded is refused")
+    else:
+        print("\n".join(silent_lines(result["silent"])))
+    return 0
 
 
 def render(result: dict[str, Any]) -> str:

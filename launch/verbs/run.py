@@ -6,9 +6,11 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
 from neuronpipe.launch.planning import (
     add_package_argument,
@@ -41,9 +43,11 @@ def main(arguments: argparse.Namespace) -> int:
         started_run(package, plan, arguments.run, stays=False, uses=uses) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
-        generate(client, arguments, ask)
-    if (said := dense_reading(package.manifest.model)) is not None and not arguments.json:
-        print(f"neuronpipe: {said}", file=sys.stderr)
+        silent = package.manifest.silent if plan.compute.mode == "thresholded" else None
+        generate(client, arguments, ask, {} if silent is None else {"silent": asdict(silent)})
+    said = dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}"
+    if said is not None and not arguments.json:
+        print(as_typed(f"neuronpipe: {said}"), file=sys.stderr)
     return 0
 
 

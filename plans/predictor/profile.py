@@ -86,7 +86,10 @@ def profile(
     vectors, not on the residual stream. Raises UserError."""
     model = package.manifest.model
     if model.activation == "silu":
-        raise UserError(f"{package.path}: activation: silu neurons always fire; there is nothing to predict")
+        raise UserError(
+            f"{package.path}: activation: silu neurons always fire; there is nothing to predict; `--silent 50%` leaves "
+            "out those that count least"
+        )
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
     if imported is not None and model.norm == "layer" and not imported_reads_normed:
@@ -161,8 +164,8 @@ def profile(
             FiringShares(fired.shares(), trigger_fired.shares()),
         ),
         candidates,
-        _perplexity(exact, hidden[cut:], texts.held_out),
-        _perplexity(exact, predicted_hidden, texts.held_out),
+        perplexity(exact, hidden[cut:], texts.held_out),
+        perplexity(exact, predicted_hidden, texts.held_out),
     )
 
 
@@ -231,7 +234,7 @@ def _calibration(
     )
 
 
-def _perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[ContextWindow]) -> float:
+def perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[ContextWindow]) -> float:
     """Of every token but the first of each context window."""
     total, rated, start = 0.0, 0, 0
     for window in texts:

@@ -1,7 +1,8 @@
-"""What a predictor is fitted and judged on: context windows of token ids, and which of them are held out."""
+"""What a predictor, or thresholds, are fitted and judged on: context windows of token ids, some of them held out."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,12 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
         .ids[: tokens + tokens // HELD_OUT_PART]
     )
     if len(ids) < MIN_TOKENS:
-        raise UserError(f"{path}: {len(ids)} tokens; a predictor needs {MIN_TOKENS} or more")
-    length = _window_tokens(package.manifest)
-    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    cut = max(1, len(windows) - max(1, len(windows) // (HELD_OUT_PART + 1)))
+        raise UserError(f"{path}: {len(ids)} tokens; profiling needs {MIN_TOKENS} or more")
+    # Windows of nearly the same length, so that what is held out of a short text is not its last few tokens.
+    count = max(HELD_OUT_PART + 1, -(-len(ids) // _window_tokens(package.manifest)))
+    starts = [number * len(ids) // count for number in range(count + 1)]
+    windows = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
+    cut = count - count // (HELD_OUT_PART + 1)
     return Texts(windows[:cut], windows[cut:])
 
 

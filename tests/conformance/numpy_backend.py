@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.predictor.silent import speaking
 from neuronpipe.plans.reference.engine import Array, ReferenceEngine, rms_norm, rotate
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.services.job import Job
@@ -16,7 +17,8 @@ from neuronpipe.services.worker.prefill import PrefillService
 
 
 class NumpyBackend:
-    """One sequence in a step, exact mode. off: what every logit is multiplied by, for a backend that is wrong."""
+    """One sequence in a step, mode exact or thresholded. off: what every logit is multiplied by, for a backend that is
+    wrong."""
 
     numerics = "numpy-f32"
 
@@ -35,7 +37,8 @@ class NumpyBackend:
         shape = (m.layers, compute.sequences, m.key_heads, 2, compute.context_tokens, m.head_width)
         self._kv = np.asarray(memory.view("kv", "kv")).view(np.float16).reshape(shape)
         self._logits = np.asarray(memory.view("exchange", "logits")).reshape(-1, m.vocabulary)
-        self._weights, self._engine = PackageWeights(job.package), ReferenceEngine(job.package)
+        mask = speaking(job.package.manifest) if compute.mode == "thresholded" else None
+        self._weights, self._engine = PackageWeights(job.package), ReferenceEngine(job.package, mask=mask)
 
     def compute(self, work: StepWork) -> dict[str, float]:
         """A chunk of a prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.protocol.run_directory import RunDirectory
 
 from tests.conformance.checkpoints import RECIPES, tokens
+from tests.conformance.specs import SPECS, give_thresholds, write_package
 from tests.pipeline import SLOWER, Shell
 
 SETS = ffi.string(lib.np_isa_names()).decode().split(",")
@@ -69,9 +71,23 @@ def test_prompts_by_numpy_agree_with_the_native_engine(
     shell: Shell, converted: Converted, recipe: str, quantization: str
 ) -> None:
     """Through the whole pipeline: decode workers compute natively, the prefill worker by numpy, the same text."""
-    package, text = converted(recipe, quantization), tokens(RECIPES[recipe])
+    error = disagreement(shell, converted(recipe, quantization), tokens(RECIPES[recipe]))
+    print(f"{recipe} {quantization}: {error:.5f} of the spread at most")
+    assert 0 < error < (0.0005 if quantization == "f16" else MAX_DIFFERENCE)
+
+
+def test_silent_neurons_are_silent_in_another_backend(shell: Shell, tmp_path: Path) -> None:
+    few = replace(SPECS["qwen3"], neurons=48)
+    text = np.random.default_rng(3).integers(0, few.vocabulary, 70).tolist()
+    package, _ = give_thresholds(write_package(tmp_path / "package", few, "f16"), text)
+    assert 0 < disagreement(shell, package, text, "--mode", "thresholded") < 0.0005
+
+
+def disagreement(shell: Shell, package: Package, text: list[int], *options: str) -> float:
+    """How far the logits of decode, computed natively, are at most from those of a prefill worker by numpy, in units of
+    their spread."""
     rows = {}
-    with shell.up(package.path, "--use", f"prefill={NUMPY}", cwd=HERE) as run, attach(run.path) as client:
+    with shell.up(package.path, "--use", f"prefill={NUMPY}", *options, cwd=HERE) as run, attach(run.path) as client:
         context_tokens = read_plan(run.path / "plan.json").compute.context_tokens
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
@@ -79,8 +95,7 @@ def test_prompts_by_numpy_agree_with_the_native_engine(
                 score(client, text, window_tokens=context_tokens, path=path, keep=keep)
             rows[path] = np.load(out)
     error = np.sqrt(np.mean(np.square(rows["decode"] - rows["prefill"]), axis=1)) / rows["decode"].std(axis=1)
-    print(f"{recipe} {quantization}: {error.max():.5f} of the spread at most")
-    assert 0 < error.max() < (0.0005 if quantization == "f16" else MAX_DIFFERENCE)
+    return float(error.max())
 
 
 def test_a_swap_to_other_numerics_says_how_near_it_is_and_shares_nothing_across(
