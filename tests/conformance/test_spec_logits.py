@@ -286,3 +286,13 @@ def test_the_pipeline_leaves_out_the_same_neurons_whatever_is_resident(name: str
         for path in ("decode", "prefill"):
             logits = pipeline_logits(package, shell, path, (*options, "--mode", "thresholded"))
             assert np.array_equal(logits, wanted), (options, path)
+
+
+def test_a_gate_that_is_no_number_is_not_silent(tmp_path: Path) -> None:
+    """A damaged weight must show in the result, not make its neuron disappear."""
+    package, _ = give_thresholds(write_package(tmp_path / "package", SPECS["qwen3"], "f16"), TEXT)
+    bundles = np.memmap(package.bundles_path, np.uint16, "r+")
+    bundles[: package.manifest.model.width] = 0x7E00  # the first neuron's row of Gate
+    del bundles
+    logits = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT[:2], 1)
+    assert np.isnan(logits).all()

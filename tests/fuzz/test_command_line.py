@@ -39,8 +39,8 @@ EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "100"))  # a few secon
 VALUES = st.one_of(
     st.sampled_from((
         "", "0", "1", "-1", "2", "64", "65", "1e400", "nan", "inf", "-inf", "0.5", "50%", "101%", "1GiB",
-        "9" * 400 + "G", "9" * 5000, "0B", "½", "٣", "exact", "predicted", "decode", "decode.99", "cache=", "=",
-        "5=nan", "5=1", "json",
+        "9" * 400 + "G", "9" * 5000, "0B", "½", "٣", "exact", "predicted", "thresholded", "decode",
+        "decode.99", "cache=", "=", "5=nan", "5=1", "json",
         "{", "argv:", "a.b:C", "pp1,tg1", "pp0", "/nowhere", "/", "/proc/self/mem", "-", "--", "a b", "\x1b[2J",
         "t\udce9", "prefetch", "x" * 300, "tcp://a?key=b", "tcp://[:1", "default",
         "turbosparse-100m",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,3 +179,28 @@ def test_up_and_serve_have_no_room_for_texts_that_make_one_text_slow(shell: Shel
             else:
                 run = stack.enter_context(shell.up(DEMO, "--memory", str(limit)))
             assert run.status().max_sequences == 1
+
+
+def test_every_verb_that_runs_a_silu_model_can_leave_silent_neurons_out(
+    shell: Shell, converted: Converted, tmp_path: Path
+) -> None:
+    """And `run` says what that costs, as it was measured."""
+    package = shutil.copytree(converted("qwen2", "f16").path, tmp_path / "package")
+    (tmp_path / "text").write_text(string.ascii_letters * 40)
+    assert "set them with `" in shell.refused("run", package, "-p", "ab", "--mode", "thresholded")
+    silent = shell.json("profile", package, "--silent", "50%", "--text", tmp_path / "text")["silent"]
+    words = ("run", package, "-p", "ab", "-n", "4")
+    said = shell.json(*words, "--mode", "thresholded", "--ffn-resident", "40%")
+    assert said["mode"] == "thresholded"
+    assert said["silent"]["thresholded_perplexity"] == silent["thresholded_perplexity"]
+    assert "silent" not in shell.json(*words)
+    told = shell.call(*words, "--mode", "thresholded")
+    assert told.code == 0
+    assert f"neuronpipe: mode thresholded: {silent['loss']}" in told.errors
+    assert "silu: every neuron fires" not in told.errors
+    held = ("perplexity", package, "--text", tmp_path / "text", "--mode")
+    exact, thresholded = (shell.json(*held, mode)["perplexity"] for mode in ("exact", "thresholded"))
+    assert exact != thresholded
+    with shell.up(package, "--mode", "thresholded") as run:
+        assert run.status().mode == "thresholded"
+        assert run.ask("ab", 4)["token_ids"] == said["token_ids"]

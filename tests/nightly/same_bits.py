@@ -1,4 +1,4 @@
-"""Every bit as in another checkout: tokens and logits of packages, exact and predicted, in memory and half resident.
+"""Every bit as in another checkout: tokens and logits of packages in each of their modes, in memory and half resident.
 
     python tests/nightly/same_bits.py BEFORE [PACKAGE...]     (default: the demo)
 
@@ -43,9 +43,10 @@ def text_for(package: Path) -> str:
 
 def settings(package: Path) -> list[tuple[str, ...]]:
     """Options of the plans to compare: each mode with memory for everything, and for half of the neurons."""
-    predicted = json.loads(neuronpipe(HERE, "inspect", package, "--json"))["predictor"] is not None
+    found_in = json.loads(neuronpipe(HERE, "inspect", package, "--json"))
+    needs = {"exact": "id", "predicted": "predictor", "thresholded": "silent"}
     found = []
-    for mode in ("exact", "predicted") if predicted else ("exact",):
+    for mode in (mode for mode, field in needs.items() if found_in[field] is not None):
         memory = json.loads(neuronpipe(HERE, "plan", package, "--mode", mode, "--json"))["memory"]
         half = memory["least_bytes"] + memory["ffn_bytes"] // 2
         found += [("--mode", mode), ("--mode", mode, "--memory", str(half))]
