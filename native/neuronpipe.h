@@ -389,8 +389,9 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out);
  * always computed whole, by the same kernel, in index order. Who takes part, and whose blocks are which, may change with every step. */
 enum { NP_RELU = 0, NP_DRELU = 1, NP_RELU2 = 2, NP_SILU = 3 };
 enum { NP_NORM_RMS = 0, NP_NORM_LAYER = 1 };
-/* What a layer's predictor or router reads: the normed input of its attention or of its feed-forward; a router instead the layer's input. */
-enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2 };
+/* What a layer's predictor or router reads: the normed input of its attention or of its feed-forward; a router instead the layer's input,
+ * and a predictor instead the residual stream as the feed-forward's norm gets it. */
+enum { NP_READS_FEED_FORWARD = 0, NP_READS_ATTENTION = 1, NP_READS_LAYER = 2, NP_READS_RESIDUAL = 3 };
 /* The shares of the experts that were chosen, from the router's values for them: softmax, or sigmoids over their sum. */
 enum { NP_ROUTER_SOFTMAX = 0, NP_ROUTER_SIGMOID = 1 };
 
@@ -421,10 +422,10 @@ typedef struct {
     uint32_t cluster_neurons, clusters, block_neurons, blocks; /* per layer and expert */
     uint32_t slot_bytes[2];         /* by part */
     np_matrix_place gate, up, down; /* the first that there is lies in the trigger part, the others in the value part */
-    uint32_t predictor_rank;        /* 0: no predictor, every trigger is computed */
+    uint32_t predictor_rank;        /* the greatest of the predictors' ranks; 0: no predictor, every trigger is computed */
     int32_t predictor_type;
     int32_t predictor_relu;         /* 1: a rank vector's negative elements count as zero */
-    int32_t predictor_reads;        /* NP_READS_* */
+    int32_t predictor_reads;        /* NP_READS_* but NP_READS_LAYER; in a mixture not NP_READS_ATTENTION either */
 } np_shape;
 
 typedef struct {
@@ -440,6 +441,7 @@ typedef struct {
     np_matrix input;        /* [rank, width] */
     np_matrix sides[2];     /* [neurons, rank]; sides[1].quants NULL: the trigger alone */
     const float *biases[2]; /* [neurons] */
+    uint32_t rank, unused;  /* 1 to shape.predictor_rank */
 } np_predictor;
 
 typedef struct {

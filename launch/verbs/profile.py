@@ -77,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a SiLU model: instead of a predictor, thresholds below which so many of the neurons lie, e.g. 50%%, "
         "for --mode thresholded; off: remove them",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="keep the factors that the package has, as of a checkpoint with predictors; fit their thresholds",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -96,6 +101,8 @@ def main(arguments: argparse.Namespace) -> int:
     from neuronpipe.plans.predictor.profile import profile
 
     package = open_package(arguments.package)
+    if arguments.calibrate and (arguments.imported or arguments.rank):
+        raise UserError("--calibrate: keeps the package's own factors, so --import and --rank say nothing")
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
     texts = _texts(arguments, package)
@@ -112,6 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
             sides=arguments.sides,
             imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
             imported_reads_normed=arguments.import_reads_normed,
+            calibrate=arguments.calibrate,
             progress=progress,
         )
     manifest = profiled.package.manifest

@@ -39,7 +39,8 @@ static const char *wrong_size(const np_shape *s)
                 {"logit_scale", s->logit_scale > 0.0f && isfinite(s->logit_scale)},
                 {"attention_scale", s->attention_scale > 0.0f && isfinite(s->attention_scale)},
                 {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
-                {"predictor_reads", s->experts == 1 || s->predictor_reads == NP_READS_FEED_FORWARD},
+                {"predictor_reads", s->predictor_reads == NP_READS_FEED_FORWARD || s->predictor_reads == NP_READS_RESIDUAL ||
+                                        (s->predictor_reads == NP_READS_ATTENTION && s->experts == 1)},
                 {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
 }
 

@@ -85,16 +85,14 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
-    if (shape->predictor_rank && shape->predictor_type != shape->type)
+    if (np_predictor_has_input(shape))
         complete &= vectors_create(&engine->predictor_input, shape->predictor_type, shape->width, tokens);
     if (shape->predictor_rank)
-        complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, pairs);
+        complete &= vectors_create(&engine->ranks, shape->predictor_type, shape->predictor_rank, tokens);
     if (shape->experts > 1)
         complete &= vectors_create(&engine->gathered, shape->type, longest, tokens);
-    if (shape->experts > 1 && shape->predictor_rank && shape->predictor_type != shape->type)
+    if (shape->experts > 1 && np_predictor_has_input(shape))
         complete &= vectors_create(&engine->gathered_input, shape->predictor_type, shape->width, tokens);
-    if (shape->experts > 1 && shape->predictor_rank)
-        complete &= vectors_create(&engine->gathered_ranks, shape->predictor_type, shape->predictor_rank, tokens);
     if (!complete) {
         np_engine_destroy(engine);
         return NULL;
@@ -109,7 +107,7 @@ void np_engine_destroy(np_engine *engine)
     free(engine->sequence);
     free(engine->position);
     free(engine->token);
-    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input, &engine->gathered_ranks};
+    np_vectors *all[] = {&engine->vectors, &engine->predictor_input, &engine->ranks, &engine->gathered, &engine->gathered_input};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         free(all[i]->prepared);
         free(all[i]->panel);

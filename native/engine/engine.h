@@ -54,11 +54,10 @@ struct np_engine {
 
     /* scratch, private to this participant */
     np_vectors vectors;         /* what the matrices and the neurons read */
-    np_vectors predictor_input; /* the same for the predictor, where its type is another */
-    np_vectors ranks;           /* by pair */
+    np_vectors predictor_input; /* the same for the predictor, where it reads another (np_predictor_has_input) */
+    np_vectors ranks;           /* of the group in work */
     np_vectors gathered;        /* those of one group's tokens; of a dense layer's nobody needs a copy */
     np_vectors gathered_input;  /* the same of predictor_input */
-    np_vectors gathered_ranks;
     float *vector;             /* [max(width, query_heads*head_width)] */
     float *rows;               /* [max_tokens][max_rows] results of a dot product */
     size_t max_rows;
@@ -158,13 +157,15 @@ void np_engine_judge(np_engine *engine, uint32_t layer);
 uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens);
 /* Ask ahead for what the chosen experts will need in a layer (ffn.c). */
 void np_ask_for_groups(np_engine *engine, uint32_t layer);
-/* The vectors of a group's tokens, out of those of all tokens (by_pair 0) or of all pairs (1): `from` itself, or a copy in `to`. */
-const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, int by_pair, np_vectors *to);
+/* The vectors of a group's tokens, out of those of all tokens: `from` itself, or a copy in `to`. */
+const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, np_vectors *to);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 
 /* Prediction (predict.c): rank vectors from the residual stream; and, after a barrier, scores: who is predicted, and what of it
  * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Without a predictor everybody is predicted. */
 int np_predicts(const np_engine *engine, int reads);
+/* Whether a predictor's vectors are others than the neurons': of another type, or not normed. */
+int np_predictor_has_input(const np_shape *shape);
 void np_predict_ranks(np_engine *engine, const np_norm *norm);
 int np_predict_scores(np_engine *engine);
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);

@@ -129,7 +129,7 @@ static void enter_group(np_engine *engine, const np_group *group)
         return;
     close_window(engine);
     engine->group = group;
-    engine->inputs = np_engine_gather(engine, group, &engine->vectors, 0, &engine->gathered);
+    engine->inputs = np_engine_gather(engine, group, &engine->vectors, &engine->gathered);
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
@@ -312,8 +312,8 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     if (np_engine_routes(engine, NP_READS_FEED_FORWARD))
         np_engine_route(engine, layer);
-    if (np_predicts(engine, NP_READS_FEED_FORWARD)) {
-        np_predict_ranks(engine, norm);
+    if (np_predicts(engine, NP_READS_FEED_FORWARD) || np_predicts(engine, NP_READS_RESIDUAL)) {
+        np_predict_ranks(engine, np_predicts(engine, NP_READS_RESIDUAL) ? NULL : norm);
         done = np_engine_barrier(engine);
         if (done >= 0)
             done = np_predict_scores(engine);

@@ -1,7 +1,7 @@
 /* Which neurons will fire, guessed from a low-rank image of the triggers (and, where the sign of Up behind a gate counts, of the ups).
  *
- * A predictor reads attention's input or the feed-forward's. Reading early costs a little recall and gives flash the time of
- * attention to bring what is missing. */
+ * A predictor reads attention's input or the feed-forward's; one that was trained elsewhere reads the latter before its norm. Reading early
+ * costs a little recall and gives flash the time of attention to bring what is missing. Each predictor has a rank of its own. */
 #include "engine.h"
 
 #include <string.h>
@@ -9,6 +9,16 @@
 int np_predicts(const np_engine *engine, int reads)
 {
     return engine->shape.predictor_rank && engine->shape.predictor_reads == reads;
+}
+
+int np_predictor_has_input(const np_shape *shape)
+{
+    return shape->predictor_rank && (shape->predictor_type != shape->type || shape->predictor_reads == NP_READS_RESIDUAL);
+}
+
+static const np_predictor *predictor_of(const np_engine *engine, const np_group *group)
+{
+    return &engine->fixed.layers[engine->layer].predictors[group->expert];
 }
 
 /* Of a neuron of the group in work. */
@@ -37,7 +47,7 @@ int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
 void np_predict_ranks(np_engine *engine, const np_norm *norm)
 {
     const np_shape *s = &engine->shape;
-    np_vectors *all = s->predictor_type == s->type ? &engine->vectors : &engine->predictor_input;
+    np_vectors *all = np_predictor_has_input(s) ? &engine->predictor_input : &engine->vectors;
     if (all != &engine->vectors)
         np_engine_prepare(engine, all, engine->shared.residual, engine->count, s->width, s->width, norm);
     const uint32_t pieces = (s->predictor_rank + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
@@ -47,13 +57,15 @@ void np_predict_ranks(np_engine *engine, const np_norm *norm)
     for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_RANK, engine->group_count * pieces)) != NP_NO_PIECE;) {
         const np_group *group = &engine->groups[piece / pieces];
         if (group != engine->group)
-            x = np_engine_gather(engine, group, all, 0, gathered);
+            x = np_engine_gather(engine, group, all, gathered);
         engine->group = group;
-        const np_matrix *m = &engine->fixed.layers[engine->layer].predictors[group->expert].input;
-        const uint32_t row = piece % pieces * NP_PIECE_ROWS, left = s->predictor_rank - row;
+        const np_predictor *p = predictor_of(engine, group);
+        const uint32_t row = piece % pieces * NP_PIECE_ROWS, left = p->rank > row ? p->rank - row : 0;
+        if (!left)
+            continue; /* another expert's rank is greater */
         const uint32_t rows = left < NP_PIECE_ROWS ? left : NP_PIECE_ROWS;
         float *ranks = engine->shared.ranks + (size_t)group->first * s->predictor_rank + row;
-        np_engine_dot(engine, x, m, row, rows, NULL, ranks, s->predictor_rank);
+        np_engine_dot(engine, x, &p->input, row, rows, NULL, ranks, s->predictor_rank);
         for (uint32_t t = 0; s->predictor_relu && t < group->count; t++)
             for (uint32_t r = 0; r < rows; r++)
                 if (ranks[t * s->predictor_rank + r] < 0.0f)
@@ -61,18 +73,28 @@ void np_predict_ranks(np_engine *engine, const np_norm *norm)
     }
 }
 
-/* Who of a block of the group in work is predicted; ranks: of its tokens. Padding beyond the last neuron is not. */
-static uint32_t predict_block(np_engine *engine, const np_vectors *ranks, uint32_t block)
+/* From now on the group in work is this one; its tokens' rank vectors are prepared. */
+static void enter_group(np_engine *engine, const np_group *group)
+{
+    const uint32_t stride = engine->shape.predictor_rank;
+    if (engine->group != group)
+        np_engine_prepare(engine, &engine->ranks, engine->shared.ranks + (size_t)group->first * stride, group->count, stride,
+                          predictor_of(engine, group)->rank, NULL);
+    engine->group = group;
+}
+
+/* Who of a block of the group in work is predicted. Padding beyond the last neuron is not. */
+static uint32_t predict_block(np_engine *engine, uint32_t block)
 {
     const np_shape *s = &engine->shape;
-    const np_predictor *p = &engine->fixed.layers[engine->layer].predictors[engine->group->expert];
+    const np_predictor *p = predictor_of(engine, engine->group);
     const uint32_t first = block * s->block_neurons, left = s->neurons > first ? s->neurons - first : 0;
     const uint32_t rows = left < s->block_neurons ? left : s->block_neurons;
     uint32_t predicted = 0;
     memset(predictions(engine, first), 0, s->block_neurons * engine->mask_bytes);
     const int both = p->sides[1].quants != NULL;
     for (int side = 0; side <= both; side++)
-        np_engine_dot(engine, ranks, &p->sides[side], first, rows, p->biases[side],
+        np_engine_dot(engine, &engine->ranks, &p->sides[side], first, rows, p->biases[side],
                       engine->rows + (size_t)side * s->block_neurons, engine->max_rows);
     for (uint32_t t = 0; t < engine->group->count; t++) {
         const float *trigger = engine->rows + t * engine->max_rows, *up = both ? trigger + s->block_neurons : trigger;
@@ -109,18 +131,12 @@ int np_predict_scores(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const uint64_t started = np_clock_ns();
-    const uint32_t pairs = engine->count * s->experts_per_token;
     uint32_t predicted = 0, asked = 0;
-    np_engine_prepare(engine, &engine->ranks, engine->shared.ranks, pairs, s->predictor_rank, s->predictor_rank, NULL);
-    const np_vectors *ranks = NULL;
     engine->group = NULL;
     for (uint32_t piece; (piece = np_engine_claim(engine, engine->layer, NP_WORK_SCORE, engine->group_count * s->blocks)) != NP_NO_PIECE;) {
-        const np_group *group = &engine->groups[piece / s->blocks];
         const uint32_t block = piece % s->blocks;
-        if (group != engine->group)
-            ranks = np_engine_gather(engine, group, &engine->ranks, 1, &engine->gathered_ranks);
-        engine->group = group;
-        predicted += predict_block(engine, ranks, block);
+        enter_group(engine, &engine->groups[piece / s->blocks]);
+        predicted += predict_block(engine, block);
         if (engine->config.prefetch)
             asked = foresee(engine, block, asked);
     }

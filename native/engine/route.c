@@ -139,7 +139,7 @@ void np_engine_route(np_engine *engine, uint32_t layer)
 }
 
 /* ---- a group's vectors ------------------------------------------------------------------------------------------- */
-const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, int by_pair, np_vectors *to)
+const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, np_vectors *to)
 {
     if (engine->shape.experts == 1)
         return from;
@@ -147,8 +147,8 @@ const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, con
     to->n = from->n;
     to->count = group->count;
     for (uint32_t t = 0; t < group->count; t++) {
-        const uint32_t pair = group->first + t, source = by_pair ? pair : engine->pair_token[pair];
-        memcpy(to->prepared + t * to->stride, from->prepared + source * from->stride, bytes);
+        const uint32_t token = engine->pair_token[group->first + t];
+        memcpy(to->prepared + t * to->stride, from->prepared + token * from->stride, bytes);
     }
     if (to->count >= NP_PANEL_TOKENS)
         np_panel_prepare(to->type, to->prepared, to->stride, to->count, to->n, to->panel);

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
-from neuronpipe.plans.package.layout import Layout, Quantization
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization
 
 FORMAT = "neuronpipe-package"
 VERSION = 3
@@ -34,7 +34,7 @@ ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 
 Side = Literal["gate", "up"]
-PredictorInput = Literal["attention", "feed_forward"]
+PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 
@@ -65,8 +65,10 @@ class PredictorQuality:
 class Predictor:
     """What predictor.safetensors computes; FORMAT.md states the arithmetic.
 
-    reads: the normed input of the layer's attention, or of its feed-forward. sides: whose signs are predicted; both
-    must be positive. hidden: what happens to the rank-vector before it is prepared as an activation.
+    rank: the greatest. reads: the normed input of the layer's attention, or of its feed-forward, or what the
+    feed-forward's norm gets. sides: whose signs are predicted; both must be positive. hidden: what happens to the
+    rank-vector before it is prepared as an activation. by_layer: empty where it was never measured. ranks: of each
+    feed-forward, layer * experts + expert, where they differ.
     """
 
     rank: int
@@ -76,6 +78,16 @@ class Predictor:
     hidden: Hidden
     calibration_tokens: int
     by_layer: tuple[PredictorQuality, ...]
+    ranks: tuple[int, ...] | None = None
+
+    def rank_of(self, ffn: int) -> int:
+        """The rank of one feed-forward's predictor."""
+        return self.rank if self.ranks is None else self.ranks[ffn]
+
+
+def package_rank(rank: int) -> int:
+    """The rank that factors of this rank have in a package: whole groups, filled up with zeros."""
+    return -(-rank // GROUP_WEIGHTS) * GROUP_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +249,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         if manifest.trigger_fired_by_layer is not None:
             values["activity"]["trigger_fired_by_layer"] = list(manifest.trigger_fired_by_layer)
     if manifest.predictor is not None:
-        values["predictor"] = asdict(manifest.predictor)
+        values["predictor"] = {name: value for name, value in asdict(manifest.predictor).items() if value is not None}
     if manifest.silent is not None:
         values["silent"] = asdict(manifest.silent)
     if manifest.chat is not None:

@@ -15,6 +15,7 @@ from neuronpipe.plans.package.manifest import (
     PredictorQuality,
     Side,
 )
+from neuronpipe.protocol.errors import quoted
 
 MAX_RANK = 1 << 16
 
@@ -26,15 +27,22 @@ def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
     predictor = Predictor(
         rank=record.integer("rank", GROUP_WEIGHTS, MAX_RANK),
         quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
-        reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward")),
+        reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward", "residual")),
         sides=_parse_sides(record, model),
         hidden=cast(Hidden, record.choice("hidden", "none", "relu")),
         calibration_tokens=record.integer("calibration_tokens", 0, 1 << 50),
         by_layer=_parse_quality(record, model.layers),
+        ranks=_parse_ranks(record, model) if record.has("ranks") else None,
     )
     record.finish()
     if predictor.rank % GROUP_WEIGHTS:
         record.fail("rank", f"{predictor.rank} is no multiple of {GROUP_WEIGHTS}")
+    if predictor.ranks is not None and max(predictor.ranks) != predictor.rank:
+        record.fail("ranks", f"the greatest is {max(predictor.ranks)}, and not `rank`, {predictor.rank}")
+    if predictor.reads == "attention" and model.experts > 1:
+        record.fail("reads", "predictors of a mixture read the feed-forward's input, not attention's")
+    if not predictor.by_layer and predictor.calibration_tokens:
+        record.fail("by_layer", "is empty, though the predictor was calibrated")
     if predictor.quantization != "f16" and model.width % GROUP_WEIGHTS:
         record.fail("quantization", f"{predictor.quantization} needs a width that is a multiple of {GROUP_WEIGHTS}")
     return predictor
@@ -49,8 +57,20 @@ def _parse_sides(record: Record, model: ModelSpec) -> tuple[Side, ...]:
     return tuple(sides)
 
 
+def _parse_ranks(record: Record, model: ModelSpec) -> tuple[int, ...]:
+    ranks = record.items("ranks")
+    if len(ranks) != model.ffns:
+        record.fail("ranks", f"expected {model.ffns}, one for each feed-forward")
+    for rank in ranks:
+        if type(rank) is not int or rank % GROUP_WEIGHTS or not 0 < rank <= MAX_RANK:
+            record.fail("ranks", f"expected multiples of {GROUP_WEIGHTS} up to {MAX_RANK}, found {quoted(rank)}")
+    return tuple(ranks)
+
+
 def _parse_quality(record: Record, layers: int) -> tuple[PredictorQuality, ...]:
     items = record.items("by_layer")
+    if not items:
+        return ()
     if len(items) != layers or not all(isinstance(item, dict) for item in items):
         record.fail("by_layer", f"expected {layers} objects")
     quality = []

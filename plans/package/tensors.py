@@ -77,11 +77,12 @@ def predictor_names(model: ModelSpec) -> Iterator[str]:
     return (predictor_name(model, layer, expert) for layer in range(model.layers) for expert in range(model.experts))
 
 
-def predictor_matrices(model: ModelSpec, predictor: Predictor, name: str) -> Iterator[tuple[str, int, int]]:
-    """(name, rows, columns) of the quantized matrices of the predictor of this name, in the order of the file."""
-    yield f"{name}.input", predictor.rank, model.width
-    for side in predictor.sides:
-        yield f"{name}.{side}", model.neurons, predictor.rank
+def predictor_matrices(model: ModelSpec, predictor: Predictor) -> Iterator[tuple[str, int, int]]:
+    """(name, rows, columns) of the quantized matrices of all predictors, in the order of the file."""
+    for ffn, name in enumerate(predictor_names(model)):
+        yield f"{name}.input", predictor.rank_of(ffn), model.width
+        for side in predictor.sides:
+            yield f"{name}.{side}", model.neurons, predictor.rank_of(ffn)
 
 
 def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -91,12 +92,11 @@ def predictor_tensors(model: ModelSpec, predictor: Predictor) -> dict[str, tuple
     }
     # Two-byte elements before those of one byte: an odd number of odd rows must not push scales off their alignment.
     narrow: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for predictor_of in predictor_names(model):
-        for name, rows, columns in predictor_matrices(model, predictor, predictor_of):
-            quants = quant_bytes(predictor.quantization, columns)
-            if predictor.quantization == "f16":
-                tensors[f"{name}.quants"] = ("F16", (rows, columns))
-                continue
-            narrow[f"{name}.quants"] = (QUANT_DTYPES[predictor.quantization], (rows, quants))
-            tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(predictor.quantization, columns) // 2))
+    for name, rows, columns in predictor_matrices(model, predictor):
+        quants = quant_bytes(predictor.quantization, columns)
+        if predictor.quantization == "f16":
+            tensors[f"{name}.quants"] = ("F16", (rows, columns))
+            continue
+        narrow[f"{name}.quants"] = (QUANT_DTYPES[predictor.quantization], (rows, quants))
+        tensors[f"{name}.scales"] = ("F16", (rows, scale_bytes(predictor.quantization, columns) // 2))
     return {**tensors, **narrow}

@@ -1,9 +1,8 @@
 """Predictors trained elsewhere: PowerInfer's two matrices per layer, score = fc2 · relu(fc1 · x), from safetensors or
 from its own GGUF.
 
-PowerInfer gives them the residual stream before the norm; a package's predictor reads normed vectors. relu(c z) is
-c relu(z) for c > 0, so dividing fc1's columns by the norm's weights gives the same signs. Thresholds are not imported:
-they are calibrated here, on the quantized factors.
+PowerInfer gives them the residual stream before the norm, and so do engines here (`reads` is `residual`). Thresholds
+are not imported: they are calibrated here, on the quantized factors.
 """
 
 from __future__ import annotations
@@ -16,15 +15,13 @@ import numpy as np
 from neuronpipe.plans.convert.encodings import ENCODINGS, decode_stored
 from neuronpipe.plans.convert.gguf_header import POWERINFER_MAGIC, parse_gguf_header
 from neuronpipe.plans.package.fields import open_file
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.manifest import Manifest, package_rank
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError, named
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 NAME = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
-MIN_NORM_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,12 @@ class ImportedPredictor:
 
     path: Path
     entries: dict[tuple[int, int], TensorEntry]
-    rank: int
+    ranks: tuple[int, ...]  # of each layer, as a package has them
 
-    def layer(self, number: int, norm: Array | None) -> tuple[Array, Array]:
-        """fc1 [rank, width] and fc2 [neurons, rank] of a layer, filled up with zeros to the common rank. norm: weights
-        [width] of the norm whose output is read, None when fc1 was trained on normed vectors."""
+    def layer(self, number: int) -> tuple[Array, Array]:
+        """fc1 [rank, width] and fc2 [neurons, rank] of a layer, filled up with zeros to its rank in the package."""
         first, second = self._read(number, 1), self._read(number, 2)
-        if norm is not None:
-            known = np.abs(norm) > MIN_NORM_WEIGHT
-            first = np.where(known, first / np.where(known, norm, 1), 0).astype(np.float32)
-        missing = self.rank - len(first)
+        missing = self.ranks[number] - len(first)
         return np.pad(first, ((0, missing), (0, 0))), np.pad(second, ((0, 0), (0, missing)))
 
     def _read(self, layer: int, matrix: int) -> Array:
@@ -86,8 +79,9 @@ def open_imported(path: Path, manifest: Manifest) -> ImportedPredictor:
                 f"{path}: layer {layer}: fc1 {list(first)} and fc2 {list(second)} do not fit a width of {model.width} "
                 f"and {model.neurons} neurons"
             )
-    most = max(entries[layer, 1].shape[0] for layer in range(model.layers))
-    return ImportedPredictor(path, entries, -(-most // GROUP_WEIGHTS) * GROUP_WEIGHTS)
+    return ImportedPredictor(
+        path, entries, tuple(package_rank(entries[layer, 1].shape[0]) for layer in range(model.layers))
+    )
 
 
 def _header(path: Path) -> dict[str, TensorEntry]:

@@ -58,8 +58,8 @@ class StoredPredictor:
     def mask(self, run: LayerRun) -> NDArray[np.bool_]:
         """Which neurons of a layer are predicted, for the reference engine: bool [tokens, neurons]."""
         predictor = self._predictor
-        reads = run.attention_input if predictor.reads == "attention" else run.feed_forward_input
-        return predicted_neurons(predictor.quantization, self.of_ffn(run.ffn), predictor.hidden, reads)
+        factors = self.of_ffn(run.ffn)
+        return predicted_neurons(predictor.quantization, factors, predictor.hidden, run.read_by(predictor.reads))
 
     def _bytes(self, name: str) -> NDArray[np.uint8]:
         entry = self._entries[name]

@@ -19,13 +19,11 @@ from neuronpipe.plans.package.predictor_writer import (
     write_predictor,
 )
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import NEVER, Calibration, fit_layer, thresholds
 from neuronpipe.plans.predictor.imported import ImportedPredictor
-from neuronpipe.plans.predictor.predictions import judge, predicted_neurons
+from neuronpipe.plans.predictor.predictions import StoredPredictor, judge, predicted_neurons
 from neuronpipe.plans.predictor.texts import ContextWindow, Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
-from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
@@ -37,11 +35,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Candidate:
-    """One choice of sides with its rank, fitted here or imported, and what came out of it layer by layer."""
+    """One choice of sides with its rank, fitted here or trained before, and what came out of it layer by layer."""
 
     sides: tuple[Side, ...]
     rank: int
     hidden: Hidden = "none"
+    ranks: tuple[int, ...] | None = None  # of each feed-forward, where they differ
     factors: dict[int, LayerFactors] = field(default_factory=dict)  # by feed-forward
     judged: dict[int, list[tuple[int, PredictorQuality]]] = field(default_factory=dict)  # by layer: on so many tokens
 
@@ -54,6 +53,51 @@ class Candidate:
     def predicted(self) -> float:
         """Share of neurons predicted, mean over layers: what is paid."""
         return float(np.mean([layer.predicted for layer in self.quality]))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Factors that were trained before: their thresholds are fitted here, nothing else. of_ffn: by feed-forward."""
+
+    sides: tuple[Side, ...]
+    ranks: tuple[int, ...]
+    quantization: Quantization
+    reads: PredictorInput
+    hidden: Hidden
+    of_ffn: Callable[[int], LayerFactors]
+
+    @classmethod
+    def of_package(cls, package: Package) -> Trained:
+        """The package's own. Raises UserError where it has none."""
+        if (predictor := package.manifest.predictor) is None:
+            raise UserError(f"{package.path}: has no predictor that could be calibrated; fit one, without --calibrate")
+        ranks = tuple(predictor.rank_of(ffn) for ffn in range(package.manifest.model.ffns))
+        return cls(
+            predictor.sides,
+            ranks,
+            predictor.quantization,
+            predictor.reads,
+            predictor.hidden,
+            StoredPredictor(package).of_ffn,
+        )
+
+    @classmethod
+    def of_file(
+        cls, imported: ImportedPredictor, model: ModelSpec, quantization: Quantization, *, reads_normed: bool
+    ) -> Trained:
+        """Imported ones of a dense model. reads_normed: trained on normed vectors, not on the residual stream."""
+
+        def of_ffn(number: int) -> LayerFactors:
+            first, second = imported.layer(number)
+            side = SideFactor(encode(quantization, second), np.zeros(model.neurons, np.float32))
+            return LayerFactors(encode(quantization, first), {model.trigger: side})
+
+        reads: PredictorInput = "feed_forward" if reads_normed else "residual"
+        return cls((model.trigger,), imported.ranks, quantization, reads, "relu", of_ffn)
+
+    def candidate(self) -> Candidate:
+        """The one choice there is."""
+        return Candidate(self.sides, max(self.ranks), self.hidden, self.ranks if len(set(self.ranks)) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -78,12 +122,13 @@ def profile(
     sides: str = "auto",
     imported: ImportedPredictor | None = None,
     imported_reads_normed: bool = False,
+    calibrate: bool = False,
     progress: Progress | None = None,
 ) -> Profiled:
     """Fit, judge and write a predictor. sides: `trigger`, `both` or `auto`: with drelu both are tried, and the trigger
-    alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor is taken
-    instead, with its own rank, and only its thresholds are fitted; imported_reads_normed: it was trained on normed
-    vectors, not on the residual stream. Raises UserError."""
+    alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor, or with
+    calibrate the package's own, is taken instead, and only its thresholds are fitted; imported_reads_normed: it was
+    trained on normed vectors, not on the residual stream. Raises UserError."""
     model = package.manifest.model
     if model.activation == "silu":
         raise UserError(
@@ -92,19 +137,20 @@ def profile(
         )
     if rank % GROUP_WEIGHTS or not 0 < rank <= model.width:
         raise UserError(f"rank {rank}: takes multiples of {GROUP_WEIGHTS} up to the width, {model.width}")
-    if imported is not None and model.norm == "layer" and not imported_reads_normed:
-        raise UserError(
-            f"{imported.path}: trained on what enters LayerNorm; a package's predictor reads what leaves it, from "
-            "which that cannot be computed: fit one instead, without --import"
-        )
     if model.experts > 1 and (imported is not None or reads == "attention"):
-        raise UserError(f"{package.path}: predictors of a mixture are fitted here, and read the feed-forward's input")
+        raise UserError(
+            f"{package.path}: predictors of a mixture are fitted here or converted with it, and read the "
+            "feed-forward's input"
+        )
+    trained = Trained.of_package(package) if calibrate else None
     if imported is not None:
-        candidates = [Candidate((model.trigger,), imported.rank, "relu")]
-    else:
-        candidates = _candidates(sides, rank, model)
+        trained = Trained.of_file(imported, model, quantization, reads_normed=imported_reads_normed)
+    if trained is not None and reads == "attention":
+        raise UserError("--reads attention: a trained predictor reads what it was trained on; leave --reads out")
+    if trained is not None:
+        quantization, reads = trained.quantization, trained.reads
+    candidates = _candidates(sides, rank, model) if trained is None else [trained.candidate()]
     package.verify_fixed()
-    weights = PackageWeights(package)
     cut = texts.calibration_tokens
     held_out = sum(map(len, texts.held_out))
     both = cut + held_out
@@ -117,8 +163,12 @@ def profile(
     tell(0)
     fired, trigger_fired = _FiringByLayer(model.layers), _FiringByLayer(model.layers)
 
+    def unknown(candidate: Candidate, ffn: int) -> LayerFactors:
+        """Of an expert that too few tokens chose to know it: as it was trained, or everything is predicted."""
+        return _everything(candidate, model, quantization) if trained is None else trained.of_ffn(ffn)
+
     def observe(run: LayerRun) -> None:
-        inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
+        inputs = run.read_by(reads)
         active = run.inner != 0
         fired.add(run.layer, active)
         trigger_fired.add(run.layer, run.values[model.trigger] > model.activation_threshold)
@@ -126,14 +176,13 @@ def profile(
         for candidate in candidates:
             calibration = _calibration(run, inputs, active, fitted, candidate.sides, model.activation_threshold)
             if fitted < MIN_CALIBRATION_TOKENS and model.experts > 1:
-                factors = _everything(candidate, model, quantization)
-            elif imported is None:
+                factors = unknown(candidate, run.ffn)
+            elif trained is None:
                 factors = fit_layer(calibration, candidate.rank, quantization, recall)
             else:
-                norm = f"layers.{run.layer}.{'ffn_norm' if reads == 'feed_forward' else 'attention_norm'}"
-                first, second = imported.layer(run.layer, None if imported_reads_normed else weights.vector(norm))
-                sides_rows: dict[Side, Rows] = {model.trigger: encode(quantization, second)}
-                factors = thresholds(encode(quantization, first), sides_rows, calibration, quantization, recall, "relu")
+                factors = trained.of_ffn(run.ffn)
+                rows = {side: factor.rows for side, factor in factors.sides.items()}
+                factors = thresholds(factors.input, rows, calibration, quantization, recall, trained.hidden)
             candidate.factors[run.ffn] = factors
             if fitted < len(run.tokens):
                 predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[fitted:])
@@ -146,13 +195,12 @@ def profile(
     candidates.sort(key=lambda candidate: candidate.predicted)
     best = candidates[0]
     chosen_by_nobody = set(range(model.ffns)) - best.factors.keys()
-    best.factors |= {ffn: _everything(best, model, quantization) for ffn in chosen_by_nobody}
-    predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality))
+    best.factors |= {ffn: unknown(best, ffn) for ffn in chosen_by_nobody}
+    predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality), best.ranks)
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
         tell(model.layers * both + run.layer * held_out)
-        inputs = run.feed_forward_input if reads == "feed_forward" else run.attention_input
-        return predicted_neurons(quantization, best.factors[run.ffn], best.hidden, inputs)
+        return predicted_neurons(quantization, best.factors[run.ffn], best.hidden, run.read_by(reads))
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
@@ -193,7 +241,7 @@ def _mean_quality(judged: list[tuple[int, PredictorQuality]]) -> PredictorQualit
 
 
 def _everything(candidate: Candidate, model: ModelSpec, quantization: Quantization) -> LayerFactors:
-    """What predicts every neuron: of an expert that too few tokens chose to know it."""
+    """What predicts every neuron."""
     nothing = encode(quantization, np.zeros((model.neurons, candidate.rank), np.float32))
     always = np.full(model.neurons, -NEVER, np.float32)
     return LayerFactors(

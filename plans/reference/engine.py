@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.weights import Array, PackageWeights
 from neuronpipe.protocol.errors import UserError
@@ -88,18 +89,25 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
 @dataclass(frozen=True)
 class LayerRun:
     """One feed-forward while it is computed, a layer's or an expert's: the normed inputs of attention and feed-forward
-    [tokens, width] (of a mixture, of the tokens that chose the expert), the matrices before Down, `gate` (where there
-    is one) and `up`, [neurons, width], their values [tokens, neurons], and the inner activations (zero: the neuron did
-    not fire). ffn: number of the feed-forward, layer * experts + expert; tokens: which of all tokens these are."""
+    [tokens, width] (of a mixture, of the tokens that chose the expert), and the latter before its norm (residual); the
+    matrices before Down, `gate` (where there is one) and `up`, [neurons, width], their values [tokens, neurons], and
+    the inner activations (zero: the neuron did not fire). ffn: number of the feed-forward, layer * experts + expert;
+    tokens: which of all tokens these are."""
 
     ffn: int
     layer: int
     tokens: np.ndarray
     attention_input: Array
+    residual: Array
     feed_forward_input: Array
     weights: Mapping[str, Array]
     values: Mapping[str, Array]
     inner: Array
+
+    def read_by(self, reads: PredictorInput) -> Array:
+        """What a predictor reads that reads this."""
+        inputs = {"attention": self.attention_input, "residual": self.residual}
+        return inputs.get(reads, self.feed_forward_input)
 
 
 Mask = Callable[[LayerRun], np.ndarray]
@@ -138,14 +146,16 @@ class ReferenceEngine:
         for layer in range(model.layers):
             attention_input, layer_input = self._normed(f"layers.{layer}.attention_norm", x), x
             x = x + scale * self._attention(layer, attention_input, [len(tokens) for tokens in texts])
-            normed = self._normed(f"layers.{layer}.ffn_norm", layer_input if model.parallel else x)
+            residual = layer_input if model.parallel else x
+            normed = self._normed(f"layers.{layer}.ffn_norm", residual)
             shares = self._route(layer, normed if model.router_reads == "feed_forward" else layer_input)
             change = np.zeros_like(x)
             for expert in range(model.experts):
                 chosen = np.flatnonzero(shares[:, expert])
                 if len(chosen):
                     ffn = layer * model.experts + expert
-                    one, fired[ffn] = self._feed_forward(layer, expert, attention_input[chosen], normed[chosen], chosen)
+                    inputs = (attention_input[chosen], residual[chosen], normed[chosen])
+                    one, fired[ffn] = self._feed_forward(layer, expert, inputs, chosen)
                     change[chosen] += shares[chosen, expert, None] * one
             x = x + scale * change
         return x, fired
@@ -203,9 +213,11 @@ class ReferenceEngine:
         return expert_shares(model, x @ router.T)
 
     def _feed_forward(
-        self, layer: int, expert: int, attention_input: Array, normed: Array, tokens: np.ndarray
+        self, layer: int, expert: int, inputs: tuple[Array, Array, Array], tokens: np.ndarray
     ) -> tuple[Array, np.ndarray]:
+        """inputs: attention's, the residual stream before the norm, and the feed-forward's."""
         model, name = self._manifest.model, f"layers.{layer}"
+        normed = inputs[-1]
         *before, down = self._weights.neurons(layer, expert)
         weights = dict(zip(model.ffn_matrices, before, strict=False))
         values = {matrix: normed @ rows.T for matrix, rows in weights.items()}
@@ -218,7 +230,7 @@ class ReferenceEngine:
         )
         if model.activation_threshold:
             inner = np.where(values[model.trigger] > np.float32(model.activation_threshold), inner, np.float32(0))
-        run = LayerRun(layer * model.experts + expert, layer, tokens, attention_input, normed, weights, values, inner)
+        run = LayerRun(layer * model.experts + expert, layer, tokens, *inputs, weights, values, inner)
         if self._observe is not None:
             self._observe(run)
         if self._mask is not None:

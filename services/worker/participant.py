@@ -24,6 +24,7 @@ READS = {
     "feed_forward": lib.NP_READS_FEED_FORWARD,
     "attention": lib.NP_READS_ATTENTION,
     "layer": lib.NP_READS_LAYER,
+    "residual": lib.NP_READS_RESIDUAL,
 }
 
 
@@ -290,8 +291,9 @@ class Participant:
                     "input": matrix(f"{name}.input"),
                     "sides": [matrix(f"{name}.{side}") for side in predictor.sides],
                     "biases": [vector(f"{name}.{side}.bias") for side in predictor.sides],
+                    "rank": predictor.rank_of(layer * model.experts + expert),
                 }
-                for name in names
+                for expert, name in enumerate(names)
             ],
         )
         self._keep.append(native)

@@ -324,26 +324,35 @@ def test_an_imported_predictor_is_read_from_the_residual_stream_and_calibrated(
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
     assert (predictor.hidden, predictor.rank, predictor.sides) == ("relu", 2 * model.width, ("gate",))
+    assert (predictor.reads, predictor.ranks) == ("residual", None)
     assert all(layer.recall > 0.95 and layer.precision > 0.95 for layer in predictor.by_layer)
 
 
-def test_what_enters_layer_norm_cannot_be_read_behind_it(tmp_path: Path) -> None:
+def test_an_imported_predictor_reads_what_enters_layer_norm(tmp_path: Path) -> None:
+    """The mean that LayerNorm takes away is no part of what it reads: that vector's ups decide, exactly."""
     recipe = RECIPES["opt"]
-    package = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "p")
-    factors = {"fc1": (32, recipe.width), "fc2": (recipe.neurons, 32)}
-    save_file(
-        {
-            f"{n}.{name}.weight": np.ones(shape, np.float32)
-            for n in range(recipe.layers)
-            for name, shape in factors.items()
-        },
-        tmp_path / "fc.safetensors",
-    )
+    package = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "p", quantization="q8")
+    weights, unit = PackageWeights(package), np.eye(recipe.width, dtype=np.float32)
+    centre = unit - 1 / recipe.width
+    stored = {}
+    for n in range(recipe.layers):
+        up = (weights.neurons(n)[0] * weights.vector(f"layers.{n}.ffn_norm")) @ centre
+        stored[f"{n}.fc1.weight"] = np.concatenate((unit, -unit))
+        stored[f"{n}.fc2.weight"] = np.concatenate((up, -up), axis=1)
+    save_file(stored, tmp_path / "fc.safetensors")
     imported = open_imported(tmp_path / "fc.safetensors", package.manifest)
-    texts = Texts([list(range(40))], [list(range(40))])
-    with pytest.raises(UserError, match=r"trained on what enters LayerNorm; .*without --import"):
-        profile(package, texts, rank=32, imported=imported)
-    assert profile(package, texts, rank=32, imported=imported, imported_reads_normed=True).package.manifest.predictor
+    random = np.random.default_rng(4)
+    windows = random.integers(0, recipe.vocabulary, (8, 64)).tolist()
+    texts = Texts(windows[:6], windows[6:])
+    predictor = profile(package, texts, rank=32, recall=0.97, imported=imported).package.manifest.predictor
+    assert predictor is not None
+    assert predictor.reads == "residual"
+    assert all(layer.recall > 0.9 and layer.precision > 0.7 for layer in predictor.by_layer)
+    normed = profile(package, texts, rank=32, imported=imported, imported_reads_normed=True).package.manifest.predictor
+    assert normed is not None
+    assert normed.reads == "feed_forward"
+    with pytest.raises(UserError, match="--reads attention: a trained predictor reads what it was trained on"):
+        profile(package, texts, rank=32, imported=imported, reads="attention")
 
 
 def test_what_cannot_be_imported_is_refused_by_name(tiny: Callable[[Activation], Package], tmp_path: Path) -> None:
