@@ -14,6 +14,7 @@ from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
+from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.plan.reading import units
 
 BAR_WIDTH = 64
@@ -70,7 +71,8 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         "quantization_error": dict(manifest.quantization_error),
         "activity_by_layer": None if manifest.fired_by_layer is None else list(manifest.fired_by_layer),
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
-        "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
+        "predictor": None if (predictor := manifest.predictor) is None else asdict(predictor),
+        "predictor_ranks": None if predictor is None else ranks(predictor),
         "silent": None if manifest.silent is None else asdict(manifest.silent) | {"loss": manifest.silent.loss()},
         "workload": None if manifest.workload is None else asdict(manifest.workload),
         "warnings": warnings(manifest),
@@ -80,9 +82,33 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
 def warnings(manifest: Manifest) -> list[str]:
     """What a person should know before the package disappoints them, a sentence each."""
     found = [said] if (said := dense_reading(manifest.model)) is not None else []
+    if (said := unmeasured_predictor(manifest)) is not None:
+        found.append(said)
     if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
         found.append(said)
     return found
+
+
+def unmeasured_predictor(manifest: Manifest, mode: Mode = "predicted") -> str | None:
+    """That nobody knows how good a predictor is, as it comes from a checkpoint; None where it was measured."""
+    predictor = manifest.predictor
+    if predictor is None or predictor.by_layer:
+        return None
+    said = f"the predictor is the checkpoint's own ({ranks(predictor)}), with the threshold it was trained for"
+    if mode == "exact":
+        return f"{said}; exact mode needs none, `--mode predicted` uses it"
+    return (
+        f"{said}: how many of the active neurons it finds was never measured; `neuronpipe profile PACKAGE --calibrate` "
+        "measures that, and fits its thresholds"
+    )
+
+
+def ranks(predictor: Predictor) -> str:
+    """The rank, or the least and the greatest of those of all feed-forwards."""
+    if predictor.ranks is None:
+        return f"rank {predictor.rank:,}"
+    mean = sum(predictor.ranks) / len(predictor.ranks)
+    return f"ranks {min(predictor.ranks):,} to {predictor.rank:,}, mean {mean:,.0f}"
 
 
 def dense_reading(model: ModelSpec) -> str | None:
@@ -163,7 +189,7 @@ def render(description: dict[str, Any]) -> str:
         lines += ["", "Active neurons by layer (measured)"]
         lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
     if (predictor := description["predictor"]) is not None:
-        lines += ["", *_predictor_lines(predictor)]
+        lines += ["", *_predictor_lines(predictor, description["predictor_ranks"])]
     if (silent := description["silent"]) is not None:
         lines += ["", *silent_lines(silent)]
     if (workload := description["workload"]) is not None:
@@ -198,9 +224,11 @@ def _reading_lines(rows: list[dict[str, Any]] | None) -> list[str]:
     return [*lines, f"  the package's arrangement is interleaved clusters: {found} (plans/plan/README.md)"]
 
 
-def _predictor_lines(predictor: dict[str, Any]) -> list[str]:
+def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
     sides = " and ".join(predictor["sides"])
-    head = f"Predictor of {sides}, rank {predictor['rank']}, {predictor['quantization']}, reads {predictor['reads']}"
+    head = f"Predictor of {sides}, {ranks}, {predictor['quantization']}, reads {predictor['reads']}"
+    if not predictor["by_layer"]:
+        return [f"{head}: from the checkpoint, never measured"]
     lines = [f"{head} ({predictor['calibration_tokens']:,} calibration tokens; held-out figures)"]
     lines += [f"  {'layer':>5} {'recall':>8} {'precision':>10} {'predicted':>10} {'per active':>11}"]
     for number, layer in enumerate(predictor["by_layer"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json or .model, if the source has none"
     )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
+    parser.add_argument(
+        "--no-predictor",
+        dest="predictor",
+        action="store_false",
+        help="leave the source's predictors, if any; exact mode needs none",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -65,6 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
             tokenizer=arguments.tokenizer,
             context_tokens=arguments.context,
             name=arguments.name,
+            predictor=arguments.predictor,
             overwrite=arguments.overwrite,
             progress=progress,
             report=reports.append,
@@ -86,7 +93,7 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "quantization_error": dict(manifest.quantization_error),
         "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
         "source_weights": dict(encoded.source_weights),
-        "predictors": None if encoded.predictors is None else str(encoded.predictors),
+        "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "warnings": warnings(manifest),
     }
 
@@ -117,8 +124,5 @@ def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None 
         lines += ["", _lost_before(encoded, manifest.quantization)]
     for warning in warnings(manifest):
         lines += ["", f"note: {warning}"]
-    if encoded.predictors is not None and os.path.exists(encoded.predictors):  # a pull keeps no source
-        command = line_to_paste("profile", path, "--import", encoded.predictors, "--text", "FILE")
-        lines += ["", f"note: the source has predictors; exact mode needs none. For predicted mode: {command}"]
     lines += ["", f"run it: {line_to_paste('run', called or path, '-p', 'TEXT')}"]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
                 reference,
                 name,
                 quantization=arguments.quantization,
-                options=Options(arguments.activation, arguments.tokenizer, arguments.context),
+                options=Options(arguments.activation, arguments.tokenizer, arguments.context, arguments.predictor),
                 command=_command(arguments, name),
                 overwrite=arguments.overwrite,
                 agree=agree,
@@ -91,6 +91,8 @@ def _command(arguments: argparse.Namespace, name: str) -> list[str]:
         words += ["--tokenizer", str(arguments.tokenizer.absolute())]
     if arguments.context is not None:
         words += ["--context", str(arguments.context)]
+    if not arguments.predictor:
+        words.append("--no-predictor")
     return words + (["--overwrite"] if arguments.overwrite else [])
 
 

@@ -20,7 +20,7 @@ from neuronpipe.launch.planning import (
     package_and_plan,
 )
 from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.inspect import dense_reading
+from neuronpipe.plans.inspect import dense_reading, unmeasured_predictor
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
@@ -45,9 +45,13 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         silent = package.manifest.silent if plan.compute.mode == "thresholded" else None
         generate(client, arguments, ask, {} if silent is None else {"silent": asdict(silent)})
-    said = dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}"
-    if said is not None and not arguments.json:
-        print(as_typed(f"neuronpipe: {said}"), file=sys.stderr)
+    notes = (
+        dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}",
+        unmeasured_predictor(package.manifest, plan.compute.mode),
+    )
+    for said in notes:
+        if said is not None and not arguments.json:
+            print(as_typed(f"neuronpipe: {said}"), file=sys.stderr)
     return 0
 
 

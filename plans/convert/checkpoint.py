@@ -16,7 +16,7 @@ from neuronpipe.plans.convert.encodings import ENCODINGS, PLAIN_BYTES, decode_st
 from neuronpipe.plans.models.family import TensorNames
 from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import open_file
-from neuronpipe.plans.package.manifest import Source
+from neuronpipe.plans.package.manifest import MAX_RANK, Source
 from neuronpipe.protocol.errors import UserError, named, quoted
 from numpy.typing import NDArray
 
@@ -157,6 +157,14 @@ class Inventory:
         """Whether there is a tensor of this name."""
         return name in self._tensors
 
+    def leave(self, name: str) -> None:
+        """Nobody wants this tensor, and nothing is lost without it."""
+        self._taken.add(name)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._tensors[name][0].path
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, rows first."""
         if name not in self._tensors:
@@ -197,11 +205,36 @@ class Inventory:
 
 
 class Options(NamedTuple):
-    """What the person who converts may say besides the source; None: as the source says."""
+    """What the person who converts may say besides the source; None: as the source says. predictor: take the predictors
+    that lie in the source."""
 
     activation: Activation | None = None
     tokenizer: Path | None = None
     context_tokens: int | None = None
+    predictor: bool = True
+
+
+@dataclass(frozen=True)
+class SourcePredictors:
+    """Predictors that lie in a source: of each feed-forward, layer * experts + expert, fc1 [rank, width] and
+    fc2 [neurons, rank], and what they compute: score = fc2 . relu(fc1 . x), with x the residual stream before the
+    feed-forward's norm. A neuron is predicted from a score of `threshold` on; None: where the score is above 0."""
+
+    first: tuple[StoredMatrix, ...]
+    second: tuple[StoredMatrix, ...]
+    threshold: float | None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """By feed-forward."""
+        return tuple(matrix.rows for matrix in self.first)
+
+    @property
+    def bias(self) -> np.float32:
+        """What makes the scores of predicted neurons positive."""
+        if self.threshold is None:
+            return np.float32(0)
+        return max(np.nextafter(np.float32(-self.threshold), np.float32(np.inf)), np.finfo(np.float32).tiny, key=abs)
 
 
 @dataclass(frozen=True)
@@ -210,8 +243,7 @@ class Checkpoint:
 
     `matrices` and `vectors` have the names of fixed.safetensors, and the matrices of every feed-forward besides
     (`ffn_name`). A name stands for one stored tensor or for several, one below the other (query, key and value). down
-    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions. predictors:
-    the file that holds some beside the model, if any.
+    is [width, neurons], or with down_by_neuron [neurons, width]. inverse_frequency: of rotary positions.
     """
 
     source: Source
@@ -223,7 +255,7 @@ class Checkpoint:
     matrices: Stack
     vectors: Stack
     down_by_neuron: bool = False
-    predictors: Path | None = None
+    predictors: SourcePredictors | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Checkpoint:
@@ -258,6 +290,48 @@ def take_tensors(
     for number in range(model.layers):
         taken.take_layer(number)
     return taken.matrices, taken.vectors
+
+
+def take_predictors(
+    inventory: Inventory, model: ModelSpec, names: TensorNames, *, wanted: bool, threshold: float | None = None
+) -> SourcePredictors | None:
+    """Those that lie in a source: all of them, or none where there is none. Not wanted, or where every neuron fires:
+    none. Their ranks are what their shapes say, and may all differ. Raises UserError naming file and tensor."""
+    if names.predictor is None:
+        return None
+    within = [
+        f"{names.layer.format(layer)}{names.expert.format(expert) if model.experts > 1 else ''}"
+        for layer in range(model.layers)
+        for expert in range(model.experts)
+    ]
+    stored = [tuple(f"{place}{names.predictor.format(matrix)}.weight" for matrix in (1, 2)) for place in within]
+    there = [name for pair in stored for name in pair if inventory.has(name)]
+    if not there:
+        return None
+    if not wanted or model.activation == "silu":
+        for name in there:
+            inventory.leave(name)
+        return None
+    pairs = [_take_predictor(inventory, model, first, second) for first, second in stored]
+    return SourcePredictors(tuple(first for first, _ in pairs), tuple(second for _, second in pairs), threshold)
+
+
+def _take_predictor(
+    inventory: Inventory, model: ModelSpec, first: str, second: str
+) -> tuple[StoredMatrix, StoredMatrix]:
+    shapes = [inventory.shape(name) for name in (first, second)]
+    rank = shapes[0][0] if len(shapes[0]) == 2 else 0
+    for name, found, needed in (
+        (first, shapes[0], (rank, model.width)),
+        (second, shapes[1], (model.neurons, rank)),
+    ):
+        if not 0 < rank <= MAX_RANK or found != needed:
+            raise UserError(
+                f"{inventory.file(name)}: {named(name)}: has shape {quoted(list(found))}; a predictor's fc1 is "
+                f"[rank, {model.width}] and its fc2 [{model.neurons}, rank], and fc1 has rank {rank}; "
+                "`--no-predictor` converts without predictors"
+            )
+    return inventory.take(first, rank, model.width), inventory.take(second, model.neurons, rank)
 
 
 class _Tensors:

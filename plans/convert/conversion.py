@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from neuronpipe.plans.convert.advice import refuse_no_source
@@ -15,15 +14,16 @@ from neuronpipe.plans.convert.encodings import PLAIN_BYTES, decode_stored, neare
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
+from neuronpipe.plans.convert.pieces import Piece, pieces_of, read_frequencies
 from neuronpipe.plans.convert.quantize import decode, encode
-from neuronpipe.plans.models.spec import Activation, ModelSpec
+from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
-from neuronpipe.plans.package.manifest import Chat, Manifest
+from neuronpipe.plans.package.manifest import Chat, Manifest, Predictor, package_rank
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.tensors import fixed_matrices
+from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.plans.package.writer import PackageWriter, Rows, package_bytes
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 BLOCK_BYTES = 1 << 20  # of float32 rows in work at a time: small enough for the caches
@@ -46,7 +46,6 @@ class Encoded(NamedTuple):
     source_weights: Mapping[str, int]  # the source's encoding -> how many weights, the most first
     worst_tensor: str
     worst_error: float  # |w - w'| / |w|
-    predictors: Path | None = None  # the file that `profile --import` takes, where the source has predictors
 
     @property
     def source_was_quantized(self) -> bool:
@@ -68,6 +67,7 @@ def convert(
     tokenizer: Path | None = None,
     context_tokens: int | None = None,
     name: str | None = None,
+    predictor: bool = True,
     overwrite: bool = False,
     progress: Progress | None = None,
     report: Report | None = None,
@@ -76,10 +76,11 @@ def convert(
 
     quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
     activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
-    [layers, experts, neurons]; neurons are then stored hot first. Configuration, headers and shapes are checked before
-    anything is written. Raises UserError for whatever is wrong with source, target or disk; then nothing is left.
+    [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any. Configuration,
+    headers and shapes are checked before anything is written. Raises UserError for whatever is wrong with source,
+    target or disk; then nothing is left.
     """
-    with open_checkpoint(source, Options(activation, tokenizer, context_tokens)) as checkpoint:
+    with open_checkpoint(source, Options(activation, tokenizer, context_tokens, predictor)) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
         return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 
@@ -127,8 +128,9 @@ class Conversion:
             quantization_error={},
             chat=None if chat is None else Chat(begin=chat.begin, end=chat.end),
             fired_by_layer=None if shares is None else tuple(float(share) for share in shares.mean(axis=(1, 2))),
+            predictor=_predictor(checkpoint, quantization),
         )
-        self.pieces = _pieces(checkpoint, shares)
+        self.pieces = pieces_of(checkpoint, shares)
 
     @property
     def package_bytes(self) -> int:
@@ -169,7 +171,7 @@ class Conversion:
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
             package = writer.publish()
         if report is not None:
-            report(Encoded(self._source_weights, *work.worst(), self.checkpoint.predictors))
+            report(Encoded(self._source_weights, *work.worst()))
         return package
 
     def pieces_done(self, place: Path) -> int:
@@ -181,67 +183,21 @@ class Conversion:
         return {file for later in self.pieces[piece:] for file in later.files}
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons; orders: in which
-    order, by expert."""
-
-    vectors: tuple[str, ...]
-    matrices: tuple[str, ...]
-    files: tuple[SourceFile, ...]
-    layer: int | None = None
-    orders: tuple[RowNumbers, ...] = ()
-
-
-def _pieces(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
-    """A checkpoint's pieces: every name of fixed.safetensors is in one of them."""
-    model = checkpoint.model
-    matrices = [name for name, _, _ in fixed_matrices(model)]
-
-    def piece(belongs: Callable[[str], bool], **layer: Any) -> Piece:
-        stored = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
-        files = {part.file for name, parts in stored if belongs(name) for part in parts}
-        return Piece(
-            vectors=tuple(name for name in checkpoint.vectors if belongs(name)),
-            matrices=tuple(name for name in matrices if belongs(name)),
-            files=tuple(sorted(files, key=lambda file: file.path)),
-            **layer,
-        )
-
-    def of_layer(number: int) -> Piece:
-        as_stored = np.arange(model.neurons)
-        orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
-        return piece(lambda name: name.startswith(f"layers.{number}."), layer=number, orders=orders)
-
-    layers = [of_layer(number) for number in range(model.layers)]
-    first = piece(lambda name: name in ("embedding", "position_embedding"))
-    norm = piece(lambda name: name.startswith("output_norm"))
-    output = piece(lambda name: name == "output")
-    if set(output.files) <= set(first.files):  # sorted by name, it comes first: that file is not to wait for the end
-        return (first, output, *layers, norm)
-    return (first, *layers, norm, output)
-
-
-def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
-    """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
-    expected = (model.layers, model.experts, model.neurons)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none
-            # The file is mapped first: a damaged header may promise more than there is memory.
-            shares = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # numpy raises whatever Python's own parser makes of the header
-        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
-    if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
-        raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
-    if not ((shares >= 0) & (shares <= 1)).all():
-        raise UserError(f"{path}: firing shares lie between 0 and 1")
-    return np.asarray(shares, dtype=np.float32)
-
-
-def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Neuron numbers by falling share; among equals the order of the source."""
-    return np.argsort(-shares, kind="stable")
+def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor | None:
+    """What becomes of the source's predictors: as they were trained, and never measured here."""
+    if checkpoint.predictors is None:
+        return None
+    ranks = tuple(map(package_rank, checkpoint.predictors.ranks))
+    return Predictor(
+        rank=max(ranks),
+        quantization=quantization,
+        reads="residual",
+        sides=(checkpoint.model.trigger,),
+        hidden="relu",
+        calibration_tokens=0,
+        by_layer=(),
+        ranks=ranks if len(set(ranks)) > 1 else None,
+    )
 
 
 def _weights_by_encoding(checkpoint: Checkpoint) -> dict[str, int]:
@@ -282,6 +238,7 @@ class _Work:
         self._matrices = self.checkpoint.matrices
         parts = [part for parts in self._matrices.values() for part in parts]
         self._total = sum(part.rows * part.columns for part in parts)
+        self._total += sum(map(self._predictor_weights, range(self.manifest.model.ffns)))
         share_bytes = int(sum(part.rows * part.stride_bytes for part in parts) * SLAB_SHARE)
         self._slab_bytes = min(max(share_bytes, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
 
@@ -301,8 +258,10 @@ class _Work:
 
     def begin_after(self, pieces: Sequence[Piece], squares: Squares) -> None:
         """These pieces are done, with these sums of squares."""
+        written = {name for piece in pieces for name in (*piece.vectors, *piece.matrices)}
+        written |= {name for piece in pieces for ffn in self._ffns(piece) for name in self._predictor_names(ffn)}
         self.writer.go_on(
-            {name for piece in pieces for name in (*piece.vectors, *piece.matrices)},
+            written,
             sum(piece.layer is not None for piece in pieces) * self.manifest.clusters // self.manifest.model.layers,
         )
         if self.checkpoint.inverse_frequency is not None:
@@ -312,6 +271,7 @@ class _Work:
             names = [name for expert in range(len(piece.orders)) for name in self._ffn(piece.layer, expert).values()]
             parts = [part for name in (*piece.matrices, *names) for part in self._matrices[name]]
             self._done += sum(part.rows * part.columns for part in parts)
+            self._done += sum(map(self._predictor_weights, self._ffns(piece)))
 
     def do(self, piece: Piece) -> None:
         """One piece: what of it is fixed, then its neurons."""
@@ -326,6 +286,42 @@ class _Work:
                     self.writer.matrix(name, self._rows(kind, part, rows))
         for expert, order in enumerate(piece.orders):
             self._neurons(piece.layer, expert, order)
+        for ffn, order in zip(self._ffns(piece), piece.orders, strict=True):
+            self._predictor(ffn, order)
+
+    def _ffns(self, piece: Piece) -> range:
+        """The numbers of a piece's feed-forwards."""
+        experts = self.manifest.model.experts
+        return range(0) if piece.layer is None else range(piece.layer * experts, (piece.layer + 1) * experts)
+
+    def _predictor_weights(self, ffn: int) -> int:
+        """How many there are of a feed-forward in the package."""
+        model, predictor = self.manifest.model, self.manifest.predictor
+        return 0 if predictor is None else predictor.rank_of(ffn) * (model.width + model.neurons)
+
+    def _predictor_names(self, ffn: int) -> tuple[str, str, str]:
+        """What a package calls a predictor's tensors: of fc1, of fc2, of its bias."""
+        model = self.manifest.model
+        name = predictor_name(model, *divmod(ffn, model.experts))
+        return f"{name}.input", f"{name}.{model.trigger}", f"{name}.{model.trigger}.bias"
+
+    def _predictor(self, ffn: int, order: RowNumbers) -> None:
+        """The predictor of one feed-forward, if the source has some, filled up with zeros to whole groups."""
+        predictors, predictor = self.checkpoint.predictors, self.manifest.predictor
+        if predictors is None or predictor is None:
+            return
+        first, second = predictors.first[ffn], predictors.second[ffn]
+        missing = predictor.rank_of(ffn) - first.rows
+        inner, side, bias = self._predictor_names(ffn)
+        self.writer.predictor_vector(bias, np.full(len(order), predictors.bias))
+        for rows in _blocks(np.arange(first.rows), first.columns):
+            values = first.values(rows)
+            if rows[-1] == first.rows - 1:
+                values = np.pad(values, ((0, missing), (0, 0)))
+            self.writer.predictor_matrix(inner, self._encode("predictor", first, values))
+        for rows in _blocks(order, second.columns):
+            values = np.pad(second.values(rows), ((0, 0), (0, missing)))
+            self.writer.predictor_matrix(side, self._encode("predictor", second, values))
 
     def _ffn(self, layer: int | None, expert: int) -> dict[str, str]:
         """The names of a feed-forward's matrices, by matrix."""

@@ -16,18 +16,19 @@ from neuronpipe.plans.convert.checkpoint import (
     Options,
     RowNumbers,
     SourceFile,
+    take_predictors,
     take_tensors,
 )
 from neuronpipe.plans.convert.gguf_header import GgufHeader, parse_gguf_header
 from neuronpipe.plans.convert.gguf_tokenizer import end_tokens, package_tokenizer
 from neuronpipe.plans.convert.powerinfer import (
     OPT_SPLIT,
-    PREDICTORS,
     is_opt,
     powerinfer_activation,
     powerinfer_architecture,
     powerinfer_names,
     powerinfer_opt,
+    powerinfer_threshold,
 )
 from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
 from neuronpipe.plans.models.family import (
@@ -99,7 +100,9 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         names = powerinfer_names(NAMES) if header.powerinfer else NAMES if model.experts == 1 else MIXTURE_NAMES
         matrices, vectors = take_tensors(inventory, model, names, orders, down_by_neuron=header.powerinfer)
         frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
-        inventory.refuse_leftovers(re.compile(PREDICTORS) if header.powerinfer else NOTHING)
+        threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
+        predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
+        inventory.refuse_leftovers(NOTHING)
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,
@@ -110,7 +113,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             matrices=matrices,
             vectors=vectors,
             down_by_neuron=header.powerinfer,
-            predictors=path if any(re.fullmatch(PREDICTORS, tensor) for tensor in header.tensors) else None,
+            predictors=predictors,
             files=files.pop_all(),
         )
     raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does

@@ -17,6 +17,7 @@ from neuronpipe.plans.convert.checkpoint import (
     Options,
     RowNumbers,
     SourceFile,
+    take_predictors,
     take_tensors,
 )
 from neuronpipe.plans.convert.rope import attention_scale, paired_order, rotated_width, scaled_frequencies
@@ -50,6 +51,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
         if architecture.joined_rows is not None:
             orders["query_key_value"] = np.asarray(architecture.joined_rows(config, model), dtype=np.int64)
         matrices, vectors = take_tensors(inventory, model, names, orders, norm_offset=architecture.norm_offset)
+        predictors = take_predictors(inventory, model, names, wanted=options.predictor)
         unused = f"{names.output}.weight" if model.tied_embeddings else "(?!)"
         inventory.refuse_leftovers(re.compile(f"{architecture.harmless}|{unused}"))
         return Checkpoint(
@@ -61,6 +63,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
+            predictors=predictors,
             files=files.pop_all(),
         )
     raise AssertionError  # ExitStack.__exit__ may swallow errors as far as a type checker knows; ours never does

@@ -26,7 +26,6 @@ ARCHITECTURES: dict[str, tuple[str, GgufArchitecture, Activation]] = {
 }
 OPT_SPLIT = "gpt-2"  # its files are older than the key that would say so
 FIRST_POSITION = opt.NAMES.first_position  # the table is written with the rows before it
-PREDICTORS = r"blk\.\d+\.fc[12]\.weight"
 UNPERMUTED = "Llama"  # what convert-hf-to-powerinfer-gguf.py calls every model; convert.py has other names
 THRESHOLD = "powerinfer.sparse_threshold"
 _SHIFTED = re.compile(r"prosparse|minicpm-s", re.IGNORECASE)
@@ -34,7 +33,7 @@ _SHIFTED = re.compile(r"prosparse|minicpm-s", re.IGNORECASE)
 
 def powerinfer_names(names: TensorNames) -> TensorNames:
     """What such a file calls its tensors: Down has another name, and one row for each neuron."""
-    return replace(names, down="ffn_down_t", positions="position_embd", first_position=FIRST_POSITION)
+    return replace(names, down="ffn_down_t", positions="position_embd", first_position=FIRST_POSITION, predictor="fc{}")
 
 
 def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int | None) -> ModelSpec:
@@ -83,8 +82,6 @@ def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]
             "general.architecture",
             f"{quoted(name)} is not supported in a file for PowerInfer; {', '.join(ARCHITECTURES)} are",
         )
-    if metadata.has(THRESHOLD):
-        metadata.number(THRESHOLD, -1e9, 1e9)
     if name == "llama" and metadata.has("general.name") and metadata.text("general.name") == UNPERMUTED:
         metadata.fail(
             "general.name",
@@ -93,6 +90,11 @@ def powerinfer_architecture(metadata: Record) -> tuple[Family, GgufArchitecture]
         )
     family, architecture, _ = ARCHITECTURES[name]
     return FAMILIES[family], architecture
+
+
+def powerinfer_threshold(metadata: Record) -> float:
+    """The score from which on a neuron is predicted."""
+    return metadata.number(THRESHOLD, -1e9, 1e9) if metadata.has(THRESHOLD) else 0.0
 
 
 def is_opt(metadata: Record) -> bool:

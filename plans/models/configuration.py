@@ -38,10 +38,10 @@ GATED_NAMES = TensorNames(
     gate="mlp.gate_proj",
     up="mlp.up_proj",
     down="mlp.down_proj",
+    predictor="mlp.predictor.fc{}",
 )
 PREDICTOR = "model.layers.0.mlp.predictor.fc1.weight"  # TurboSparse's; Bamboo has none
-# Rotary tables that old checkpoints carry, and predictors: exact mode computes what they guess.
-GATED_HARMLESS = r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|mlp\.predictor\..*)"
+GATED_HARMLESS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # tables that old checkpoints carry
 
 # What the configuration classes of gated models have alike. rope_theta: RotaryEmbeddingConfigMixin.default_theta in
 # transformers/modeling_rope_utils.py, and in transformers 4 a default of each class.

@@ -29,7 +29,7 @@ class TensorNames:
     Those of a layer follow `layer`, in which {} is the layer's number; in a mixture gate, up and down follow `expert`
     besides, in which {} is the expert's number. stacked: all experts of a layer lie in one tensor, one behind the
     other. query_key_value: the three in one tensor, instead of each by itself. first_position: rows of `positions`
-    before the one of position 0.
+    before the one of position 0. predictor: fc1 and fc2, {} is which; they follow `layer`, or in a mixture `expert`.
     """
 
     embedding: str
@@ -53,6 +53,7 @@ class TensorNames:
     router: str | None = None
     expert: str = ""
     stacked: bool = False
+    predictor: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

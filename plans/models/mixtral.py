@@ -1,8 +1,8 @@
 """Mixtral, and TurboSparse-Mixtral: Llama with experts of which a router chooses, for each token and layer.
 
 The router's values for all experts pass a softmax, and those of the chosen ones are divided by their sum: that is the
-softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo does; its
-predictors lie in the checkpoint, and exact mode computes what they guess.
+softmax of the chosen ones. TurboSparse-Mixtral says relu and means relu of gate and of up (dReLU), as Bamboo does; each
+of its experts has a predictor in the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NAMES = replace(
     gate="w1",
     up="w3",
     down="w2",
+    predictor=None,
 )
-PREDICTORS = r"model\.layers\.\d+\.block_sparse_moe\.experts\.\d+\.predictor\..*"
 
 
 def _mixture(config: Record) -> Mixture:
@@ -85,8 +85,7 @@ FAMILY = Family(
             config_class="TurboSparseMixtralConfig",
             defaults=DEFAULTS,
             read=_turbosparse,
-            names=NAMES,
-            harmless=PREDICTORS,
+            names=replace(NAMES, predictor="predictor.fc{}"),
         ),
     },
 )

@@ -29,7 +29,7 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_SILENT_SHARE = 0.95
-ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down")
+ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predictor")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")
 
@@ -83,6 +83,9 @@ class Predictor:
     def rank_of(self, ffn: int) -> int:
         """The rank of one feed-forward's predictor."""
         return self.rank if self.ranks is None else self.ranks[ffn]
+
+
+MAX_RANK = 1 << 16
 
 
 def package_rank(rank: int) -> int:

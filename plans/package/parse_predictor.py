@@ -8,6 +8,7 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import (
+    MAX_RANK,
     QUANTIZATIONS,
     Hidden,
     Predictor,
@@ -16,8 +17,6 @@ from neuronpipe.plans.package.manifest import (
     Side,
 )
 from neuronpipe.protocol.errors import quoted
-
-MAX_RANK = 1 << 16
 
 
 def parse_predictor(record: Record, model: ModelSpec) -> Predictor:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
@@ -20,13 +20,14 @@ from neuronpipe.plans.package.manifest import (
     CHECKSUMS,
     FIXED,
     MANIFEST,
+    PREDICTOR,
     TOKENIZER,
     FileEntry,
     Manifest,
 )
 from neuronpipe.plans.package.reader import Package, sha256_of
 from neuronpipe.plans.package.safetensors_header import build_header
-from neuronpipe.plans.package.tensors import fixed_tensors
+from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.package.whole import KeptDirectory, PartialDirectory
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -71,10 +72,17 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
 
 def package_bytes(manifest: Manifest) -> int:
     """What a package takes on disk, but for its tokenizer and its manifest."""
-    _, entries = build_header(fixed_tensors(manifest.model, manifest.quantization))
-    return max(entry.stop for entry in entries.values()) + manifest.clusters * (
+    return sum(_TensorFile(tensors).bytes for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
         manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
     )
+
+
+def _tensor_files(manifest: Manifest) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    """The package's safetensors files: what lies in each."""
+    files = {FIXED: fixed_tensors(manifest.model, manifest.quantization)}
+    if manifest.predictor is not None:
+        files[PREDICTOR] = predictor_tensors(manifest.model, manifest.predictor)
+    return files
 
 
 def bytes_there(folder: Path) -> int:
@@ -82,11 +90,52 @@ def bytes_there(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
+class _TensorFile:
+    """A safetensors file that is written tensor by tensor, each from its start on, in pieces of any size."""
+
+    def __init__(self, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._header, self._entries = build_header(tensors)
+        self._position = {name: entry.start for name, entry in self._entries.items()}
+        self.bytes = max(entry.stop for entry in self._entries.values())
+
+    def begin(self, file: BinaryIO) -> None:
+        """Write to this file, which may be an older one of the same tensors."""
+        self._file = file
+        file.write(self._header)
+
+    def go_on(self, names: Collection[str]) -> None:
+        """These matrices and vectors are written; whatever else may be there is not."""
+        for name, entry in self._entries.items():
+            written = name.removesuffix(".quants").removesuffix(".scales") in names
+            self._position[name] = entry.stop if written else entry.start
+        self._file.truncate(self.bytes)
+
+    def append(self, name: str, data: NDArray[np.generic]) -> None:
+        """The next bytes of a tensor."""
+        start = self._position[name]
+        self._position[name] = start + data.nbytes
+        if self._position[name] > self._entries[name].stop:
+            raise ValueError(f"{name}: more bytes than its shape holds")
+        self._file.seek(start)
+        self._file.write(np.ascontiguousarray(data).data)
+
+    def matrix(self, name: str, rows: Rows) -> None:
+        """The next rows of a matrix."""
+        self.append(f"{name}.quants", rows.quants)
+        if rows.scales.size:
+            self.append(f"{name}.scales", rows.scales)
+
+    def missing(self) -> list[str]:
+        """Tensors that are not complete."""
+        return [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
+
+
 class PackageWriter:
     """Context manager that makes one package. `manifest` lacks only what depends on the bytes; see `complete`.
 
-    Write every fixed tensor, rows in order, and every cluster, in order; then `complete` and `publish`. Whatever the
-    file system refuses becomes a UserError, and nothing stays behind unless `publish` returned.
+    Write every fixed tensor and, where the manifest has a predictor, its tensors, rows in order; and every cluster, in
+    order; then `complete` and `publish`. Whatever the file system refuses becomes a UserError, and nothing stays behind
+    unless `publish` returned.
 
     With a `place`, what is written stays there until it is published: `sync` what others are to rely on, and tell the
     next writer with `go_on` how far that was.
@@ -99,8 +148,7 @@ class PackageWriter:
             if place is None
             else KeptDirectory(target, place, overwrite=overwrite)
         )
-        self._header, self._entries = build_header(fixed_tensors(manifest.model, manifest.quantization))
-        self._position = {name: entry.start for name, entry in self._entries.items()}
+        self._tensors = {name: _TensorFile(tensors) for name, tensors in _tensor_files(manifest).items()}
         self._clusters = 0
 
     def __enter__(self) -> PackageWriter:
@@ -108,11 +156,12 @@ class PackageWriter:
             stack.push(self._explain)
             path = stack.enter_context(self._directory).path
             self._require_space(path)
-            self._fixed, self._bundles, self._checksums = (
-                stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
-                for name in (FIXED, BUNDLES, CHECKSUMS)
-            )
-            self._fixed.write(self._header)
+            self._files: dict[str, BinaryIO] = {
+                name: stack.enter_context((path / name).open("r+b" if (path / name).exists() else "wb"))
+                for name in (*self._tensors, BUNDLES, CHECKSUMS)
+            }
+            for name, tensors in self._tensors.items():
+                tensors.begin(self._files[name])
             self._stack = stack.pop_all()
         return self
 
@@ -133,14 +182,12 @@ class PackageWriter:
 
     def go_on(self, names: Collection[str], clusters: int) -> None:
         """These matrices and vectors are written, and so many clusters; whatever else may be there is not."""
-        for name, entry in self._entries.items():
-            written = name.removesuffix(".quants").removesuffix(".scales") in names
-            self._position[name] = entry.stop if written else entry.start
-        self._fixed.truncate(max(entry.stop for entry in self._entries.values()))
+        for tensors in self._tensors.values():
+            tensors.go_on(names)
         self._clusters = clusters
         for file, cluster_bytes in (
-            (self._bundles, self._manifest.layout.cluster_stride_bytes),
-            (self._checksums, CHECKSUM_BYTES),
+            (self._files[BUNDLES], self._manifest.layout.cluster_stride_bytes),
+            (self._files[CHECKSUMS], CHECKSUM_BYTES),
         ):
             if file.seek(0, os.SEEK_END) < clusters * cluster_bytes:
                 raise UserError(f"{file.name}: shorter than the {clusters} clusters it had; remove it and start again")
@@ -149,33 +196,31 @@ class PackageWriter:
 
     def sync(self) -> None:
         """What is written is on disk when this returns."""
-        for file in (self._fixed, self._bundles, self._checksums):
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
 
     def matrix(self, name: str, rows: Rows) -> None:
         """The next rows of a matrix of fixed.safetensors."""
-        self._append(f"{name}.quants", rows.quants)
-        if rows.scales.size:
-            self._append(f"{name}.scales", rows.scales)
+        self._tensors[FIXED].matrix(name, rows)
 
     def vector(self, name: str, values: NDArray[np.float32]) -> None:
         """A whole float32 vector of fixed.safetensors."""
-        self._append(name, values.astype("<f4", copy=False))
+        self._tensors[FIXED].append(name, values.astype("<f4", copy=False))
 
-    def _append(self, name: str, data: NDArray[np.generic]) -> None:
-        start = self._position[name]
-        self._position[name] = start + data.nbytes
-        if self._position[name] > self._entries[name].stop:
-            raise ValueError(f"{name}: more bytes than its shape holds")
-        self._fixed.seek(start)
-        self._fixed.write(np.ascontiguousarray(data).data)
+    def predictor_matrix(self, name: str, rows: Rows) -> None:
+        """The next rows of a matrix of predictor.safetensors."""
+        self._tensors[PREDICTOR].matrix(name, rows)
+
+    def predictor_vector(self, name: str, values: NDArray[np.float32]) -> None:
+        """A whole float32 vector of predictor.safetensors."""
+        self._tensors[PREDICTOR].append(name, values.astype("<f4", copy=False))
 
     def neurons(self, *matrices: Rows) -> None:
         """The next neurons of a layer: whole clusters, or the layer's last ones. matrices: in the layout's order."""
         packed = pack_clusters(self._manifest.layout, matrices)
-        self._bundles.write(packed.data)
-        self._checksums.write(cluster_checksums(packed, self._manifest.layout).data)
+        self._files[BUNDLES].write(packed.data)
+        self._files[CHECKSUMS].write(cluster_checksums(packed, self._manifest.layout).data)
         self._clusters += len(packed)
 
     def complete(
@@ -187,10 +232,10 @@ class PackageWriter:
     ) -> Package:
         """Write what is left, the manifest last. The package has no name yet: a predictor may still be given to it.
         measured: what fires, by the manifest's names, where it is known by now only."""
-        missing = [name for name, entry in self._entries.items() if self._position[name] != entry.stop]
+        missing = [name for tensors in self._tensors.values() for name in tensors.missing()]
         if missing or self._clusters != self._manifest.clusters:
             raise ValueError(f"incomplete: {missing[:3]}, {self._clusters} of {self._manifest.clusters} clusters")
-        for file in (self._fixed, self._bundles, self._checksums):
+        for file in self._files.values():
             file.close()
         path = self._directory.path
         texts = {TOKENIZER: tokenizer} | ({} if chat_template is None else {CHAT_TEMPLATE: chat_template.encode()})
@@ -198,7 +243,7 @@ class PackageWriter:
             (path / name).write_bytes(text)
         files = {
             name: FileEntry((path / name).stat().st_size, None if name == BUNDLES else sha256_of(path / name))
-            for name in (*texts, FIXED, BUNDLES, CHECKSUMS)
+            for name in (*texts, *self._files)
         }
         done = replace(self._manifest, files=files, quantization_error=quantization_error)
         manifest = replace(done, **measured).sealed()  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ HOTTEST = (
     (1.0, 1.0),
 )
 ASSUMED_FIRED = 0.1  # when the package does not state a measurement
+ASSUMED_PREDICTED = 1.3  # neurons predicted per active one, of a predictor that was never measured
 UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
 
 
@@ -87,7 +88,8 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
         trigger_fired = _mean(manifest.trigger_fired_by_layer) or min(1.0, fired / UP_POSITIVE)
     triggers = 1.0
     if mode == "predicted" and manifest.predictor is not None:
-        triggers = _mean(tuple(layer.predicted for layer in manifest.predictor.by_layer))
+        by_layer = manifest.predictor.by_layer
+        triggers = _mean(tuple(layer.predicted for layer in by_layer)) or min(1.0, ASSUMED_PREDICTED * fired)
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
     return Rates(
         chosen=manifest.model.experts_per_token / manifest.model.experts,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+from neuronpipe.plans.inspect import unmeasured_predictor
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import (
@@ -300,12 +301,16 @@ class _Planning:
                 f"not count as silent are: {silent.loss()}"
             )
         elif self._shape.mode == "predicted":
+            predictor = self._manifest.predictor
+            names = "names" if predictor is not None and predictor.by_layer else "is assumed to name"
             reasons.append(
-                f"the predictor names {self._rates.trigger_read:.1%} of the neurons; the gates of these decide, "
+                f"the predictor {names} {self._rates.trigger_read:.1%} of the neurons; the gates of these decide, "
                 f"and {self._rates.value_read / max(self._rates.trigger_read, 1e-9):.0%} of them are expected to fire"
             )
         else:
             reasons.append("exact: every gate is computed, and decides which up and down rows are")
+        if (said := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
+            reasons.append(said)
         if wanted.baseline is not None:
             reasons.append(f"baseline {wanted.baseline}, for comparison")
         if wanted.without:

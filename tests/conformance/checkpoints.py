@@ -397,12 +397,13 @@ def tokenizer(vocabulary: int) -> Tokenizer:
     return result
 
 
-def write_checkpoint(directory: Path, recipe: Recipe) -> Path:
-    """Write the recipe as a Hugging Face directory and return it: config.json, safetensors, tokenizer.json."""
+def write_checkpoint(directory: Path, recipe: Recipe, more: dict[str, Array] | None = None) -> Path:
+    """Write the recipe as a Hugging Face directory and return it: config.json, safetensors, tokenizer.json. more: other
+    tensors among those of the recipe."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config(recipe), indent=1))
     (directory / "tokenizer.json").write_text(tokenizer(recipe.vocabulary).to_str())
-    stored = {name: _stored(values, recipe.dtype) for name, values in tensors(recipe)}
+    stored = {name: _stored(values, recipe.dtype) for name, values in [*tensors(recipe), *(more or {}).items()]}
     if recipe.shards == 1:
         write_safetensors(directory / "model.safetensors", stored)
         return directory

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from neuronpipe.launch.cli import main
-from neuronpipe.plans.convert import Encoded, convert
+from neuronpipe.plans.convert import convert
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.imported import open_imported
 from neuronpipe.plans.predictor.profile import profile
@@ -54,7 +53,7 @@ OPT_NAMES = {
 }
 
 
-def write_opt(path: Path, *, heads: int = 6) -> Path:
+def write_opt(path: Path, *, heads: int = 6, more: dict[str, Array] | None = None) -> Path:
     """The recipe `opt` as convert-hf-to-powerinfer-gguf.py writes one: no epsilon, a constant context, no name of the
     tokenizer's split."""
     recipe = RECIPES["opt"]
@@ -72,6 +71,8 @@ def write_opt(path: Path, *, heads: int = 6) -> Path:
         name = f"{f'blk.{layer[1]}.{OPT_NAMES[layer[2]]}' if layer else OPT_NAMES[stem]}.{kind}"
         if "ffn_down" in name:  # the bias too
             name, values = name.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
+        writer.add_tensor(name, values)
+    for name, values in (more or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -144,25 +145,17 @@ def test_predictors_inside_are_imported_and_find_what_fires(tmp_path: Path) -> N
     plain = convert(write_gguf(tmp_path / "plain.gguf", TINY, powerinfer=True), tmp_path / "plain", quantization="q8")
     metadata = {"powerinfer.sparse_threshold": 0.0}
     source = write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True, extra=exact_predictors(plain), metadata=metadata)
-    reports: list[Encoded] = []
-    package = convert(source, tmp_path / "p", quantization="q8", report=reports.append)
+    package = convert(source, tmp_path / "p", quantization="q8")
     assert same_weights(package, plain)
-    assert reports[0].predictors == source
     random, model = np.random.default_rng(4), package.manifest.model
     windows = random.integers(0, model.vocabulary, (8, min(64, model.context_tokens))).tolist()
     imported = open_imported(source, package.manifest)
     profiled = profile(package, Texts(windows[:6], windows[6:]), rank=32, recall=0.97, imported=imported)
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
-    assert (predictor.hidden, predictor.rank, predictor.reads) == ("relu", 2 * model.width + 32, "feed_forward")
+    assert (predictor.hidden, predictor.reads) == ("relu", "residual")
+    assert predictor.ranks == (2 * model.width, 2 * model.width + 32)
     assert all(layer.recall > 0.95 and layer.precision > 0.95 for layer in predictor.by_layer)
-
-
-def test_convert_says_how_predictors_are_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = convert(write_gguf(tmp_path / "plain.gguf", TINY, powerinfer=True), tmp_path / "plain")
-    source = write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True, extra=exact_predictors(plain))
-    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
-    assert f"profile {tmp_path / 'p'} --import {source} --text FILE" in capsys.readouterr().out
 
 
 def refuse(path: Path, message: str) -> None:
@@ -228,7 +221,7 @@ def test_predictors_of_more_than_ten_layers_stay_with_their_layers(tmp_path: Pat
     source = write_gguf(tmp_path / "m.gguf", recipe, powerinfer=True, extra=factors)
     imported = open_imported(source, convert(source, tmp_path / "p").manifest)
     for n in range(recipe.layers):
-        first, second = imported.layer(n, None)
+        first, second = imported.layer(n)
         assert (first == np.float32(n + 0.1)).all()
         assert (second == np.float32(n + 0.2)).all()
 
@@ -243,7 +236,7 @@ def test_predictors_are_read_in_the_encoding_they_have(encoding: str, tmp_path: 
         for name, shape in shapes.items()
     }
     source = write_gguf(tmp_path / "m.gguf", TINY, encoding, powerinfer=True, more=stored)
-    first, second = open_imported(source, convert(source, tmp_path / "p").manifest).layer(1, None)
+    first, second = open_imported(source, convert(source, tmp_path / "p").manifest).layer(1)
     kind = GGMLQuantizationType[encoding]
     for values, name in ((first, "blk.1.fc1.weight"), (second, "blk.1.fc2.weight")):
         np.testing.assert_array_equal(values, dequantize(quantize(stored[name], kind), kind))
@@ -265,6 +258,7 @@ def test_predictors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     package = convert(write_gguf(tmp_path / "plain.gguf", TINY, powerinfer=True), tmp_path / "plain")
     wrong = exact_predictors(package) | {"blk.1.fc2.weight": np.zeros((5, 160), np.float32)}
     source = write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True, extra=wrong)
+    refuse(source, r"blk\.1\.fc2\.weight: has shape \[5, 160\]; a predictor's fc1 is \[rank, 64\]")
     with pytest.raises(UserError, match=r"layer 1: fc1 \[160, 64\] and fc2 \[5, 160\] do not fit"):
         open_imported(source, package.manifest)
     with pytest.raises(UserError, match=r"fc1 of layer 0 is missing"):

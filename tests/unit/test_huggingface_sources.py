@@ -246,8 +246,10 @@ def test_tables_that_old_checkpoints_carry_are_ignored(name: str, source: Path, 
 def test_a_checkpoint_with_predictors_converts_once_the_activation_is_said(source: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.predictor.fc1.weight"
     rewrite(source, lambda tensors: tensors.update({name: ("F32", (2,), bytes(8))}))
-    package = convert(source, tmp_path / "p", quantization="q4", activation="drelu")
+    package = convert(source, tmp_path / "p", quantization="q4", activation="drelu", predictor=False)
     assert package.manifest.model.activation == "drelu"
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.predictor\.fc2\.weight: the tensor is missing"):
+        convert(source, tmp_path / "q", quantization="q4", activation="drelu")
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3"])

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.checkpoint import SourceFile
-from neuronpipe.plans.convert.conversion import Piece
+from neuronpipe.plans.convert.pieces import Piece
 from neuronpipe.plans.pull.packages import checked_name, data_folder, package_path
 from neuronpipe.plans.pull.pull import most_held_bytes
 from neuronpipe.plans.pull.repository import Reference, RemoteFile, Snapshot

@@ -1,0 +1,84 @@
+"""What of a checkpoint is converted at a time: the embedding, the layers one by one, the output; and in which order a
+layer's neurons come."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from neuronpipe.plans.convert.checkpoint import Checkpoint, RowNumbers, SourceFile, StoredMatrix
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.tensors import fixed_matrices
+from neuronpipe.protocol.errors import UserError, named
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is converted at a time. vectors, matrices: of fixed.safetensors. layer: whose neurons; orders: in which
+    order, by expert."""
+
+    vectors: tuple[str, ...]
+    matrices: tuple[str, ...]
+    files: tuple[SourceFile, ...]
+    layer: int | None = None
+    orders: tuple[RowNumbers, ...] = ()
+
+
+def pieces_of(checkpoint: Checkpoint, shares: NDArray[np.float32] | None) -> tuple[Piece, ...]:
+    """A checkpoint's pieces: every name of fixed.safetensors is in one of them."""
+    model = checkpoint.model
+    matrices = [name for name, _, _ in fixed_matrices(model)]
+
+    def piece(belongs: Callable[[str], bool], predictors: Sequence[StoredMatrix] = (), **layer: Any) -> Piece:
+        stored = [*checkpoint.matrices.items(), *checkpoint.vectors.items()]
+        files = {part.file for name, parts in stored if belongs(name) for part in parts}
+        files |= {matrix.file for matrix in predictors}
+        return Piece(
+            vectors=tuple(name for name in checkpoint.vectors if belongs(name)),
+            matrices=tuple(name for name in matrices if belongs(name)),
+            files=tuple(sorted(files, key=lambda file: file.path)),
+            **layer,
+        )
+
+    def of_layer(number: int) -> Piece:
+        as_stored = np.arange(model.neurons)
+        orders = (as_stored,) * model.experts if shares is None else tuple(map(hot_first, shares[number]))
+        own = slice(number * model.experts, (number + 1) * model.experts)
+        found = checkpoint.predictors
+        predictors = () if found is None else (*found.first[own], *found.second[own])
+        return piece(lambda name: name.startswith(f"layers.{number}."), predictors, layer=number, orders=orders)
+
+    layers = [of_layer(number) for number in range(model.layers)]
+    first = piece(lambda name: name in ("embedding", "position_embedding"))
+    norm = piece(lambda name: name.startswith("output_norm"))
+    output = piece(lambda name: name == "output")
+    if set(output.files) <= set(first.files):  # sorted by name, it comes first: that file is not to wait for the end
+        return (first, output, *layers, norm)
+    return (first, *layers, norm, output)
+
+
+def read_frequencies(path: Path, model: ModelSpec) -> NDArray[np.float32]:
+    """Firing shares 0..1 of every neuron from a .npy file, [layers, experts, neurons] in the source's order."""
+    expected = (model.layers, model.experts, model.neurons)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers that only an old numpy reads: an error follows, or none
+            # The file is mapped first: a damaged header may promise more than there is memory.
+            shares = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy raises whatever Python's own parser makes of the header
+        raise UserError(f"{path}: not a .npy file of firing shares: {named(str(error))}") from None
+    if not isinstance(shares, np.ndarray) or shares.dtype.kind != "f" or shares.shape != expected:
+        raise UserError(f"{path}: expected floating-point firing shares of shape {list(expected)}")
+    if not ((shares >= 0) & (shares <= 1)).all():
+        raise UserError(f"{path}: firing shares lie between 0 and 1")
+    return np.asarray(shares, dtype=np.float32)
+
+
+def hot_first(shares: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Neuron numbers by falling share; among equals the order of the source."""
+    return np.argsort(-shares, kind="stable")
