@@ -94,6 +94,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"for experiments, leave out some of: {', '.join(TECHNIQUES)}",
     )
+    group.add_argument(
+        "--hints",
+        action="store_true",
+        help="for experiments, in exact mode: read ahead what the package's predictor names; changes no result",
+    )
     group.add_argument("--baseline", choices=BASELINES, help="for experiments, plan as another system would")
     group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of making one")
 
@@ -181,6 +186,7 @@ def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, 
         mode=arguments.mode,
         without=arguments.without,
         baseline=arguments.baseline,
+        hints=arguments.hints,
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")

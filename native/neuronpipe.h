@@ -499,6 +499,8 @@ typedef struct {
     int32_t bundle;            /* 1: a cluster whose trigger is wanted is read whole, both parts by one read */
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
+    int32_t hints;             /* 1: the predictor decides nothing; in steps of few tokens, where there is prefetch, the value parts of those
+                                * whom it names are asked for before their triggers are computed */
 } np_engine_config;
 
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
@@ -535,6 +537,7 @@ typedef struct {
     uint64_t clusters[2], missed[2];             /* by part: clusters needed, and not there when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
     uint64_t guessed, guessed_right;             /* experts asked for before their router chose; of them chosen */
+    uint64_t hinted, hinted_fired;               /* clusters that a predictor's hint asked for; of them, those that fired */
     uint64_t step_ns, flash_ns, barrier_ns;         /* the whole step; of it waiting for flash, for other participants */
     int64_t damaged_word;                        /* cluster of the failed part, or -1 */
     int32_t damaged_part, unused;

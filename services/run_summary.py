@@ -30,7 +30,7 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         value_slot_bytes=manifest.value_slot_bytes,
         fixed_bytes=segments["fixed"].layout["file"].total_bytes + segments["fixed"].layout["predictor"].total_bytes,
         kv_bytes=segments["kv"].layout["kv"].total_bytes,
-        step_bytes=step_bytes(package, predicts=compute.mode == "predicted"),
+        step_bytes=step_bytes(package, predicts=compute.mode == "predicted" or compute.hints),
         row_bytes=neuron_row_bytes(manifest),
         position_bytes=position_bytes(model),
         context_tokens=compute.context_tokens,

@@ -138,6 +138,8 @@ class Bench:
             "late_rate_of_activated": _share(cost["value_missed"], cost["value_clusters"]),
             "guessed_right_share": _share(cost["guessed_right"], cost["guessed"]) if cost["guessed"] else None,
             "experts_guessed_per_token": cost["guessed"] / tokens,
+            "hints_per_token": cost["hinted"] / tokens if plan.compute.hints else None,
+            "hints_right": _share(cost["hinted_fired"], cost["hinted"]) if plan.compute.hints else None,
             "active_share": _share(cost["active"], cost["tokens"] * _neurons(self.package)),
             "exposed_io_share": min(1.0, exposed_ms / time_ms),
             "coordination_share": min(1.0, max(0.0, 1 - (native_ms - barrier_ms) / time_ms)),

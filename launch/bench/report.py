@@ -114,6 +114,8 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("  still not there when computing came to it", _share_of("late_rate")),
     ("  of activated neurons", _share_of("late_rate_of_activated")),
     ("experts guessed while flash was idle", _guessed),
+    ("hints, clusters", _number_of("hints_per_token", 1)),
+    ("  right: they fired", _share_of("hints_right")),
     ("exposed I/O", _share_of("exposed_io_share")),
     ("coordination", _share_of("coordination_share")),
     ("  waiting for other participants", _share_of("barrier_share")),

@@ -55,7 +55,7 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     manifest = package.manifest
     model, layout = manifest.model, manifest.layout
     row_bytes = neuron_row_bytes(manifest)
-    fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted")
+    fixed_bytes = step_bytes(package, predicts=plan.compute.mode == "predicted" or plan.compute.hints)
     kv_bytes = positions * position_bytes(manifest.model)
     steps = cost.get("steps", 0.0)
     most_rows = steps * model.layers * model.experts * model.neurons

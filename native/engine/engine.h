@@ -161,8 +161,14 @@ void np_ask_for_groups(np_engine *engine, uint32_t layer);
 const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, np_vectors *to);
 int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
 
+/* Whether a predictor decides which triggers are computed. Otherwise there is none, or it gives hints. */
+static inline int np_decides(const np_engine *engine)
+{
+    return engine->shape.predictor_rank && !engine->config.hints;
+}
+
 /* Prediction (predict.c): rank vectors from the residual stream; and, after a barrier, scores: who is predicted, and what of it
- * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Without a predictor everybody is predicted. */
+ * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Unless it decides, everybody is predicted. */
 int np_predicts(const np_engine *engine, int reads);
 /* Whether a predictor's vectors are others than the neurons': of another type, or not normed. */
 int np_predictor_has_input(const np_shape *shape);
@@ -170,6 +176,7 @@ void np_predict_ranks(np_engine *engine, const np_norm *norm);
 int np_predict_scores(np_engine *engine);
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);
 int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for any token */
+int np_was_hinted(const np_engine *engine, uint32_t cluster); /* its value part was asked for because of a hint */
 
 /* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
  * error; the two that compute do what is there. */

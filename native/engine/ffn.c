@@ -86,7 +86,7 @@ uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens
 /* Of a mixture all that the layer will want, by the experts that were chosen: each sharer asks for some of the groups. */
 void np_ask_for_groups(np_engine *engine, uint32_t layer)
 {
-    if (!engine->config.prefetch || engine->shape.predictor_rank)
+    if (!engine->config.prefetch || np_decides(engine))
         return;
     for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
         np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, layer, engine->groups[g].count),
@@ -118,7 +118,7 @@ static void open_window(np_engine *engine, uint32_t block)
     memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
     for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
         engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NO_PIECE;
-    if (engine->config.prefetch && !engine->shape.predictor_rank && engine->shape.experts == 1 && block == first)
+    if (engine->config.prefetch && !np_decides(engine) && engine->shape.experts == 1 && block == first)
         ask_for_next_window(engine);
 }
 

@@ -172,7 +172,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
 {
     const np_shape *s = &engine->shape;
     const int own_slot = s->cluster_neurons == 1;
-    if (!s->predictor_rank && engine->group->count > 1) { /* all tokens want all triggers */
+    if (!np_decides(engine) && engine->group->count > 1) { /* all tokens want all triggers */
         const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, NULL, 0};
         list_triggers(engine, clusters, 0, 0);
         if (engine->group->count >= NP_PANEL_TOKENS)
@@ -185,7 +185,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
             take_triggers(engine, t, engine->rows + t * engine->max_rows);
     } else {
         /* A neuron that was predicted will most likely fire: its value part comes along. */
-        const int whole = own_slot && s->predictor_rank;
+        const int whole = own_slot && np_decides(engine);
         const np_fetch fetch = {own_slot ? s->slot_bytes[NP_TRIGGER] : 0, whole ? engine->list.beside : NULL, s->slot_bytes[NP_VALUE]};
         for (uint32_t t = 0; t < engine->group->count; t++) {
             list_triggers(engine, clusters, t, whole);
@@ -255,6 +255,7 @@ int np_find_values(np_engine *engine, np_range clusters)
             *state |= NP_CLUSTER_VALUE_ASKED;
             engine->counters.clusters[NP_VALUE]++;
             engine->counters.missed[NP_VALUE] += !there;
+            engine->counters.hinted_fired += (uint64_t)np_was_hinted(engine, cluster);
             if (!there) {
                 const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, NP_REQUEST_VALUE);
                 if (lacking)

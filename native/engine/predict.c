@@ -6,9 +6,15 @@
 
 #include <string.h>
 
+/* With many tokens nearly every value part is wanted, and asked for anyway. */
+static int gives_hints(const np_engine *engine)
+{
+    return engine->config.hints && engine->config.prefetch && engine->count < NP_DENSE_TOKENS;
+}
+
 int np_predicts(const np_engine *engine, int reads)
 {
-    return engine->shape.predictor_rank && engine->shape.predictor_reads == reads;
+    return engine->shape.predictor_rank && engine->shape.predictor_reads == reads && (np_decides(engine) || gives_hints(engine));
 }
 
 int np_predictor_has_input(const np_shape *shape)
@@ -30,18 +36,26 @@ static uint8_t *predictions(const np_engine *engine, uint32_t neuron)
 
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t)
 {
-    return !engine->shape.predictor_rank || predictions(engine, neuron)[t / 8] >> t % 8 & 1;
+    return !np_decides(engine) || predictions(engine, neuron)[t / 8] >> t % 8 & 1;
 }
 
-int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
+static int is_named(const np_engine *engine, uint32_t cluster)
 {
-    if (!engine->shape.predictor_rank)
-        return 1;
     const uint8_t *mask = predictions(engine, cluster * engine->shape.cluster_neurons);
     for (size_t i = 0; i < engine->shape.cluster_neurons * engine->mask_bytes; i++)
         if (mask[i])
             return 1;
     return 0;
+}
+
+int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
+{
+    return !np_decides(engine) || is_named(engine, cluster);
+}
+
+int np_was_hinted(const np_engine *engine, uint32_t cluster)
+{
+    return engine->shape.predictor_rank && gives_hints(engine) && is_named(engine, cluster);
 }
 
 void np_predict_ranks(np_engine *engine, const np_norm *norm)
@@ -127,6 +141,26 @@ static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
     return count;
 }
 
+/* The same where the predictor does not decide: the value parts that its named clusters lack, and their triggers with them. Whoever lacks
+ * none is not named any more. */
+static uint32_t hint(np_engine *engine, uint32_t block, uint32_t count)
+{
+    const np_range clusters = np_clusters_of(engine, block, block + 1);
+    const uint32_t parts = NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, neurons = engine->shape.cluster_neurons;
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
+        if (!is_named(engine, cluster))
+            continue;
+        const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, parts);
+        if (lacking & NP_REQUEST_VALUE) {
+            engine->asked[count++] = lacking | NP_REQUEST_PREFETCH;
+            engine->counters.hinted++;
+        } else {
+            memset(predictions(engine, cluster * neurons), 0, neurons * engine->mask_bytes);
+        }
+    }
+    return count;
+}
+
 int np_predict_scores(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
@@ -137,11 +171,17 @@ int np_predict_scores(np_engine *engine)
         const uint32_t block = piece % s->blocks;
         enter_group(engine, &engine->groups[piece / s->blocks]);
         predicted += predict_block(engine, block);
-        if (engine->config.prefetch)
+        if (engine->config.hints)
+            asked = hint(engine, block, asked);
+        else if (engine->config.prefetch)
             asked = foresee(engine, block, asked);
     }
-    /* All at once, so that the loader is woken once. */
-    const int done = np_ask(engine, engine->asked, asked);
+    /* All at once, so that the loader is woken once. A hint that finds no room is let go. */
+    int done = NP_OK;
+    if (engine->config.hints)
+        np_requests_put(&engine->shared.requests, engine->asked, asked);
+    else
+        done = np_ask(engine, engine->asked, asked);
     np_trace_put(&engine->shared.trace, NP_SPAN_PREDICT, engine->layer, predicted, engine->step, started);
     return done;
 }

@@ -14,7 +14,7 @@ from neuronpipe.plans.package.fields import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 4
+VERSION = 5
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -57,6 +57,7 @@ class Compute:
     spin_us: int
     pipeline: bool  # False: one matrix after the other, each when all it needs is there
     prefetch: bool  # False: nothing is asked for before its layer needs it
+    hints: bool = False  # in exact mode, what the predictor names is asked for before gates are computed
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """The decode processes in index order."""

@@ -57,6 +57,7 @@ class Wanted:
     mode: Mode | None = None
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
+    hints: bool = False  # of the package's predictor, in exact mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ class _Planning:
             context_tokens=context_tokens,
             logit_rows=max(8, wanted.sequences),
             gateways=sum(process.role == GATEWAY for process in device.processes),
+            hints=self._hints(),
         )
         self._rates = rates(manifest, self._shape.mode)
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
@@ -161,6 +163,14 @@ class _Planning:
             "set them with `neuronpipe profile PACKAGE --silent 50% --text FILE`"
         )
 
+    def _hints(self) -> bool:
+        if self._wanted.hints and (self._mode() == "predicted" or self._manifest.predictor is None):
+            raise UserError(
+                "--hints: those of a package's predictor, in exact mode; in predicted mode it decides, and a package "
+                "without one gets it from `neuronpipe profile PACKAGE`"
+            )
+        return self._wanted.hints
+
     def plan(self) -> Plan:
         manifest, shape, wanted = self._manifest, self._shape, self._wanted
         least = least_budget(manifest, shape)
@@ -190,6 +200,7 @@ class _Planning:
             spin_us=50,
             pipeline="pipeline" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
+            hints=shape.hints,
         )
         flash = Flash(
             engine=self._device.flash_engine,
@@ -309,6 +320,8 @@ class _Planning:
             )
         else:
             reasons.append("exact: every gate is computed, and decides which up and down rows are")
+        if self._shape.hints:
+            reasons.append("what the predictor names is asked for before its gate is computed, by request")
         if (said := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
             reasons.append(said)
         if wanted.baseline is not None:

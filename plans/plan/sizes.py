@@ -29,6 +29,7 @@ class RunShape:
     context_tokens: int
     logit_rows: int
     gateways: int = 0  # of the processes
+    hints: bool = False
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -42,7 +43,13 @@ class RunShape:
             context_tokens=compute.context_tokens,
             logit_rows=compute.logit_rows,
             gateways=sum(process.role == GATEWAY for process in compute.processes),
+            hints=compute.hints,
         )
+
+    @property
+    def predicts(self) -> bool:
+        """Whether decode steps use a predictor."""
+        return self.mode == "predicted" or self.hints
 
     def prefill_tokens(self, chunk_tokens: int) -> int:
         """Most tokens of one step of prefill: it is also asked for the logits of `logit_rows` tokens at once."""
@@ -76,7 +83,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
     made = (
         layouts.fixed(
             file_bytes=manifest.files[FIXED].bytes,
-            predictor_bytes=manifest.files[PREDICTOR].bytes if _rank(manifest, shape) else 0,
+            predictor_bytes=manifest.files[PREDICTOR].bytes if shape.predicts and manifest.predictor else 0,
         ),
         layouts.residency(clusters=manifest.clusters, participants=shape.workers + shape.prefill_threads),
         layouts.kv(
@@ -90,7 +97,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             tokens=shape.sequences,
             logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
-            **_stage_lengths(manifest, shape, shape.sequences),
+            **_stage_lengths(manifest, shape.sequences, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes),
         layouts.trace(rings=shape.processes),
@@ -101,27 +108,21 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
 def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
     """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
     tokens = shape.prefill_tokens(prefill_chunk_tokens)
-    stage = layouts.prefill_stage(
-        tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **_stage_lengths(manifest, shape, tokens)
-    )
+    lengths = _stage_lengths(manifest, tokens, predicts=shape.mode == "predicted")
+    stage = layouts.prefill_stage(tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **lengths)
     return {stage.name: stage}
 
 
-def _stage_lengths(manifest: Manifest, shape: RunShape, tokens: int) -> dict[str, int]:
-    """What stages of steps of so many tokens have alike."""
+def _stage_lengths(manifest: Manifest, tokens: int, *, predicts: bool) -> dict[str, int]:
+    """What stages of steps of so many tokens have alike. predicts: by a predictor, which may give hints only."""
     model, layout = manifest.model, manifest.layout
     return {
         "width": model.width,
         "query_width": model.query_width,
         "neurons": layout.blocks * layout.block_neurons,
         "blocks": layout.blocks,
-        "rank": _rank(manifest, shape),
+        "rank": manifest.predictor.rank if predicts and manifest.predictor is not None else 0,
         "claims": lib.np_engine_claims(model.layers),
         "experts_per_token": model.experts_per_token,
         "groups": min(model.experts, tokens * model.experts_per_token),
     }
-
-
-def _rank(manifest: Manifest, shape: RunShape) -> int:
-    """Of the predictor that this run uses; 0 for none."""
-    return manifest.predictor.rank if shape.mode == "predicted" and manifest.predictor is not None else 0

@@ -103,6 +103,8 @@ class _Check:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
         if compute.mode == "thresholded" and self._manifest.silent is None:
             self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
+        if compute.hints and (compute.mode == "predicted" or self._manifest.predictor is None):
+            self._fail("compute.hints", "are of a predictor, in exact mode")
         if compute.logit_rows < compute.sequences:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
 

@@ -50,7 +50,7 @@ def exchange(
 ) -> Layout:
     """What the decode workers compute together. tokens: most in one decode step; pairs: of a token and one of its
     experts; groups: experts that are computed at once, at most; query_width: query_heads * head_width; neurons: of an
-    expert's blocks, padding included; rank: of the predictor, 0 in exact mode; claims: counters of the work that
+    expert's blocks, padding included; rank: of the predictor in use, else 0; claims: counters of the work that
     participants take piece by piece; logit_rows: most tokens of one step, of either kind, whose logits are wanted."""
     fields = Fields(
         "exchange",

@@ -9,8 +9,8 @@ REQUEST_ENTRIES = 16384
 
 
 def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
-    """The fixed tensors: the package's fixed.safetensors, byte for byte, and its predictor.safetensors in predicted
-    mode (else of no bytes); sealed once they are loaded."""
+    """The fixed tensors: the package's fixed.safetensors, byte for byte, and its predictor.safetensors where it
+    is used (else of no bytes); sealed once they are loaded."""
     fields = Fields("fixed", 1, {"file_bytes": file_bytes, "predictor_bytes": predictor_bytes})
     ordering = "written and sealed before `loaded` is set"
     fields.add("file", "u8", "file_bytes", by="loader", to="all", ordering=ordering)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def load_fixed(package: Package, segment: Segment) -> None:
-    """Copy fixed.safetensors, and in predicted mode predictor.safetensors, into the segment and seal it; nothing to do
+    """Copy fixed.safetensors, and where it is used predictor.safetensors, into the segment and seal it; nothing to do
     when an earlier loader has. Verifies the tokenizer, the checksum table and the tensors (UserError naming
     the file)."""
     if segment.sealed:

@@ -168,6 +168,7 @@ def _engine_config(placement: Placement, stage: Layout) -> EngineConfig:
     """A participant's config in steps whose stages are laid out like this, by the plan."""
     plan, compute = placement.job.plan, placement.job.plan.compute
     prefill = placement.job.process.role == "prefill"
+    hints = compute.hints and not prefill
     return EngineConfig(
         sequences=compute.sequences,
         context_tokens=compute.context_tokens,
@@ -176,11 +177,12 @@ def _engine_config(placement: Placement, stage: Layout) -> EngineConfig:
         window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
         partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
         spin_us=compute.spin_us,
-        predicts=compute.mode == "predicted",
+        predicts=compute.mode == "predicted" or hints,
         thresholded=compute.mode == "thresholded",
         bundle=plan.flash.bundle,
         prefetch=compute.prefetch,
         pipeline=compute.pipeline,
+        hints=hints,
     )
 
 

@@ -41,6 +41,8 @@ COUNTS = (
     "foreseen_missed",
     "guessed",
     "guessed_right",
+    "hinted",
+    "hinted_fired",
 )
 """Counters of a step, by the names of native/neuronpipe.h."""
 
@@ -91,11 +93,12 @@ class EngineConfig:
     window_blocks: int
     partial_tokens: int
     spin_us: int
-    predicts: bool  # predicted mode
+    predicts: bool  # there is a predictor: in predicted mode, or for hints
     thresholded: bool  # mode thresholded
     bundle: bool
     prefetch: bool
     pipeline: bool
+    hints: bool = False
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> Any:

@@ -18,7 +18,6 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Token
 
 from tests.conformance.checkpoints import RECIPES, TINY, Array, Recipe, rounded, tokens, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
@@ -123,9 +122,7 @@ def test_a_run_in_predicted_mode_gives_the_tokens_of_the_reference(
         logits = expected(package, factors, text)
         text.append(int(logits[-1].argmax()))
     with shell.up(package.path, "--mode", "predicted", "--ffn-resident", "50%") as run:
-        found: list[Token] = []
-        run.ask(text[:-made], made, found.append, ignore_end=True)
-    assert [token.token for token in found] == text[-made:]
+        assert run.ask(text[:-made], made, ignore_end=True)["token_ids"] == text[-made:]
 
 
 def test_predictors_follow_their_neurons_into_the_order_of_their_frequency(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import read_plan
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.protocol.messages.client import Finished
+from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.worker.backend import Share, StepWork
 from numpy.typing import NDArray
@@ -296,3 +298,23 @@ def test_a_gate_that_is_no_number_is_not_silent(tmp_path: Path) -> None:
     del bundles
     logits = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT[:2], 1)
     assert np.isnan(logits).all()
+
+
+@pytest.mark.parametrize("name", ["gated layer norm", "smallthinker"])
+def test_hints_of_a_predictor_change_no_bit_of_exact_mode(name: str, tmp_path: Path, shell: Shell) -> None:
+    """A random predictor: most of its hints are wrong."""
+    package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
+    for count, tokens in ((1, 1), (2, 5), (2, CHUNK)):
+        hinted = Participants(package, count=count, max_tokens=tokens, predicts=True, prefetch=True, hints=True)
+        assert np.array_equal(hinted.run(TEXT, tokens), wanted)
+        assert hinted.counters()["hinted"] == 0  # everything is there
+    options = ("--workers", "1", "--ffn-resident", "60%", "--hints")
+    for path in ("decode", "prefill"):
+        assert np.array_equal(pipeline_logits(package, shell, path, options), wanted)
+    ask = Generate(request="test", tokens=tuple(TEXT[:8]), max_tokens=12, temperature=0.0, ignore_end=True)
+    with shell.up(package.path, *options) as run, attach(run.path) as client:
+        finished = next(message for message in client.request(ask) if isinstance(message, Finished))
+    assert 0 < finished.decode["hinted_fired"] <= finished.decode["hinted"]
+    refused = shell.refused("plan", package.path, "--hints", "--mode", "predicted")
+    assert "--hints: those of a package's predictor, in exact mode" in refused

@@ -48,7 +48,8 @@ def test_a_table_of_bench_shows_a_slow_model() -> None:
     where = dict.fromkeys((
         "dram_limit_fraction", "flash_reads_per_token", "flash_limit_fraction", "active_share", "miss_rate",
         "late_rate", "late_rate_of_activated", "exposed_io_share", "coordination_share", "barrier_share",
-        "message_share", "tbt_most_ms", "first_token_ms", "joules_per_token", "workload",
+        "message_share", "hints_per_token", "hints_right", "tbt_most_ms", "first_token_ms", "joules_per_token",
+        "workload",
     ))  # fmt: skip
     row = {
         "guessed_right_share": None,
