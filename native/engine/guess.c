@@ -23,7 +23,7 @@ static int is_promising(const np_engine *engine, uint32_t layer)
 /* Whether flash is idle and this participant asks for its blocks. With many tokens nearly every expert is wanted: nothing to guess. */
 static int may_guess(const np_engine *engine, uint32_t layer)
 {
-    return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !engine->shape.predictor_rank &&
+    return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !np_decides(engine) &&
            engine->config.prefetch && engine->sharer == 0 && engine->count < NP_DENSE_TOKENS && engine->shared.in_flight &&
            np_word_load(engine->shared.in_flight) == 0 && is_promising(engine, layer);
 }

@@ -300,7 +300,7 @@ def test_a_gate_that_is_no_number_is_not_silent(tmp_path: Path) -> None:
     assert np.isnan(logits).all()
 
 
-@pytest.mark.parametrize("name", ["gated layer norm", "smallthinker"])
+@pytest.mark.parametrize("name", ["gated layer norm", "smallthinker", "turbosparse"])
 def test_hints_of_a_predictor_change_no_bit_of_exact_mode(name: str, tmp_path: Path, shell: Shell) -> None:
     """A random predictor: most of its hints are wrong."""
     package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
