@@ -4,7 +4,7 @@ Such engines do the same work whatever the weights are, so the twin's speed is t
 Q4_0 preset (src/llama-quant.cpp, 2026-11): Q4_0 for all matrices, Q6_K for the output, F32 for norms and routers.
 
 The architecture is the one that llama.cpp has for the shape: `llama` (SiLU, a mixture or not), `qwen3`, `qwen3moe`,
-`smallthinker`. Which experts a token chooses is random, as random routers choose: any of them, equally likely.
+`smallthinker`. Random routers choose; an expert whose row is longer is chosen more often, and so hot experts are made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 from neuronpipe.plans.convert.encodings import BLOCK_WEIGHTS_BYTES, PLAIN_BYTES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.predictor.fit import quantile
+from neuronpipe.plans.synth.routing import frequencies, routing_of
 from neuronpipe.plans.synth.shapes import rope_base
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -46,6 +48,7 @@ class _Tensor(NamedTuple):
     columns: int
     encoding: str
     experts: int = 0  # that are stacked in it; 0: a plain matrix
+    lengths: tuple[float, ...] = ()  # of its rows, where they differ
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,12 +159,22 @@ def _tensors(model: ModelSpec) -> Iterator[_Tensor]:
         yield _Tensor(f"{block}.attn_output.weight", width, model.query_width, "Q4_0")
         yield _Tensor(f"{block}.ffn_norm.weight", 0, width, "F32")
         if experts:
-            yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32")
+            yield _Tensor(f"{block}.ffn_gate_inp.weight", experts, width, "F32", lengths=_router_lengths(model, layer))
         yield _Tensor(f"{block}.ffn_gate{suffix}.weight", model.neurons, width, "Q4_0", experts)
         yield _Tensor(f"{block}.ffn_up{suffix}.weight", model.neurons, width, "Q4_0", experts)
         yield _Tensor(f"{block}.ffn_down{suffix}.weight", width, model.neurons, "Q4_0", experts)
     yield _Tensor("output_norm.weight", 0, width, "F32")
     yield _Tensor("output.weight", model.vocabulary, width, "Q6_K")
+
+
+def _router_lengths(model: ModelSpec, layer: int) -> tuple[float, ...]:
+    """Those that make a router choose each expert as often as the package's: normal values of these deviations exceed
+    one value that often. Hot ones are other ones in each layer."""
+    routing = routing_of(model)
+    if not routing.hot_experts:
+        return ()
+    lengths = -1 / quantile(frequencies(model, routing))
+    return tuple(np.random.default_rng(layer).permutation(lengths).tolist())
 
 
 def _block(encoding: str) -> tuple[int, int]:
@@ -175,14 +188,18 @@ def _piece_bytes(tensor: _Tensor) -> int:
 
 
 def _random(tensor: _Tensor, place: tuple[int, ...], size_bytes: int) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """A piece of a tensor. Norms of one; else random weights whose size gives rows a length near one, so that
-    activations stay finite."""
+    """A piece of a tensor, from the byte on that is the last number of its place. Norms of one; else random weights
+    whose size gives rows a length near one, so that activations stay finite."""
     generator, length = np.random.Generator(np.random.SFC64(place)), np.sqrt(tensor.columns)
     if tensor.encoding == "F32":
         count = size_bytes // PLAIN_BYTES["F32"]
         if not tensor.rows:
             return np.ones(count, dtype=np.float32)
-        return np.asarray(generator.standard_normal(count, dtype=np.float32) / np.float32(length))
+        values = generator.standard_normal(count, dtype=np.float32) / np.float32(length)
+        if tensor.lengths:
+            first = place[-1] // PLAIN_BYTES["F32"]
+            values *= np.array(tensor.lengths, np.float32)[np.arange(first, first + count) // tensor.columns]
+        return np.asarray(values)
     block_bytes = BLOCK_WEIGHTS_BYTES[tensor.encoding][1]
     blocks = generator.integers(0, 1 << 64, -(-size_bytes // 8), dtype=np.uint64).view(np.uint8)[:size_bytes]
     blocks = blocks.reshape(-1, block_bytes)

@@ -26,20 +26,26 @@ def in_memory(
     return [_row(result) for result in _bench(program, twin, words)]
 
 
-def under_limit(program: Path, twin: Path, *, limit_bytes: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """Decode with the file mapped, in a control group of limit_bytes that holds its page cache too.
+def under_limit(
+    program: Path, twin: Path, *, limit_bytes: int, prompt_tokens: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    """A prompt (its time is that until the first token), or decode where prompt_tokens is 0, with the file mapped, in a
+    control group of limit_bytes that holds its page cache too.
 
     Repacking is off: the repacked copy is anonymous memory, which cannot be dropped, and the kernel would end the run.
     """
-    words = ["-p", "0", "-n", str(tokens), "-r", str(repeats), "-fa", "on", "--repack", "0", "-lm", "mmap"]
+    words = ["-p", str(prompt_tokens), "-n", str(0 if prompt_tokens else tokens), "-r", str(repeats)]
+    words += ["-fa", "on", "--repack", "0", "-lm", "mmap"]
     _forget(twin)
     with _memory_group(limit_bytes) as (join, group):
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
         (result,) = _bench(program, twin, words, join)
         read_bytes = (resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before) * BLOCK_BYTES
         peak_bytes = int((group / "memory.max_usage_in_bytes").read_text())
-    # llama-bench decodes one token to warm up and the mapping is read once at the start.
-    passes = tokens * repeats + 2
+    if peak_bytes > limit_bytes:
+        raise SystemExit(f"{group}: {peak_bytes:,} bytes used of {limit_bytes:,}: the limit did not hold")
+    # llama-bench computes one prompt, or one token, to warm up, and the mapping is read once at the start.
+    passes = prompt_tokens * (repeats + 1) if prompt_tokens else tokens * repeats + 2
     return {
         **_row(result),
         "limit_bytes": limit_bytes,
@@ -55,6 +61,7 @@ def _row(result: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_least": min(rates),
         "tokens_per_s_most": max(rates),
+        "seconds": statistics.median(result["samples_ns"]) / 1e9,
         "repeats": len(rates),
         "threads": result["n_threads"],
         "repack": result["repack"],

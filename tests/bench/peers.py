@@ -1,9 +1,9 @@
 """llama.cpp on a shape twin, and what this machine's memory and disk can do, measured side by side.
 
-    python tests/bench/peers.py --llama DIR --twin FILE [--parts memory,prefill,limited,disk] [--json]
+    python tests/bench/peers.py --llama DIR --twin FILE [--parts memory,prefill,limited,disk] [--limit BYTES] [--json]
 
-DIR holds a built llama.cpp (README.md says how), FILE is a GGUF file such as `neuronpipe synth --gguf` writes. Nothing
-else may run meanwhile. Not a test: it asserts nothing.
+DIR holds a built llama.cpp (README.md says how), FILE is a GGUF file such as `neuronpipe synth --gguf` writes, of a
+mixture or not. Nothing else may run meanwhile. Not a test: it asserts nothing, but that memory limits hold.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 import disk
 import dram
 import llama
+from neuronpipe.launch.formats import parse_bytes
 from neuronpipe.native import ffi, lib
 
 PARTS = ("memory", "prefill", "limited", "disk")
 GB = 1e9
+LIMITED_PROMPT_TOKENS = 128
 LIMIT_BYTES = 2_600_000_000  # about half of the feed-forward weights of a 7B twin do not fit
 
 
@@ -37,8 +39,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def measure(parts: list[str], program: Path, twin: Path, limit_bytes: int) -> dict[str, Any]:
-    """All parts asked for, in the order that keeps figures to be compared next to each other."""
+def measure(
+    parts: list[str], program: Path, twin: Path, *, limits_bytes: list[int], tokens: int, repeats: int
+) -> dict[str, Any]:
+    """All parts asked for, in the order that keeps figures to be compared next to each other. tokens, repeats: of what
+    runs under a limit."""
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "machine": machine()}
     if "memory" in parts:
         found["dram"] = dram.measure(rounds=5)
@@ -49,7 +54,13 @@ def measure(parts: list[str], program: Path, twin: Path, limit_bytes: int) -> di
             *llama.in_memory(program, twin, prompt_tokens=[512], tokens=0, repeats=3),
         ]
     if "limited" in parts:
-        found["limited"] = [llama.under_limit(program, twin, limit_bytes=limit_bytes, tokens=12, repeats=3)]
+        found["limited"] = [
+            llama.under_limit(
+                program, twin, limit_bytes=limit_bytes, prompt_tokens=prompt_tokens, tokens=tokens, repeats=repeats
+            )
+            for limit_bytes in limits_bytes
+            for prompt_tokens in (LIMITED_PROMPT_TOKENS, 0)
+        ]
     if "disk" in parts:
         found["disk"] = disk.measure(twin, rounds=3, point_s=1)
     return found
@@ -65,15 +76,16 @@ def tables(found: dict[str, Any]) -> str:
     if rows := [row for part in ("decode", "prefill", "limited") for row in found.get(part, [])]:
         lines += [
             "",
-            "| llama.cpp | tokens/s, median (range) | repack | limit | disk bytes per token |",
-            "|---|---|---|---|---|",
+            "| llama.cpp | tokens/s, median (range) | seconds | repack | limit | disk bytes per token |",
+            "|---|---|---|---|---|---|",
         ]
     for row in rows:
         limit = f"{row['limit_bytes'] / GB:.1f} GB, peak {row['peak_bytes'] / GB:.2f}" if "limit_bytes" in row else "-"
         flash = f"{row['disk_bytes_per_token'] / GB:.2f} GB" if "limit_bytes" in row else "-"
         spread = f"{row['tokens_per_s_least']:.3g}-{row['tokens_per_s_most']:.3g}"
         repack = "on" if row["repack"] else "off"
-        lines.append(f"| {row['test']} | {row['tokens_per_s']:.3g} ({spread}) | {repack} | {limit} | {flash} |")
+        rate = f"{row['tokens_per_s']:.3g} ({spread})"
+        lines.append(f"| {row['test']} | {rate} | {row['seconds']:.3g} | {repack} | {limit} | {flash} |")
     if "dram" in found:
         lines += ["", *dram_table(found["dram"])]
     if "disk" in found:
@@ -105,13 +117,28 @@ def main() -> None:
     parser.add_argument("--llama", type=Path, required=True, help="build directory of llama.cpp")
     parser.add_argument("--twin", type=Path, required=True, help="GGUF file; also the file that disk reads fall on")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--limit-bytes", type=int, default=LIMIT_BYTES, help="memory limit of the part `limited`")
+    parser.add_argument(
+        "--limit",
+        type=parse_bytes,
+        action="append",
+        metavar="BYTES",
+        help="memory limit of the part `limited`, e.g. 7GB or 16GiB; may be given again (default: 2.6GB)",
+    )
+    parser.add_argument("--tokens", type=int, default=12, help="that are decoded under a limit (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each test under a limit (default: %(default)s)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
-    found = measure(parts, options.llama / "bin" / "llama-bench", options.twin, options.limit_bytes)
+    found = measure(
+        parts,
+        options.llama / "bin" / "llama-bench",
+        options.twin,
+        limits_bytes=options.limit or [LIMIT_BYTES],
+        tokens=options.tokens,
+        repeats=options.repeats,
+    )
     print(json.dumps(found, indent=1) if options.json else tables(found))
 
 

@@ -11,7 +11,9 @@ import pytest
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.gguf_model import open_gguf
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.reference.engine import expert_shares
 from neuronpipe.plans.synth import twin as twin_module
+from neuronpipe.plans.synth.routing import frequencies, routing_of
 from neuronpipe.plans.synth.twin import MIN_VOCABULARY, write_twin
 from neuronpipe.protocol.errors import UserError
 from tokenizers import Tokenizer
@@ -72,6 +74,22 @@ def test_each_architecture_of_the_peer_holds_its_shape(kind: str, tmp_path: Path
         routers = [parts for name, parts in checkpoint.vectors.items() if name.endswith(".router")]
         assert all(part.encoding == "F32" for parts in routers for part in parts)
         assert len(routers) == (checkpoint.model.layers if checkpoint.model.experts > 1 else 0)
+
+
+def test_a_twins_router_chooses_hot_experts_as_often_as_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin_module, "PIECE_BYTES", 10_000)
+    model = replace(SMALLTHINKER, experts=64, experts_per_token=6)
+    write_twin(tmp_path / "t.gguf", model, seed=1)
+    with open_gguf(tmp_path / "t.gguf", Options()) as checkpoint:
+        (part,) = checkpoint.vectors["layers.2.router"]
+        router = part.vector().reshape(64, -1)
+    x = np.random.default_rng(0).standard_normal((2000, router.shape[1])).astype(np.float32)
+    often = np.sort((expert_shares(model, x @ router.T) > 0).mean(axis=0))[::-1]
+    asked = frequencies(model, routing_of(model))
+    assert often[:13].sum() == pytest.approx(asked[:13].sum(), rel=0.1)
+    assert often[20:].max() < 0.14
 
 
 def test_a_twin_made_in_many_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
