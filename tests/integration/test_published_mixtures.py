@@ -1,0 +1,23 @@
+"""Small siblings of the mixtures that people have, through the whole pipeline: the text they must say is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from neuronpipe.plans.synth.make import synthesize
+from neuronpipe.plans.synth.shapes import SHAPES
+
+from tests.pipeline import Shell
+
+
+@pytest.mark.parametrize("name", ["smallthinker-100m", "qwen3-moe-100m"])
+def test_a_mixture_walks_its_trajectory_with_a_third_of_its_neurons(name: str, shell: Shell, tmp_path: Path) -> None:
+    package = synthesize(name, SHAPES[name], tmp_path / "package")
+    assert package.manifest.workload is not None
+    first, _ = package.manifest.workload.presets["pessimistic"]
+    with shell.up(package.path, "--ffn-resident", "30%", "--context", "512") as run:
+        for prompt_tokens in (2, 70):
+            asked = run.ask(list(range(first, first + prompt_tokens)), 12)
+            assert asked["token_ids"] == list(range(first + prompt_tokens, first + prompt_tokens + 12))
+            assert asked["flash"]["reads"] > 0
