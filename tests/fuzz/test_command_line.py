@@ -32,7 +32,7 @@ from neuronpipe.launch.verbs import (
 )
 from neuronpipe.plans.device.heat import Heat
 from neuronpipe.plans.predictor import profile as profiling
-from neuronpipe.plans.synth import make, measure
+from neuronpipe.plans.synth import make, measure, twin
 from neuronpipe.protocol.errors import NotRunning
 
 EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "100"))  # a few seconds; more by hand
@@ -91,6 +91,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(conformance, "Suite", begun)
         patch.setattr(convert, "convert", begun)
         patch.setattr(make, "synthesize", begun)
+        patch.setattr(twin, "write_twin", begun)
         patch.setattr(profiling, "profile", begun)
         patch.setattr(measure, "measure", begun)
         patch.setattr(throttle, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
