@@ -38,6 +38,15 @@ class SourceFile:
         """The file, opened to read its header. Raises UserError."""
         return open_file(self.path)
 
+    @property
+    def version(self) -> str:
+        """What is another when the file's content is. Raises UserError."""
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        return f"{self.path.name} {status.st_size} {status.st_mtime_ns}"
+
     def fetch(self) -> None:
         """Many bytes will be read now."""
 

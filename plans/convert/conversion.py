@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,8 @@ MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
     1 / 16,
 )  # of a transposed Down; share of the model's size
 
-PACKAGE_PLACE, JOURNAL = "package", "journal.json"  # in the place where interrupted work stays
+PACKAGE_PLACE = "package"  # in the place where interrupted work stays
+KEPT_WEIGHTS = 1 << 27  # at most so many, and those of one piece, are converted again after a kill
 
 Progress = Callable[[int, int], None]
 """Called with the number of weights that are written and the number of all weights."""
@@ -78,7 +80,7 @@ def convert(
     activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
     [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any. Configuration,
     headers and shapes are checked before anything is written. Raises UserError for whatever is wrong with source,
-    target or disk; then nothing is left.
+    target or disk; then nothing is left. Where the process was killed, the next conversion of the same goes on.
     """
     with open_checkpoint(source, Options(activation, tokenizer, context_tokens, predictor)) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
@@ -131,6 +133,7 @@ class Conversion:
             predictor=_predictor(checkpoint, quantization),
         )
         self.pieces = pieces_of(checkpoint, shares)
+        self._shares = "" if shares is None else hashlib.sha256(shares.tobytes()).hexdigest()
 
     @property
     def package_bytes(self) -> int:
@@ -149,26 +152,33 @@ class Conversion:
         """Convert, and let the package appear as `target`.
 
         place: a folder on the same disk where the work stays when it is interrupted, and goes on after whatever was
-        done there for the same package. Without one nothing is left.
+        done there for the same package. Without one only a kill leaves something, beside the target.
         """
         with PackageWriter(
-            target, self.manifest, overwrite=overwrite, place=None if place is None else place / PACKAGE_PLACE
+            target,
+            self.manifest,
+            overwrite=overwrite,
+            place=None if place is None else place / PACKAGE_PLACE,
+            goes_on=lambda folder: self._journal(folder).read().pieces > 0,
         ) as writer:
             work = _Work(self.checkpoint, self.manifest, writer, progress or (lambda done, total: None))
-            journal = None if place is None else Journal(place / JOURNAL, self.manifest)
-            done = Done(0, {}) if journal is None else journal.read()
+            journal = self._journal(writer.path)
+            done = journal.read()
             work.begin_after(self.pieces[: done.pieces], done.squares)
             for number, piece in enumerate(self.pieces[done.pieces :], done.pieces):
                 for file in piece.files:
                     file.fetch()
                 work.do(piece)
-                if journal is not None:
+                leaving = set(piece.files) - self.files_from(number + 1)
+                if leaving or work.unsaved >= KEPT_WEIGHTS:
                     writer.sync()
                     journal.write(Done(number + 1, work.squares))
-                for file in set(piece.files) - self.files_from(number + 1):
+                    work.unsaved = 0
+                for file in leaving:
                     file.release()
             chat = self.checkpoint.chat_template
             writer.complete(self.checkpoint.tokenizer, work.errors(), None if chat is None else chat.text)
+            journal.remove()
             package = writer.publish()
         if report is not None:
             report(Encoded(self._source_weights, *work.worst()))
@@ -176,7 +186,12 @@ class Conversion:
 
     def pieces_done(self, place: Path) -> int:
         """How many pieces work in this place has done already."""
-        return Journal(place / JOURNAL, self.manifest).read().pieces
+        return self._journal(place / PACKAGE_PLACE).read().pieces
+
+    def _journal(self, folder: Path) -> Journal:
+        """How far the work in a folder is, if it is of this package, from these files as they are now."""
+        versions = sorted(file.version for file in self.files_from(0))
+        return Journal(folder, self.manifest, [*versions, self._shares])
 
     def files_from(self, piece: int) -> set[SourceFile]:
         """The files that this piece and those after it need."""
@@ -225,12 +240,13 @@ def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNum
 
 @dataclass
 class _Work:
-    """One conversion under way."""
+    """One conversion under way. unsaved: weights since its journal was last written."""
 
     checkpoint: Checkpoint
     manifest: Manifest
     writer: PackageWriter
     progress: Progress
+    unsaved: int = 0
     _done: int = 0
     squares: Squares = field(default_factory=dict)
 
@@ -376,6 +392,7 @@ class _Work:
         squares = self.squares.setdefault(f"{kind} {matrix.name}", np.zeros(2))
         squares += (error, np.square(values).sum(dtype=np.float64))
         self._done += values.size
+        self.unsaved += values.size
         self.progress(self._done, self._total)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
+NAME = "journal.json"
 MAX_PIECES = 1 << 20
 Squares = dict[str, NDArray[np.float64]]
 """Kind of tensor and its name in the source, a space between them -> sums of squares of error and of weight."""
@@ -27,11 +29,12 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """The file that says so. It belongs to one package: to the manifest as it is before the first byte is written."""
+    """The file that says so, in the folder where the work lies. It belongs to one package: to the manifest as it is
+    before the first byte is written, and to what else that is made of, of which `sources` says which versions."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path = path
-        self._package = hashlib.sha256(manifest.to_bytes()).hexdigest()
+    def __init__(self, folder: Path, manifest: Manifest, sources: Sequence[str]) -> None:
+        self._path = folder / NAME
+        self._package = hashlib.sha256(manifest.to_bytes() + "\n".join(sources).encode()).hexdigest()
 
     def read(self) -> Done:
         """What is done; nothing when there is no journal, or one of another package, or a damaged one."""
@@ -50,3 +53,8 @@ class Journal:
         sums = {kind: [float(value).hex() for value in pair] for kind, pair in done.squares.items()}
         with whole_file(self._path) as place:
             place.write_text(json.dumps({"package": self._package, "pieces": done.pieces, "squares": sums}))
+
+    def remove(self) -> None:
+        """The work is done: what lies there is a package. A kill may have left half a journal too."""
+        for path in (self._path, *self._path.parent.glob(f".{NAME}.partial-*")):
+            path.unlink(missing_ok=True)

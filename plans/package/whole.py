@@ -1,8 +1,8 @@
 """What appears at once and whole, or not at all: a package directory, or a file that a command writes.
 
 A directory is written into `.NAME.partial-PID` beside the target and renamed at the end. What a killed process left
-there is removed by the next one; a package being replaced waits as `.NAME.old-PID` and comes back if nothing
-replaced it.
+there is gone on with by the next one, if it is of the same work, and removed otherwise; a package being replaced waits
+as `.NAME.old-PID` and comes back if nothing replaced it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -20,24 +20,32 @@ from neuronpipe.protocol.errors import UserError
 
 
 class PartialDirectory:
-    """Context manager: a fresh directory that `publish` turns into the target, and that is gone otherwise."""
+    """Context manager: a fresh directory that `publish` turns into the target, and that is gone otherwise.
 
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
+    goes_on: whether what lies in a directory that a killed process left is to be gone on with; then it is in this one.
+    """
+
+    def __init__(
+        self, target: Path, *, overwrite: bool, goes_on: Callable[[Path], bool] = lambda folder: False
+    ) -> None:
         self.target = target.absolute()
         self.path = self._sibling("partial")
         self._old = self._sibling("old")
         self._overwrite = overwrite
+        self._goes_on = goes_on
 
     def _sibling(self, kind: str) -> Path:
         return self.target.with_name(f".{self.target.name}.{kind}-{os.getpid()}")
 
     def __enter__(self) -> PartialDirectory:
+        taken_over = self._take_over()
         _clear_leftovers(self.target)
         self._refuse_target()
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir()
+            if not taken_over:
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.path.mkdir()
         except OSError as error:
             raise UserError(f"{self.target.parent}: cannot make a directory there: {error.strerror}") from None
         return self
@@ -46,6 +54,15 @@ class PartialDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _take_over(self) -> bool:
+        """Whether a killed process left something to go on with."""
+        left = [path for path, kind in _leftovers(self.target) if kind == "partial"]
+        for path in filter(self._goes_on, (self.path, *left)):
+            with contextlib.suppress(OSError):  # another process may have been faster
+                path.rename(self.path)
+                return True
+        return False
 
     def _refuse_target(self) -> None:
         if not self.target.name:
@@ -112,18 +129,21 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _clear_leftovers(target: Path) -> None:
-    """Undo what dead processes began: restore a package whose replacement never came, remove the rest."""
+def _leftovers(target: Path) -> list[tuple[Path, str]]:
+    """What dead processes left beside the target, with its kind: partial or old."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
     names = os.listdir(target.parent) if target.parent.is_dir() else []
-    for match in filter(None, map(pattern.fullmatch, names)):
-        leftover = target.with_name(match[0])
-        if _alive(int(match[2])):
-            continue
-        if match[1] == "old" and not os.path.lexists(target):
+    matches = filter(None, map(pattern.fullmatch, sorted(names)))
+    return [(target.with_name(match[0]), match[1]) for match in matches if not _alive(int(match[2]))]
+
+
+def _clear_leftovers(target: Path) -> None:
+    """Undo what dead processes began: restore a package whose replacement never came, remove the rest."""
+    for path, kind in _leftovers(target):
+        if kind == "old" and not os.path.lexists(target):
             with contextlib.suppress(OSError):
-                leftover.rename(target)
-        shutil.rmtree(leftover, ignore_errors=True)
+                path.rename(target)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _alive(process: int) -> bool:

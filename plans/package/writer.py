@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -135,16 +135,24 @@ class PackageWriter:
 
     Write every fixed tensor and, where the manifest has a predictor, its tensors, rows in order; and every cluster, in
     order; then `complete` and `publish`. Whatever the file system refuses becomes a UserError, and nothing stays behind
-    unless `publish` returned.
+    unless `publish` returned, or the process was killed.
 
-    With a `place`, what is written stays there until it is published: `sync` what others are to rely on, and tell the
-    next writer with `go_on` how far that was.
+    With a `place`, what is written stays there until it is published. `sync` what others are to rely on after a kill,
+    and tell the next writer with `go_on` how far that was; goes_on: whether the next one can, of what a folder holds.
     """
 
-    def __init__(self, target: Path, manifest: Manifest, *, overwrite: bool, place: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: Path,
+        manifest: Manifest,
+        *,
+        overwrite: bool,
+        place: Path | None = None,
+        goes_on: Callable[[Path], bool] = lambda folder: False,
+    ) -> None:
         self._target, self._manifest = target, manifest
         self._directory = (
-            PartialDirectory(target, overwrite=overwrite)
+            PartialDirectory(target, overwrite=overwrite, goes_on=goes_on)
             if place is None
             else KeptDirectory(target, place, overwrite=overwrite)
         )
@@ -169,6 +177,11 @@ class PackageWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+    @property
+    def path(self) -> Path:
+        """Where it is written."""
+        return self._directory.path
 
     def _explain(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):

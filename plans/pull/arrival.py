@@ -146,6 +146,10 @@ class ArrivingFile(SourceFile):
         self.entry, self._arrivals = entry, arrivals
         self._here = path.exists()
 
+    @property
+    def version(self) -> str:
+        return f"{self.entry.name} {self.entry.sha256 or self.entry.blob}"
+
     def beginning(self) -> BinaryIO:
         if self._here:
             return super().beginning()

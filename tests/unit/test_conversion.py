@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +100,10 @@ def test_slabs_and_blocks_of_any_size_give_the_same_package(
 
 
 @pytest.mark.parametrize("writes", [1, 300, 900])
-def test_an_interrupted_conversion_goes_on_and_makes_the_same_package(writes: int, tmp_path: Path) -> None:
+def test_an_interrupted_conversion_goes_on_and_makes_the_same_package(
+    writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion_module, "KEPT_WEIGHTS", 1)
     source = write_checkpoint(tmp_path / "source", RECIPES["bamboo"])
     whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
     place, target, calls = tmp_path / "place", tmp_path / "package", []
@@ -205,6 +211,64 @@ def test_conversion_needs_a_fraction_of_the_model_in_memory(tmp_path: Path) -> N
     finally:
         tracemalloc.stop()
     assert peak_bytes < model_bytes / 4
+
+
+KILLED = """
+import os, resource, signal, sys
+from pathlib import Path
+from neuronpipe.plans.convert import conversion
+
+conversion.KEPT_WEIGHTS = 1
+before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def kill(done, total):
+    if done > 0.6 * total:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+conversion.convert(Path(sys.argv[1]), Path(sys.argv[2]), quantization="q4", name="same", progress=kill)
+"""
+
+
+def killed_conversion(source: Path, target: Path) -> int:
+    """Convert in a process that is killed when more than half is done. Returns the bytes of memory it had taken."""
+    done = subprocess.run([sys.executable, "-c", KILLED, source, target], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return 1024 * int(done.stdout)
+
+
+def test_a_killed_conversion_of_shards_goes_on_and_needs_little_memory(tmp_path: Path) -> None:
+    recipe = replace(RECIPES["awkward"], layers=12, neurons=1500, dtype="F32", shards=5)
+    source = write_checkpoint(tmp_path / "source", recipe)
+    model_bytes = sum(shard.stat().st_size for shard in source.glob("*.safetensors"))
+    assert model_bytes > 70e6
+    assert killed_conversion(source, tmp_path / "package") < model_bytes / 3
+    (left,) = tmp_path.glob(".package.partial-*")
+    (left / ".journal.json.partial-1").write_text("half")  # as a kill may leave it
+    calls: list[float] = []
+
+    def progress(done: int, total: int) -> None:
+        calls.append(done / total)
+
+    package = convert(source, tmp_path / "package", quantization="q4", name="same", progress=progress)
+    assert calls[0] > 0.5, "it began again"
+    whole = convert(source, tmp_path / "whole", quantization="q4", name="same")
+    assert package.manifest.id == whole.manifest.id
+    for file in ("bundles.bin", "fixed.safetensors", "checksums.bin"):
+        assert (package.path / file).read_bytes() == (whole.path / file).read_bytes()
+    assert sorted(path.name for path in package.path.iterdir()) == sorted(path.name for path in whole.path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source", "whole"]
+
+
+def test_a_killed_conversion_is_not_gone_on_with_when_the_source_has_changed(tmp_path: Path) -> None:
+    changing = write_checkpoint(tmp_path / "source", TINY)
+    killed_conversion(changing, tmp_path / "package")
+    write_checkpoint(changing, replace(TINY, seed=2))
+    package = convert(changing, tmp_path / "package", quantization="q4", name="same")
+    whole = convert(changing, tmp_path / "whole", quantization="q4", name="same")
+    assert package.bundles_path.read_bytes() == whole.bundles_path.read_bytes()
+    assert package.fixed_path.read_bytes() == whole.fixed_path.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source", "whole"]
 
 
 def test_decoding_k_quants_takes_the_same_memory_for_any_number_of_layers(tmp_path: Path) -> None:
