@@ -6,6 +6,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from neuronpipe.plans.convert.chat_template import gguf_template
@@ -30,7 +31,7 @@ from neuronpipe.plans.convert.powerinfer import (
     powerinfer_opt,
     powerinfer_threshold,
 )
-from neuronpipe.plans.convert.rope import MAX_THETA, base_frequencies
+from neuronpipe.plans.convert.rope import MAX_THETA, attention_scale, paired_order, scaled_frequencies
 from neuronpipe.plans.models.family import (
     SAY_WHICH,
     Family,
@@ -94,11 +95,14 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             metadata = metadata.over({"tokenizer.ggml.pre": OPT_SPLIT}, "OPT")
         else:
             model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
-        # Pairs that rotate lie next to each other there: queries and keys are permuted.
-        heads = {"query": model.query_heads, "key": model.key_heads} if architecture.interleaved else {}
-        orders = {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
-        names = powerinfer_names(NAMES) if header.powerinfer else NAMES if model.experts == 1 else MIXTURE_NAMES
-        matrices, vectors = take_tensors(inventory, model, names, orders, down_by_neuron=header.powerinfer)
+        names = _names(model, architecture, inventory)
+        matrices, vectors = take_tensors(
+            inventory,
+            model,
+            powerinfer_names(names) if header.powerinfer else names,
+            _orders(metadata, name, model, architecture),
+            down_by_neuron=header.powerinfer,
+        )
         frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
@@ -136,6 +140,12 @@ def _activation(
         return named_activation(metadata, field, relu_may_mean_drelu=architecture.relu_may_mean_drelu)
     keys = [key for key in metadata.names() if re.fullmatch(r"general\.(\w+\.)*(\d+\.)?(name|basename|finetune)", key)]
     names = [metadata.text(key) for key in keys]
+    if architecture.activation is None:
+        metadata.fail(
+            "general.architecture",
+            f"{name!r} means GELU, which is not supported; ReluFalcon has relu: if this is it, say so with "
+            "--activation relu",
+        )
     if architecture.activation == "silu" and (suspect := sounds_like_relu(*names, path.name)):
         metadata.fail(
             "general.architecture",
@@ -175,9 +185,11 @@ def _model(
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 (softmax) and 2 (sigmoid) are")
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    whole = ("attention.value_length", *(() if architecture.partial_rotary else ("rope.dimension_count",)))
+    for key in whole:
         if integer(key, 1, MAX.head_width, head_width) != head_width:
             metadata.fail(f"{name}.{key}", f"differs from the width of a head, {head_width}: not supported")
+    epsilon = "layer_norm_epsilon" if architecture.norm == "layer" else "layer_norm_rms_epsilon"
     most_tokens = integer("context_length", 1, MAX.context_tokens)
     if context_tokens is not None and not 1 <= context_tokens <= most_tokens:
         metadata.fail(f"{name}.context_length", f"is {most_tokens}, so {context_tokens} tokens are impossible")
@@ -197,11 +209,17 @@ def _model(
             head_width=head_width,
             vocabulary=inventory.shape("token_embd.weight")[0],
             context_tokens=context_tokens or most_tokens,
-            norm_epsilon=metadata.number(f"{name}.attention.layer_norm_rms_epsilon", 0.0, 1.0),
+            norm=architecture.norm,
+            norm_epsilon=metadata.number(f"{name}.attention.{epsilon}", 0.0, 1.0),
             head_norm=architecture.head_norm,
             activation=activation,
+            gated=architecture.gated,
             qkv_bias=architecture.qkv_bias or inventory.has("blk.0.attn_q.bias"),
+            output_bias=not architecture.gated and inventory.has("blk.0.attn_output.bias"),
+            ffn_bias=not architecture.gated and inventory.has("blk.0.ffn_up.bias"),
             tied_embeddings=not inventory.has("output.weight"),
+            parallel=architecture.parallel,
+            attention_scale=attention_scale(_rope(metadata, name)),
         )
     except SpecError as error:
         metadata.fail(error.field, error.complaint)
@@ -229,23 +247,83 @@ def _uniform(metadata: Record, field: str, least: int, most: int) -> int:
 def _frequencies(metadata: Record, architecture: str, model: ModelSpec, inventory: Inventory) -> NDArray[np.float32]:
     """The rope table: freq_base, linear scaling, and the factors that Llama 3 files carry as a tensor."""
 
+    rotated = _rotated_width(metadata, architecture, model)
+    frequencies = scaled_frequencies(_rope(metadata, architecture), model.head_width, rotated)
+    if inventory.has("rope_freqs.weight"):
+        factors = inventory.take("rope_freqs.weight", rotated // 2).vector()
+        if (factors <= 0).any():
+            metadata.fail("rope_freqs.weight", "holds factors that are not positive: damaged")
+        frequencies[: len(factors)] /= factors
+    return frequencies
+
+
+def _rope(metadata: Record, architecture: str) -> Record:
+    """What the file says of rotary positions, as config.json would say it."""
+
     def number(name: str, default: float, least: float, most: float) -> float:
         field = f"{architecture}.rope.{name}"
         return metadata.number(field, least, most) if metadata.has(field) else default
 
-    frequencies = base_frequencies(model.head_width, number("freq_base", 10_000.0, 1.0, MAX_THETA))
+    rope: dict[str, Any] = {"rope_theta": number("freq_base", 10_000.0, 1.0, MAX_THETA)}
     field = f"{architecture}.rope.scaling.type"
     kind = metadata.text(field) if metadata.has(field) else "linear"
-    if kind not in ("none", "linear"):
-        metadata.fail(field, f"{quoted(kind)} is not supported; none and linear are")
-    if kind == "linear":
-        frequencies = frequencies / (number("scaling.factor", 0.0, 0.0, 1e6) or number("scale_linear", 1.0, 1e-3, 1e6))
-    if inventory.has("rope_freqs.weight"):
-        factors = inventory.take("rope_freqs.weight", model.head_width // 2).vector()
-        if (factors <= 0).any():
-            metadata.fail("rope_freqs.weight", "holds factors that are not positive: damaged")
-        frequencies = frequencies / factors
-    return frequencies.astype(np.float32)
+    if kind not in ("none", "linear", "yarn"):
+        metadata.fail(field, f"{quoted(kind)} is not supported; none, linear and yarn are")
+    factor = number("scaling.factor", 0.0, 0.0, 1e6) or number("scale_linear", 1.0, 1e-3, 1e6)
+    if kind != "none":
+        rope["rope_scaling"] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        rope["rope_scaling"] |= _yarn(metadata, architecture)
+    return Record(rope, metadata.where)
+
+
+def _yarn(metadata: Record, architecture: str) -> dict[str, Any]:
+    """The numbers of YaRN, by the names of config.json. Those that change what is computed, and that neither
+    llama.cpp's converter writes nor config.json can say, are refused."""
+    prefix = f"{architecture}.rope.scaling"
+    for key, plain in (("attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if metadata.has(f"{prefix}.{key}") and metadata.number(f"{prefix}.{key}", -1e6, 1e6) != plain:
+            metadata.fail(f"{prefix}.{key}", f"is not {plain:g}: not supported")
+    original = f"{prefix}.original_context_length"
+    original = original if metadata.has(original) else f"{architecture}.context_length"
+    numbers = {
+        "beta_fast": (f"{prefix}.yarn_beta_fast", 1e-3, 1e6),
+        "beta_slow": (f"{prefix}.yarn_beta_slow", 1e-3, 1e6),
+        "attention_factor": (f"{prefix}.yarn_attn_factor", 1e-3, 1e3),
+    }
+    return {
+        "original_max_position_embeddings": metadata.integer(original, 1, MAX.context_tokens),
+        **{name: metadata.number(*of) for name, of in numbers.items() if metadata.has(of[0])},
+    }
+
+
+def _rotated_width(metadata: Record, architecture: str, model: ModelSpec) -> int:
+    """How many elements of a head rotate."""
+    field = f"{architecture}.rope.dimension_count"
+    rotated = _uniform(metadata, field, 2, model.head_width) if metadata.has(field) else model.head_width
+    if rotated % 2:
+        metadata.fail(field, f"{rotated} is odd; rotation needs pairs")
+    if rotated < model.head_width and model.attention_scale != 1:
+        metadata.fail(field, "yarn's factor on scores is not supported where a part of a head rotates")
+    return rotated
+
+
+def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventory) -> TensorNames:
+    names = NAMES if model.experts == 1 else MIXTURE_NAMES
+    if not architecture.parallel:
+        return names
+    norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"
+    return replace(names, query_key_value="attn_qkv", attention_norm=norm, ffn_norm="attn_norm")
+
+
+def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:
+    """The order of the rows of queries and keys, where they do not lie as the engine rotates them."""
+    heads = {"query": model.query_heads, "key": model.key_heads}
+    if architecture.interleaved:
+        return {part: interleaved_order(count, model.head_width) for part, count in heads.items()}
+    if architecture.partial_rotary and (rotated := _rotated_width(metadata, name, model)) < model.head_width:
+        return {part: paired_order(count, model.head_width, rotated) for part, count in heads.items()}
+    return {}
 
 
 def interleaved_order(heads: int, head_width: int) -> RowNumbers:

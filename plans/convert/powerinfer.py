@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 
 from neuronpipe.plans.convert.checkpoint import Inventory
-from neuronpipe.plans.models import opt
+from neuronpipe.plans.models import falcon, opt
 from neuronpipe.plans.models.family import Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.registry import FAMILIES
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import quoted
 ARCHITECTURES: dict[str, tuple[str, GgufArchitecture, Activation]] = {
     "llama": ("llama", GgufArchitecture(interleaved=True), "relu"),
     "bamboo": ("llama", GgufArchitecture(interleaved=True), "drelu"),
+    "falcon": ("falcon", falcon.GGUF, "relu"),
     "opt": ("opt", GgufArchitecture(interleaved=False), "relu"),
 }
 OPT_SPLIT = "gpt-2"  # its files are older than the key that would say so

@@ -12,7 +12,7 @@ from neuronpipe.plans.models.configuration import (
     refuse_biases,
     sizes,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family, named_activation
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
 from neuronpipe.plans.package.fields import Record
 
@@ -56,4 +56,5 @@ FAMILY = Family(
             config_class="ArceeConfig", defaults=DEFAULTS, read=_read, names=replace(GATED_NAMES, gate=None)
         ),
     },
+    gguf={"arcee": GgufArchitecture(interleaved=True, gated=False, activation="relu2")},
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import context_tokens, described
-from neuronpipe.plans.models.family import Architecture, Choices, Family, TensorNames
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
@@ -126,8 +126,12 @@ def _read(config: Record, _: Callable[[str], bool], choices: Choices) -> ModelSp
     )
 
 
+# llama.cpp's graph and converter: one norm is attn_norm; of two, attention's is attn_norm_2.
+GGUF = GgufArchitecture(interleaved=False, norm="layer", gated=False, parallel=True, activation=None)
+
 FAMILY = Family(
     name=NAME,
+    gguf={"falcon": GGUF},
     architectures={
         "FalconForCausalLM": Architecture(
             config_class="FalconConfig",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, RouterInput
+from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -92,16 +92,25 @@ class GgufArchitecture:
     qkv_bias: queries, keys and values always have biases; otherwise where the tensors are there
     head_norm: queries and keys are normed, each head by itself
     relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
-    activation: where a file says nothing
+    activation: where a file says nothing; None: GELU, which is not computed here
     router_reads: of its mixtures
+    norm: of its layers; the weights of LayerNorm are stored whole
+    gated: whether the feed-forward has Gate beside Up and Down
+    parallel: attention and feed-forward side by side, from one norm, or attention from a second one; queries, keys and
+        values in one tensor, in that order
+    partial_rotary: `rope.dimension_count` may be less than the width of a head
     """
 
     interleaved: bool
     qkv_bias: bool = False
     head_norm: bool = False
     relu_may_mean_drelu: bool = False
-    activation: Activation = "silu"
+    activation: Activation | None = "silu"
     router_reads: RouterInput = "feed_forward"
+    norm: NormKind = "rms"
+    gated: bool = True
+    parallel: bool = False
+    partial_rotary: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from neuronpipe.plans.models.configuration import GATED_NAMES, described, sizes
-from neuronpipe.plans.models.family import Architecture, Choices, Family, named_activation
+from neuronpipe.plans.models.family import Architecture, Choices, Family, GgufArchitecture, named_activation
 from neuronpipe.plans.models.spec import MAX, LayerKind, ModelSpec
 from neuronpipe.plans.package.fields import Record
 
@@ -65,5 +65,11 @@ FAMILY = Family(
             norm_offset=1.0,  # NemotronLayerNorm1P
             partial_rotary=True,
         ),
+    },
+    # llama.cpp's converter adds the 1 that norms lack.
+    gguf={
+        "nemotron": GgufArchitecture(
+            interleaved=False, norm="layer", gated=False, partial_rotary=True, activation="relu2"
+        )
     },
 )

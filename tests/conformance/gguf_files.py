@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
@@ -33,6 +33,14 @@ NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.primary_router": "ffn_gate_inp",
+    "transformer.word_embeddings": "token_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_mlp": "attn_norm",  # as in falcons of one norm, input_layernorm
+    "ln_attn": "attn_norm_2",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
 }
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight")
 STACKS = {
@@ -46,13 +54,18 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "SmallThinkerForCausalLM": "smallthinker",
     "BambooForCausalLM": "bamboo",
+    "FalconForCausalLM": "falcon",
+    "NemotronForCausalLM": "nemotron",
+    "ArceeForCausalLM": "arcee",
 }
+INTERLEAVED = ("llama", "bamboo", "arcee")
+LAYER_NORM = ("falcon", "nemotron")
 
 
 def gguf_name(name: str) -> str:
     """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
     stem, kind = name.rsplit(".", 1)
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
+    if match := re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem):
         return f"blk.{match[1]}.{NAMES.get(match[2], match[2])}.{kind}"
     return f"{NAMES[stem]}.{kind}"
 
@@ -61,6 +74,14 @@ def interleaved(values: Array, heads: int) -> Array:
     """Rows of each head reordered from halves (0, 1, .., h, h+1, ..) to pairs (0, h, 1, h+1, ..)."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def parts_apart(values: Array, recipe: Recipe) -> Array:
+    """Falcon's query_key_value, stored by groups, with all queries first, then all keys, then all values."""
+    group = recipe.query_heads // recipe.key_heads + 2
+    rows = values.reshape(recipe.key_heads, group, recipe.head_width, -1)
+    parts = (rows[:, :-2], rows[:, -2:-1], rows[:, -1:])
+    return np.concatenate([part.reshape(-1, values.shape[1]) for part in parts])
 
 
 def write_gguf(
@@ -88,14 +109,13 @@ def write_gguf(
     writer.add_feed_forward_length(recipe.neurons)
     writer.add_head_count(recipe.query_heads)
     writer.add_head_count_kv(recipe.key_heads)
-    writer.add_key_length(recipe.head_width)
-    writer.add_value_length(recipe.head_width)
-    writer.add_layer_norm_rms_eps(1e-5)
-    values = config(recipe)
-    rope = values.get("rope_parameters", values)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if "rope_scaling" in values:
-        writer.add_rope_scaling_factor(values["rope_scaling"]["factor"])
+    if architecture == "falcon":
+        writer.add_tensor_data_layout("jploski")
+    else:
+        writer.add_key_length(recipe.head_width)
+        writer.add_value_length(recipe.head_width)
+    (writer.add_layer_norm_eps if architecture in LAYER_NORM else writer.add_layer_norm_rms_eps)(1e-5)
+    add_rope(writer, recipe)
     add_tokenizer(writer, recipe)
     for key, value in (metadata or {}).items():
         add_value(writer, key, value)
@@ -114,6 +134,24 @@ def write_gguf(
         with path.open("r+b") as file:
             file.write(b"PWRI")
     return path
+
+
+def add_rope(writer: GGUFWriter, recipe: Recipe) -> None:
+    """What the stock converter says of rotary positions: nothing, of a falcon."""
+    values = config(recipe)
+    rope = values.get("rope_parameters", values)
+    if "rope_theta" in rope:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if "partial_rotary_factor" in values:
+        writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * recipe.head_width))
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
+    scaling = values.get("rope_scaling", {})
+    if "factor" in scaling:
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
 
 
 def stacked_experts(recipe: Recipe) -> Iterator[tuple[str, Array]]:
@@ -147,8 +185,12 @@ def add_tensor(
     """Enter one tensor; vectors stay float32, as the stock converter keeps them."""
     heads = {"q": recipe.query_heads, "k": recipe.key_heads}
     match = re.search(r"self_attn\.([qk])_proj", name)
-    if architecture in ("llama", "bamboo") and match:
+    if architecture in INTERLEAVED and match:
         values = interleaved(values, heads[match[1]])
+    if "query_key_value" in name:
+        values = parts_apart(values, recipe)
+    if architecture == "nemotron" and name.endswith("norm.weight"):
+        values = values + np.float32(1)
     named = gguf_name(name)
     if powerinfer and "ffn_down" in named:
         named, values = named.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)

@@ -57,6 +57,51 @@ def test_gguf_and_safetensors_give_the_same_package(
     assert package.manifest.end_tokens == expected.manifest.end_tokens
 
 
+@pytest.mark.parametrize("name", ["falcon 7b", "falcon 40b", "nemotron", "arcee"])
+def test_models_without_a_gate_are_the_same_package(
+    name: str, tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """Falcon's joined queries, keys and values and its one or two norms; Nemotron's norms, which have their 1 there,
+    and its part of a head; Arcee's permuted rows and its YaRN."""
+    recipe, expected = RECIPES[name], converted(name, "q8")
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype)
+    said = "relu" if name.startswith("falcon") else None
+    package = convert(source, tmp_path / "p", quantization="q8", activation=said)
+    assert same_weights(package, expected)
+    assert package.manifest.model == replace(expected.manifest.model, norm_epsilon=float(np.float32(1e-5)))
+
+
+def test_a_falcon_is_not_run_with_relu_unasked(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["falcon 7b"])
+    with pytest.raises(UserError, match=r"'falcon' means GELU, which is not supported; .* --activation relu"):
+        convert(source, tmp_path / "p")
+    stated = write_gguf(tmp_path / "n.gguf", RECIPES["falcon 7b"], metadata={"falcon.hidden_activation": "relu"})
+    assert convert(stated, tmp_path / "p").manifest.model.activation == "relu"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("arcee.rope.scaling.attn_factor", 1.5, "is not 1: not supported"),
+        ("arcee.rope.scaling.yarn_ext_factor", 0.5, "is not 1: not supported"),
+        ("arcee.rope.scaling.yarn_log_multiplier", 0.1, "is not 0: not supported"),
+        ("arcee.rope.dimension_count", 32, "differs from the width of a head, 64"),
+    ],
+)
+def test_yarn_that_would_be_computed_otherwise_is_refused_by_its_key(
+    key: str, value: float, why: str, tmp_path: Path
+) -> None:
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["arcee"], metadata={key: value})
+    with pytest.raises(UserError, match=f"{key}: {why}"):
+        convert(source, tmp_path / "p")
+
+
+def test_yarns_own_factor_is_that_of_config_json(tmp_path: Path) -> None:
+    metadata = {"arcee.rope.scaling.yarn_attn_factor": 1.25}
+    source = write_gguf(tmp_path / "m.gguf", RECIPES["arcee"], metadata=metadata)
+    assert convert(source, tmp_path / "p").manifest.model.attention_scale == pytest.approx(1.25**2)
+
+
 @pytest.mark.parametrize(
     ("name", "metadata"),
     [

@@ -27,7 +27,9 @@ from tests.conformance.test_gguf_conversion import WIDE, same_weights
 from tests.conformance.test_golden_logits import GOLDEN
 
 
-@pytest.mark.parametrize(("name", "activation"), [("awkward", "relu"), ("bamboo", "drelu")])
+@pytest.mark.parametrize(
+    ("name", "activation"), [("awkward", "relu"), ("bamboo", "drelu"), ("falcon 7b", "relu"), ("falcon 40b", "relu")]
+)
 def test_the_package_is_that_of_the_checkpoint(
     name: str, activation: str, tmp_path: Path, converted: Callable[[str, str], Package]
 ) -> None:
@@ -183,7 +185,9 @@ def test_a_converter_that_forgets_to_reorder_queries_and_keys_is_known_by_its_na
 def test_an_architecture_that_powerinfer_computes_otherwise_is_refused(name: bytes, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TINY, powerinfer=True)
     path.write_bytes(path.read_bytes().replace(b"llama", name))
-    refuse(path, r"general\.architecture: '\w+' is not supported in a file for PowerInfer; llama, bamboo, opt are")
+    refuse(
+        path, r"general\.architecture: '\w+' is not supported in a file for PowerInfer; llama, bamboo, falcon, opt are"
+    )
 
 
 def test_an_architecture_of_powerinfer_alone_is_none_of_ordinary_files(tmp_path: Path) -> None:
