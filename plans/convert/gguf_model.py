@@ -70,7 +70,6 @@ MIXTURE_NAMES = replace(
 )
 GATING: dict[int, Router] = {1: "softmax", 2: "sigmoid"}  # llama_expert_gating_func_type
 NOPE_EVERY = 4  # of a smallthinker with windows, one layer in so many has neither window nor rotary positions
-NOTHING = re.compile("(?!)")
 
 
 def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) -> Checkpoint:
@@ -96,17 +95,18 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         else:
             model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
         names = _names(model, architecture, inventory)
+        down_by_neuron = header.powerinfer or _down_by_neuron(metadata, model, inventory)
         matrices, vectors = take_tensors(
             inventory,
             model,
             powerinfer_names(names) if header.powerinfer else names,
             _orders(metadata, name, model, architecture),
-            down_by_neuron=header.powerinfer,
+            down_by_neuron=down_by_neuron,
         )
         frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
-        inventory.refuse_leftovers(NOTHING)
+        inventory.refuse_leftovers(NOTHING if header.powerinfer else re.compile(architecture.harmless))
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,
@@ -116,7 +116,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
             inverse_frequency=frequencies,
             matrices=matrices,
             vectors=vectors,
-            down_by_neuron=header.powerinfer,
+            down_by_neuron=down_by_neuron,
             predictors=predictors,
             files=files.pop_all(),
         )
@@ -180,8 +180,9 @@ def _model(
     if integer("expert_shared_count", 0, 1 << 16, 0):
         metadata.fail(f"{name}.expert_shared_count", "experts that all tokens share are not supported")
     neurons = "expert_feed_forward_length" if mixture and metadata.has(f"{name}.expert_feed_forward_length") else ""
-    gating = integer("expert_gating_func", 0, 99, 1)
-    if gating not in GATING:
+    said = metadata.has(f"{name}.expert_gating_func")
+    gating = integer("expert_gating_func", 0, 99) if said else 0
+    if said and gating not in GATING:
         metadata.fail(f"{name}.expert_gating_func", f"{gating} is not supported; 1 (softmax) and 2 (sigmoid) are")
     width, query_heads = integer("embedding_length", 1, MAX.width), integer("attention.head_count", 1, MAX.query_heads)
     head_width = integer("attention.key_length", 2, MAX.head_width, width // query_heads)
@@ -201,7 +202,7 @@ def _model(
             neurons=integer(neurons or "feed_forward_length", 1, MAX.neurons),
             experts=experts,
             experts_per_token=integer("expert_used_count", 1, experts) if mixture else 1,
-            router=GATING[gating],
+            router=GATING[gating] if said else architecture.router,
             router_reads=architecture.router_reads,
             layer_kinds=_layer_kinds(integer("block_count", 1, MAX.layers), window_tokens, architecture),
             query_heads=query_heads,
@@ -314,6 +315,26 @@ def _names(model: ModelSpec, architecture: GgufArchitecture, inventory: Inventor
         return names
     norm = "attn_norm_2" if inventory.has("blk.0.attn_norm_2.weight") else "attn_norm"
     return replace(names, query_key_value="attn_qkv", attention_norm=norm, ffn_norm="attn_norm")
+
+
+def _down_by_neuron(metadata: Record, model: ModelSpec, inventory: Inventory) -> bool:
+    """Whether Down of the experts is transposed: SmallThinker's own engine stores it so, under the same name."""
+    if model.experts == 1:
+        return False
+    if model.router_reads == "layer" and model.width == model.neurons:
+        metadata.fail(
+            "smallthinker.expert_feed_forward_length",
+            f"is embedding_length, {model.width}: nothing tells whether Down is transposed; convert the original "
+            "checkpoint instead",
+        )
+    return (
+        inventory.shape("blk.0.ffn_down_exps.weight")[1:]
+        == (model.neurons, model.width)
+        != (
+            model.width,
+            model.neurons,
+        )
+    )
 
 
 def _orders(metadata: Record, name: str, model: ModelSpec, architecture: GgufArchitecture) -> dict[str, RowNumbers]:

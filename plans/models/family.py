@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, RouterInput
+from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -93,7 +93,8 @@ class GgufArchitecture:
     head_norm: queries and keys are normed, each head by itself
     relu_may_mean_drelu: a file that says relu is asked about, since models are known that say so and mean drelu
     activation: where a file says nothing; None: GELU, which is not computed here
-    router_reads: of its mixtures
+    router, router_reads: of its mixtures; the former where a file says nothing
+    harmless: a regular expression of tensors that change nothing, and may be there
     norm: of its layers; the weights of LayerNorm are stored whole
     gated: whether the feed-forward has Gate beside Up and Down
     parallel: attention and feed-forward side by side, from one norm, or attention from a second one; queries, keys and
@@ -106,7 +107,9 @@ class GgufArchitecture:
     head_norm: bool = False
     relu_may_mean_drelu: bool = False
     activation: Activation | None = "silu"
+    router: Router = "softmax"
     router_reads: RouterInput = "feed_forward"
+    harmless: str = r"(?!)"
     norm: NormKind = "rms"
     gated: bool = True
     parallel: bool = False

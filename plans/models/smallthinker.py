@@ -89,6 +89,16 @@ def _layout(config: Record, field: str, default: int) -> list[int]:
     return said
 
 
+# Its own engine's converter says of the router only that it is softmax, where it is, and may add a predictor of the
+# rows of the output matrix. llama.cpp's says both.
+GGUF = GgufArchitecture(
+    interleaved=False,
+    activation="relu",
+    router="sigmoid",
+    router_reads="layer",
+    harmless=r"lm_head_profiler\.weight",
+)
+
 FAMILY = Family(
     name=NAME,
     architectures={
@@ -96,5 +106,5 @@ FAMILY = Family(
             config_class="SmallThinkerConfig", defaults=DEFAULTS, read=_read, names=NAMES
         )
     },
-    gguf={"smallthinker": GgufArchitecture(interleaved=False, activation="relu", router_reads="layer")},
+    gguf={"smallthinker": GGUF},
 )

@@ -21,8 +21,15 @@ from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.weights import PackageWeights
 from neuronpipe.protocol.errors import UserError
 
-from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens
-from tests.conformance.gguf_files import SCALE_PLACES, llama3_factors, random_blocks, write_gguf
+from tests.conformance.checkpoints import RECIPES, Recipe, tensors, tokens, write_checkpoint
+from tests.conformance.gguf_files import (
+    SCALE_PLACES,
+    gguf_name,
+    llama3_factors,
+    random_blocks,
+    stacked_experts,
+    write_gguf,
+)
 from tests.conformance.test_golden_logits import GOLDEN
 
 WIDE = Recipe("wide", "LlamaForCausalLM", "silu", 256, 512, 1, 4, 2, 64, vocabulary=300)
@@ -141,6 +148,52 @@ def test_a_mixture_whose_experts_lie_in_one_tensor_is_the_same_package(
     if name == "smallthinker":  # every fourth layer is without window and rotary positions, there
         told = replace(told, layer_kinds=(LayerKind(1, 0, False), LayerKind(3, 9)))
     assert package.manifest.model == told
+
+
+SMALLTHINKER = {
+    "smallthinker.expert_count": 7,
+    "smallthinker.expert_used_count": 3,
+    "smallthinker.attention.sliding_window": 9,
+}
+
+
+def test_the_file_of_smallthinkers_own_engine_is_the_same_package(
+    tmp_path: Path, converted: Callable[[str, str], Package]
+) -> None:
+    """Its converter transposes Down under the same name, says nothing of a router of sigmoids, and adds a predictor of
+    logits, without which they are exact."""
+    recipe = RECIPES["smallthinker"]
+    stacks = {gguf_name(name): values for name, values in stacked_experts(recipe) if "ffn_down_exps" in name}
+    source = write_gguf(
+        tmp_path / "m.gguf",
+        recipe,
+        recipe.dtype,
+        metadata=SMALLTHINKER,
+        instead={name: np.ascontiguousarray(values.swapaxes(1, 2)) for name, values in stacks.items()},
+        extra={"lm_head_profiler.weight": np.ones(320, np.float32)},
+    )
+    package, expected = convert(source, tmp_path / "p", quantization="q8"), converted("smallthinker", "q8")
+    assert same_weights(package, expected)
+    assert package.manifest.model.router == expected.manifest.model.router == "sigmoid"
+
+
+def test_down_that_may_lie_either_way_is_refused(tmp_path: Path) -> None:
+    recipe = replace(RECIPES["smallthinker"], neurons=96)
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=SMALLTHINKER)
+    with pytest.raises(UserError, match=r"expert_feed_forward_length: is embedding_length, 96: .*Down is transposed"):
+        convert(source, tmp_path / "p")
+
+
+def test_a_smallthinkers_router_is_what_either_source_says(tmp_path: Path) -> None:
+    recipe = replace(RECIPES["smallthinker"], config={**RECIPES["smallthinker"].config})
+    recipe.config["moe_primary_router_apply_softmax"] = True
+    package = convert(write_checkpoint(tmp_path / "source", recipe), tmp_path / "p", quantization="f16")
+    metadata = {**SMALLTHINKER, "smallthinker.expert_gating_func": 1}
+    source = write_gguf(tmp_path / "m.gguf", recipe, recipe.dtype, metadata=metadata)
+    same = convert(source, tmp_path / "q", quantization="f16")
+    assert package.manifest.model.router == same.manifest.model.router == "softmax"
+    logits = ReferenceEngine(package).run(tokens(recipe)).logits
+    assert np.abs(logits - GOLDEN["smallthinker"]).max() > 0.1
 
 
 @pytest.mark.parametrize(
