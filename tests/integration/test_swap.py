@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -130,6 +131,25 @@ def test_texts_go_on_with_the_same_tokens(half: Run, undisturbed: list[int], wor
     assert all(after[name] == pid for name, pid in taken.items())
     assert {process.restarts for process in half.status().processes} == {0}  # nobody was lost
     assert half.ask(PROMPT, 60)["token_ids"] == undisturbed
+
+
+@pytest.mark.parametrize("name", ["turbosparse", "smallthinker", "qwen3moe"])
+def test_texts_of_a_mixture_go_on_with_the_same_tokens(name: str, shell: Shell, converted: Converted) -> None:
+    """Read by cluster or by expert, chosen before attention or behind it."""
+    package = converted(name, "f16").path
+    (shell.folder / "experiment.py").write_text(WORKERS)
+    with shell.up(package, "--workers", "1") as run:
+        undisturbed = run.ask(PROMPT, 60)["token_ids"]
+    with shell.up(package, "--workers", "2", "--ffn-resident", "50%") as run:
+        for words in (("decode.1", "--use", FIRING_LOG), ("prefill",), ("loader",), ("cache",)):
+            answer, _ = swap_while_asking(run, *words)
+            assert answer == undisturbed, words
+        said = shell.call("swap", "decode.1", "--use", "experiment:OneBitOff", "--run", run.path, cwd=shell.folder)
+        assert said.code == 2
+        assert "computes other bits in the same numerics: logits" in said.errors
+        assert run.ask(PROMPT, 60)["token_ids"] == undisturbed
+        fired = (run.path / "decode.1.log").read_text()
+        assert re.search(r"^step \d+: (\d+/\d+ ?)+$", fired, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
