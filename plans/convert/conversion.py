@@ -35,6 +35,7 @@ MIN_SLAB_BYTES, MAX_SLAB_BYTES, SLAB_SHARE = (
 )  # of a transposed Down; share of the model's size
 
 PACKAGE_PLACE = "package"  # in the place where interrupted work stays
+HELD_BYTES = 8 << 20  # that the C library may hold for the next block, twice
 KEPT_WEIGHTS = 1 << 27  # at most so many, and those of one piece, are converted again after a kill
 
 Progress = Callable[[int, int], None]
@@ -154,6 +155,7 @@ class Conversion:
         place: a folder on the same disk where the work stays when it is interrupted, and goes on after whatever was
         done there for the same package. Without one only a kill leaves something, beside the target.
         """
+        _hold_freed_memory()
         with PackageWriter(
             target,
             self.manifest,
@@ -196,6 +198,13 @@ class Conversion:
     def files_from(self, piece: int) -> set[SourceFile]:
         """The files that this piece and those after it need."""
         return {file for later in self.pieces[piece:] for file in later.files}
+
+
+def _hold_freed_memory() -> None:
+    """Have glibc keep what arrays of a block leave behind, for those of the next one. It gave them back to the kernel
+    each time, whose fresh pages took a third of the conversion. The threshold follows the largest block that was freed
+    (mallopt(3), M_MMAP_THRESHOLD); other C libraries take no notice."""
+    np.empty(HELD_BYTES, dtype=np.uint8)
 
 
 def _predictor(checkpoint: Checkpoint, quantization: Quantization) -> Predictor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -258,6 +259,28 @@ def test_a_killed_conversion_of_shards_goes_on_and_needs_little_memory(tmp_path:
         assert (package.path / file).read_bytes() == (whole.path / file).read_bytes()
     assert sorted(path.name for path in package.path.iterdir()) == sorted(path.name for path in whole.path.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source", "whole"]
+
+
+FAULTS = """
+import resource, sys
+from pathlib import Path
+from neuronpipe.plans.convert import conversion
+from neuronpipe.plans.convert.conversion import convert
+
+conversion.MIN_SLAB_BYTES = 1 << 20  # as in models whose slabs are too large for the C library to learn by
+convert(Path(sys.argv[1]), Path(sys.argv[2]), quantization="q4", name="first")  # what is touched once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+convert(Path(sys.argv[1]), Path(sys.argv[2]), quantization="q4", name="same", overwrite=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's memory")
+def test_the_memory_of_a_block_is_used_for_the_next_one(tmp_path: Path) -> None:
+    """Fresh pages from the kernel for every block took a third of a conversion."""
+    source = write_checkpoint(tmp_path / "source", replace(RECIPES["awkward"], neurons=1500))
+    command = [sys.executable, "-c", FAULTS, source, tmp_path / "package"]
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 100  # hundreds otherwise
 
 
 def test_a_killed_conversion_is_not_gone_on_with_when_the_source_has_changed(tmp_path: Path) -> None:
