@@ -18,7 +18,7 @@ from neuronpipe.plans.models.configuration import (
     gated_model,
     sliding_windows,
 )
-from neuronpipe.plans.models.family import Architecture, Choices, Family
+from neuronpipe.plans.models.family import SAY_WHICH, Architecture, Choices, Family
 from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
@@ -72,7 +72,7 @@ def _turbosparse(config: Record, has: Has, choices: Choices) -> ModelSpec:
     if choices.activation is not None:
         return _model(config, choices, choices.activation)
     if (said := config.text("hidden_act")) not in ("relu", "drelu"):
-        config.fail("hidden_act", f"is {quoted(said)}, but TurboSparse-Mixtral's class is known with relu only")
+        config.fail("hidden_act", f"is {quoted(said)}, but TurboSparse-Mixtral says relu and means drelu; {SAY_WHICH}")
     return _model(config, choices, "drelu")
 
 

@@ -76,10 +76,10 @@ MOE_NAMES = replace(
 def _read_moe(config: Record, has: Callable[[str], bool], choices: Choices) -> ModelSpec:
     if not config.boolean("norm_topk_prob"):
         config.fail("norm_topk_prob", "is false: shares of experts that do not add up to 1 are not supported")
-    if config.integer("decoder_sparse_step", 0, MAX.layers) != 1 or (
-        config.has("mlp_only_layers") and config.items("mlp_only_layers")
-    ):
-        config.fail("decoder_sparse_step", "some layers have no experts (or mlp_only_layers says so): not supported")
+    if (step := config.integer("decoder_sparse_step", 0, MAX.layers)) != 1:
+        config.fail("decoder_sparse_step", f"is {step}, so some layers have no experts: not supported")
+    if config.has("mlp_only_layers") and config.items("mlp_only_layers"):
+        config.fail("mlp_only_layers", "names layers without experts: not supported")
     if config.has("use_sliding_window") and config.boolean("use_sliding_window"):
         config.fail("use_sliding_window", "is true: attention windows are not supported in this class")
     if config.has("attention_bias") and config.boolean("attention_bias"):

@@ -65,6 +65,10 @@ SPECS = {
         family="llama", width=96, neurons=300, layer_kinds=(LayerKind(2),), query_heads=3, key_heads=3, head_width=32,
         norm="layer", positions="learned", activation="drelu", output_bias=True, **COMMON,
     ),
+    "many neurons": ModelSpec(
+        family="llama", width=64, neurons=1500, layer_kinds=(LayerKind(2),), query_heads=2, key_heads=1, head_width=32,
+        activation="relu", **COMMON,
+    ),
     "mixtral": ModelSpec(
         family="llama", width=160, neurons=200, experts=5, experts_per_token=2, layer_kinds=(LayerKind(2),),
         query_heads=4, key_heads=2, head_width=40, activation="silu", **COMMON,
