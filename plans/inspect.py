@@ -32,6 +32,7 @@ CHOSEN_FIRE = (
     "silu: every neuron of a chosen expert fires, so a token reads {share:.0%} of the feed-forward weights, expert by "
     "expert; nothing inside an expert is sparse"
 )
+NO_TEMPLATE = "no template, as base models have none; `neuronpipe convert --chat-template FILE` gives it one"
 
 
 def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any]:
@@ -119,6 +120,13 @@ def dense_reading(model: ModelSpec) -> str | None:
     return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
 
 
+def continues(manifest: Manifest) -> str | None:
+    """What a prompt is, to a model that was made for conversations; None: it may be a base model."""
+    if manifest.chat is None:
+        return None
+    return "the model has a chat template, and -p is continued as it stands; `neuronpipe serve` holds conversations"
+
+
 def low_recall(predictor: Predictor, wanted: float) -> str | None:
     """Where a predictor finds clearly fewer of the active neurons than wanted, on held-out text; None: nowhere."""
     recalls = [layer.recall for layer in predictor.by_layer]
@@ -172,6 +180,7 @@ def render(description: dict[str, Any]) -> str:
         f"  shape   {model['layers']} layers of width {model['width']:,} with {experts}{model['neurons']:,} neurons; "
         f"{model['query_heads']} query heads on {model['key_heads']} key heads of {model['head_width']}; "
         f"vocabulary {model['vocabulary']:,}; context {model['context_tokens']:,}{window}",
+        f"  chat    {'by its own template' if description['chat_template'] else NO_TEMPLATE}",
         "",
         "Bytes",
         *(f"  {kind:<10} {size:>15,}  {size / sizes['total']:>6.1%}" for kind, size in sizes.items()),

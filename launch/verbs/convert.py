@@ -50,6 +50,9 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json or .model, if the source has none"
     )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="how messages are written, in Jinja (default: the source's)"
+    )
     parser.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the source's)")
     parser.add_argument(
         "--no-predictor",
@@ -70,6 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
             frequencies=arguments.frequencies,
             tokenizer=arguments.tokenizer,
             context_tokens=arguments.context,
+            chat_template=arguments.chat_template,
             name=arguments.name,
             predictor=arguments.predictor,
             overwrite=arguments.overwrite,

@@ -53,7 +53,13 @@ def main(arguments: argparse.Namespace) -> int:
                 reference,
                 name,
                 quantization=arguments.quantization,
-                options=Options(arguments.activation, arguments.tokenizer, arguments.context, arguments.predictor),
+                options=Options(
+                    arguments.activation,
+                    arguments.tokenizer,
+                    arguments.context,
+                    arguments.chat_template,
+                    predictor=arguments.predictor,
+                ),
                 command=_command(arguments, name),
                 overwrite=arguments.overwrite,
                 agree=agree,
@@ -89,6 +95,8 @@ def _command(arguments: argparse.Namespace, name: str) -> list[str]:
         words += ["--activation", arguments.activation]
     if arguments.tokenizer is not None:
         words += ["--tokenizer", str(arguments.tokenizer.absolute())]
+    if arguments.chat_template is not None:
+        words += ["--chat-template", str(arguments.chat_template.absolute())]
     if arguments.context is not None:
         words += ["--context", str(arguments.context)]
     if not arguments.predictor:

@@ -20,7 +20,7 @@ from neuronpipe.launch.planning import (
     package_and_plan,
 )
 from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.inspect import dense_reading, unmeasured_predictor
+from neuronpipe.plans.inspect import continues, dense_reading, unmeasured_predictor
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL
@@ -48,6 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     notes = (
         dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}",
         unmeasured_predictor(package.manifest, plan.compute.mode),
+        continues(package.manifest),
     )
     for said in notes:
         if said is not None and not arguments.json:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from neuronpipe.plans.package.fields import Record, read_file, read_json
 from neuronpipe.plans.package.manifest import MAX_TEMPLATE_BYTES
+from neuronpipe.protocol.errors import quoted
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
@@ -19,19 +20,20 @@ class ChatTemplate(NamedTuple):
     end: str
 
 
-def huggingface_template(path: Path) -> ChatTemplate | None:
-    """That of a Hugging Face directory: a file of its own, or a field of tokenizer_config.json. None: a base model."""
+def huggingface_template(path: Path, chosen: Path | None) -> ChatTemplate | None:
+    """That of a Hugging Face directory: the chosen file, or one of its own, or a field of tokenizer_config.json. None:
+    a base model. Raises UserError where there are several and none is meant for everything."""
     config = read_json(path / CONFIG) if (path / CONFIG).exists() else Record({}, str(path / CONFIG))
-    if (path / TEMPLATE).exists():
-        text: str | None = _decoded(path / TEMPLATE)
+    if chosen is not None or (path / TEMPLATE).exists():
+        text: str | None = _decoded(chosen or path / TEMPLATE)
     else:
         text = _named_default(config) if config.has("chat_template") else None
     return None if text is None else ChatTemplate(text, _token(config, "bos_token"), _token(config, "eos_token"))
 
 
-def gguf_template(metadata: Record) -> ChatTemplate | None:
-    """That of a GGUF file's metadata."""
-    if not metadata.has("tokenizer.chat_template"):
+def gguf_template(metadata: Record, chosen: Path | None) -> ChatTemplate | None:
+    """The chosen one, or that of a GGUF file's metadata."""
+    if chosen is None and not metadata.has("tokenizer.chat_template"):
         return None
     pieces = metadata.items("tokenizer.ggml.tokens") if metadata.has("tokenizer.ggml.tokens") else []
 
@@ -39,7 +41,7 @@ def gguf_template(metadata: Record) -> ChatTemplate | None:
         field = f"tokenizer.ggml.{name}_token_id"
         return str(pieces[metadata.integer(field, 0, len(pieces) - 1)]) if pieces and metadata.has(field) else ""
 
-    text = metadata.text("tokenizer.chat_template")
+    text = metadata.text("tokenizer.chat_template") if chosen is None else _decoded(chosen)
     if len(text.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
         metadata.fail("tokenizer.chat_template", f"longer than {MAX_TEMPLATE_BYTES} bytes")
     return ChatTemplate(text, piece("bos"), piece("eos"))
@@ -57,10 +59,19 @@ def _named_default(config: Record) -> str | None:
     """One template, or the one called "default" of several for different uses."""
     if isinstance(config.value("chat_template"), str):
         return config.text("chat_template")
-    for entry in config.items("chat_template"):
-        if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
-            return Record(entry, config.where, "chat_template.").text("template")
-    return None
+    entries = [
+        Record(entry, config.where, "chat_template.")
+        for entry in config.items("chat_template")
+        if isinstance(entry, dict)
+    ]
+    by_name = {entry.text("name"): entry.text("template") for entry in entries}
+    if by_name and "default" not in by_name:
+        config.fail(
+            "chat_template",
+            f"holds {quoted(list(by_name))}, and none is called 'default': write the one that you want into a file, "
+            "and pass --chat-template FILE",
+        )
+    return by_name.get("default")
 
 
 def _token(config: Record, name: str) -> str:

@@ -220,6 +220,7 @@ class Options(NamedTuple):
     activation: Activation | None = None
     tokenizer: Path | None = None
     context_tokens: int | None = None
+    chat_template: Path | None = None
     predictor: bool = True
 
 

@@ -69,6 +69,7 @@ def convert(
     frequencies: Path | None = None,
     tokenizer: Path | None = None,
     context_tokens: int | None = None,
+    chat_template: Path | None = None,
     name: str | None = None,
     predictor: bool = True,
     overwrite: bool = False,
@@ -78,12 +79,13 @@ def convert(
     """Convert a Hugging Face directory or a GGUF file into a package.
 
     quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
-    activation, tokenizer, context_tokens and name replace what the source says. frequencies is a .npy of firing shares
-    [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any. Configuration,
-    headers and shapes are checked before anything is written. Raises UserError for whatever is wrong with source,
-    target or disk; then nothing is left. Where the process was killed, the next conversion of the same goes on.
+    activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
+    firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
+    Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong with
+    source, target or disk; then nothing is left. Where the process was killed, the next conversion of the same goes on.
     """
-    with open_checkpoint(source, Options(activation, tokenizer, context_tokens, predictor)) as checkpoint:
+    options = Options(activation, tokenizer, context_tokens, chat_template, predictor)
+    with open_checkpoint(source, options) as checkpoint:
         conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
         return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,6 +179,23 @@ def test_a_silu_model_is_told_that_every_neuron_fires(shell: Shell, package: Pat
     assert [line for line in said.errors.splitlines() if line.startswith("neuronpipe: silu: every neuron fires")]
     assert "silu: every neuron fires" in shell.call("inspect", package).out
     assert "silu: every neuron fires" in shell.json("inspect", package)["warnings"][0]
+
+
+def test_a_model_that_needs_a_choice_says_which_and_how(shell: Shell, tmp_path: Path) -> None:
+    """Its activation, before it is converted; its chat template; a predictor for predicted mode."""
+    sparseqwen = write_checkpoint(tmp_path / "qwen", replace(TINY, architecture="Qwen2ForCausalLM", bias=True))
+    assert "convert" in shell.refused("run", sparseqwen, *ASK)
+    assert "say which it is with --activation" in shell.refused("convert", sparseqwen, tmp_path / "p")
+    shell.json("convert", sparseqwen, tmp_path / "p", "--activation", "drelu")
+    assert "no template" in shell.call("inspect", tmp_path / "p").out
+    assert "make one with" in shell.refused("run", tmp_path / "p", *ASK, "--mode", "predicted")
+    assert "chat template" not in shell.call("run", tmp_path / "p", *ASK).errors
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    words = ("--activation", "drelu", "--chat-template", tmp_path / "mine.jinja", "--overwrite")
+    shell.json("convert", sparseqwen, tmp_path / "p", *words)
+    said = shell.call("run", tmp_path / "p", *ASK).errors
+    assert re.search(r"^neuronpipe: the model has a chat template, and -p is .* serve` holds", said, re.MULTILINE)
+    assert "chat    by its own template" in shell.call("inspect", tmp_path / "p").out
 
 
 def test_no_words_at_all_are_answered_with_help(shell: Shell) -> None:

@@ -69,3 +69,27 @@ def test_a_template_that_was_changed_is_noticed(tmp_path: Path) -> None:
         package.chat_template()
     with pytest.raises(UserError, match=r"chat_template\.jinja"):
         package.verify_fixed()
+
+
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_a_template_that_is_chosen_goes_before_the_sources(kind: str, tmp_path: Path) -> None:
+    chosen = tmp_path / "mine.jinja"
+    chosen.write_text(TEMPLATE)
+    if kind == "gguf":
+        source = write_gguf(tmp_path / "m.gguf", TINY, metadata={"tokenizer.chat_template": "old"})
+    else:
+        source = write_checkpoint(tmp_path / "source", TINY)
+        (source / "chat_template.jinja").write_text("old")
+    assert convert(source, tmp_path / "package", chat_template=chosen).chat_template() == TEMPLATE
+    with pytest.raises(UserError, match=r"none\.jinja: cannot be read"):
+        convert(source, tmp_path / "other", chat_template=tmp_path / "none.jinja")
+
+
+def test_which_of_several_templates_is_meant_must_be_said(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", TINY)
+    several = [{"name": name, "template": TEMPLATE} for name in ("rag", "tool_use")]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with pytest.raises(UserError, match=r"chat_template: holds \['rag', 'tool_use'\].* pass --chat-template FILE"):
+        convert(source, tmp_path / "package")
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    assert convert(source, tmp_path / "package", chat_template=tmp_path / "mine.jinja").manifest.chat is not None
