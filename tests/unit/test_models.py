@@ -12,7 +12,8 @@ import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.huggingface import open_huggingface
-from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES
+from neuronpipe.plans.convert.powerinfer import ARCHITECTURES as POWERINFER_ARCHITECTURES
+from neuronpipe.plans.models.registry import ARCHITECTURES, FAMILIES, GGUF_ARCHITECTURES
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, SpecError, runs_of
 from neuronpipe.protocol.errors import UserError
 
@@ -76,6 +77,16 @@ def test_layers_of_one_window_are_one_run() -> None:
 def test_every_family_is_known_by_the_name_that_its_models_carry() -> None:
     assert all(family.name == name for name, family in FAMILIES.items())
     assert len(ARCHITECTURES) == sum(len(family.architectures) for family in FAMILIES.values())
+
+
+def test_the_readme_says_of_every_class_what_was_tried() -> None:
+    readme = (Path(__file__).parents[2] / "plans" / "models" / "README.md").read_text()
+    tried = readme.partition("## What was tried")[2].partition("\n## ")[0]
+    for name in (*ARCHITECTURES, *GGUF_ARCHITECTURES, *POWERINFER_ARCHITECTURES):
+        assert f"`{name}`" in tried
+    for name in {recipe.architecture for recipe in RECIPES.values()}:
+        (row,) = [line for line in tried.splitlines() if line.startswith("|") and f"`{name}`" in line]
+        assert "none of its own" not in row
 
 
 @pytest.mark.parametrize(
