@@ -81,8 +81,9 @@ def convert(
     quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
     activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
     firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
-    Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong with
-    source, target or disk; then nothing is left. Where the process was killed, the next conversion of the same goes on.
+    Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong
+    with source, target or disk; then nothing is left. Where the process was killed, the next conversion of the same
+    goes on.
     """
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor)
     with open_checkpoint(source, options) as checkpoint:

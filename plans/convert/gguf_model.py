@@ -106,7 +106,7 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         frequencies = _frequencies(metadata, name, model, inventory) if model.positions == "rotary" else None
         threshold = powerinfer_threshold(metadata) if header.powerinfer else 0.0
         predictors = take_predictors(inventory, model, names, wanted=options.predictor, threshold=threshold)
-        inventory.refuse_leftovers(NOTHING if header.powerinfer else re.compile(architecture.harmless))
+        inventory.refuse_leftovers(re.compile(architecture.harmless))
         return Checkpoint(
             source=Source("gguf", one_line(path.name), name),
             model=model,

@@ -100,7 +100,7 @@ def _cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     return float(products.mean())
 
 
-def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], some: NDArray[np.bool_]) -> float:
+def _gate_precision(run: LayerRun, inputs: NDArray[np.float32], some: slice) -> float:
     """Of the gates that fire on an earlier layer's input, those that fire on the layer's own."""
     guessed = (inputs @ run.weights["gate"].T)[some] > 0
     return float((guessed & (run.values["gate"][some] > 0)).sum() / max(1, guessed.sum()))
