@@ -97,7 +97,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hints",
         action="store_true",
-        help="for experiments, in exact mode: read ahead what the package's predictor names; changes no result",
+        help="for experiments, in exact mode: read ahead what the package's predictor names, and the experts that its "
+        "routers will probably choose; changes no result",
     )
     group.add_argument("--baseline", choices=BASELINES, help="for experiments, plan as another system would")
     group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of making one")

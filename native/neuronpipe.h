@@ -500,7 +500,7 @@ typedef struct {
     int32_t prefetch;          /* 1: ask for what later work will want before it wants it */
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
     int32_t hints;             /* 1: the predictor decides nothing; in steps of few tokens, where there is prefetch, the value parts of those
-                                * whom it names are asked for before their triggers are computed */
+                                * whom it names are asked for before their triggers are computed; experts before their router's input is there */
 } np_engine_config;
 
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from

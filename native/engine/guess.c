@@ -3,7 +3,7 @@
  * A router that reads what attention has added to names its experts when their weights are wanted. Its values for the stream as attention
  * finds it name most of them earlier. They are only a hint: nothing is computed from them, so they change no bit. They are asked for while
  * flash has nothing to do, and while earlier ones in the same layer were right often enough: a wrong one takes slots, and the time of
- * a read. */
+ * a read. Off unless asked for (hints): where it was measured it did not pay (tests/bench). */
 #include <string.h>
 
 #include "engine.h"
@@ -24,7 +24,7 @@ static int is_promising(const np_engine *engine, uint32_t layer)
 static int may_guess(const np_engine *engine, uint32_t layer)
 {
     return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !np_decides(engine) &&
-           engine->config.prefetch && engine->sharer == 0 && engine->count < NP_DENSE_TOKENS && engine->shared.in_flight &&
+           engine->config.hints && engine->config.prefetch && engine->sharer == 0 && engine->count < NP_DENSE_TOKENS && engine->shared.in_flight &&
            np_word_load(engine->shared.in_flight) == 0 && is_promising(engine, layer);
 }
 

@@ -95,11 +95,12 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
         else:
             model = _model(metadata, name, family.name, architecture, activation, inventory, options.context_tokens)
         names = _names(model, architecture, inventory)
+        names = powerinfer_names(names) if header.powerinfer else names
         down_by_neuron = header.powerinfer or _down_by_neuron(metadata, model, inventory)
         matrices, vectors = take_tensors(
             inventory,
             model,
-            powerinfer_names(names) if header.powerinfer else names,
+            names,
             _orders(metadata, name, model, architecture),
             down_by_neuron=down_by_neuron,
         )

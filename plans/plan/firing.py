@@ -71,6 +71,13 @@ class Rates:
         return max(hot, default=0.0)
 
 
+def has_hints(manifest: Manifest) -> bool:
+    """Whether anything in a package names what will probably be wanted: a predictor, or routers that choose after
+    attention and can be asked before it."""
+    late = manifest.model.experts > 1 and manifest.model.router_reads == "feed_forward"
+    return late or manifest.predictor is not None
+
+
 def touched(share: float, neurons: int) -> float:
     """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
     return 1 - (1 - share) ** neurons

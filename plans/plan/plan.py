@@ -57,7 +57,7 @@ class Compute:
     spin_us: int
     pipeline: bool  # False: one matrix after the other, each when all it needs is there
     prefetch: bool  # False: nothing is asked for before its layer needs it
-    hints: bool = False  # in exact mode, what the predictor names is asked for before gates are computed
+    hints: bool = False  # in exact mode, what the predictor names, and experts, are asked for before it is certain
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """The decode processes in index order."""

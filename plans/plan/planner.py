@@ -20,7 +20,7 @@ from neuronpipe.plans.plan.budget import (
     memory_budget,
     usable_bytes,
 )
-from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.firing import has_hints, rates
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
@@ -57,7 +57,7 @@ class Wanted:
     mode: Mode | None = None
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
-    hints: bool = False  # of the package's predictor, in exact mode
+    hints: bool = False  # of the package's predictor or routers, in exact mode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,10 +164,10 @@ class _Planning:
         )
 
     def _hints(self) -> bool:
-        if self._wanted.hints and (self._mode() == "predicted" or self._manifest.predictor is None):
+        if self._wanted.hints and (self._mode() == "predicted" or not has_hints(self._manifest)):
             raise UserError(
-                "--hints: those of a package's predictor, in exact mode; in predicted mode it decides, and a package "
-                "without one gets it from `neuronpipe profile PACKAGE`"
+                "--hints: those of a package's predictor, or of its routers, in exact mode; in predicted mode the "
+                "predictor decides, and a package without one gets it from `neuronpipe profile PACKAGE`"
             )
         return self._wanted.hints
 
@@ -321,7 +321,7 @@ class _Planning:
         else:
             reasons.append("exact: every gate is computed, and decides which up and down rows are")
         if self._shape.hints:
-            reasons.append("what the predictor names is asked for before its gate is computed, by request")
+            reasons.append("hints: what will probably be wanted is asked for before it is certain, by request")
         if (said := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:
             reasons.append(said)
         if wanted.baseline is not None:

@@ -17,6 +17,7 @@ from neuronpipe.plans.plan.budget import (
     least_limit_bytes,
     memory_budget,
 )
+from neuronpipe.plans.plan.firing import has_hints
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
@@ -103,8 +104,8 @@ class _Check:
             self._fail("compute.mode", "'predicted', but the package has no predictor")
         if compute.mode == "thresholded" and self._manifest.silent is None:
             self._fail("compute.mode", "'thresholded', but the package has no thresholds of `profile --silent`")
-        if compute.hints and (compute.mode == "predicted" or self._manifest.predictor is None):
-            self._fail("compute.hints", "are of a predictor, in exact mode")
+        if compute.hints and (compute.mode == "predicted" or not has_hints(self._manifest)):
+            self._fail("compute.hints", "are of a predictor or of routers, in exact mode")
         if compute.logit_rows < compute.sequences:
             self._fail("compute.logit_rows", f"{compute.logit_rows} are too few for {compute.sequences} sequences")
 

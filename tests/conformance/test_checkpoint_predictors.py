@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.convert import convert
+from neuronpipe.plans.convert import conversion, convert
 from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
 from neuronpipe.plans.package.reader import Package
@@ -162,7 +162,10 @@ def test_a_package_with_them_is_exactly_the_other_one_besides(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("writes", [1, 2, 3])
-def test_an_interrupted_conversion_goes_on_with_the_predictors(writes: int, tmp_path: Path) -> None:
+def test_an_interrupted_conversion_goes_on_with_the_predictors(
+    writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "KEPT_WEIGHTS", 1)  # the work is kept after every piece
     source = write_checkpoint(tmp_path / "source", MIXTURE, named(MIXTURE, random_predictors(MIXTURE)))
     place = tmp_path / "place"
     place.mkdir()

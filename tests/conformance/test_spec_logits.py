@@ -80,7 +80,7 @@ def test_experts_are_guessed_while_flash_is_idle_and_change_no_bit(
     """A router that reads the layer's input needs no guess: what it names is exact."""
     package = packages(name, "q8")
     wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
-    idle, busy = (Participants(package, count=2, max_tokens=tokens, prefetch=True) for _ in range(2))
+    idle, busy = (Participants(package, count=2, max_tokens=tokens, prefetch=True, hints=True) for _ in range(2))
     busy.in_flight[0] = 3
     for participants in (idle, busy):
         assert np.array_equal(participants.run(TEXT, tokens), wanted)
@@ -317,4 +317,4 @@ def test_hints_of_a_predictor_change_no_bit_of_exact_mode(name: str, tmp_path: P
         finished = next(message for message in client.request(ask) if isinstance(message, Finished))
     assert 0 < finished.decode["hinted_fired"] <= finished.decode["hinted"]
     refused = shell.refused("plan", package.path, "--hints", "--mode", "predicted")
-    assert "--hints: those of a package's predictor, in exact mode" in refused
+    assert "--hints: those of a package's predictor, or of its routers, in exact mode" in refused

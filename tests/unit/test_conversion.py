@@ -280,7 +280,7 @@ def test_the_memory_of_a_block_is_used_for_the_next_one(tmp_path: Path) -> None:
     """Fresh pages from the kernel for every block took a third of a conversion."""
     source = write_checkpoint(tmp_path / "source", replace(RECIPES["awkward"], neurons=1500))
     command = [sys.executable, "-c", FAULTS, source, tmp_path / "package"]
-    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 100  # hundreds otherwise
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 300  # 700 otherwise
 
 
 def test_a_killed_conversion_is_not_gone_on_with_when_the_source_has_changed(tmp_path: Path) -> None:

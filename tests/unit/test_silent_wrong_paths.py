@@ -28,7 +28,7 @@ j  Down transposed under the same name:
    test_gguf_sources::test_down_with_its_sides_swapped_is_refused
 k  predictors given another vector than they were trained on:
    test_predictor::test_an_imported_predictor_is_read_from_the_residual_stream_and_calibrated,
-   test_predictor::test_what_enters_layer_norm_cannot_be_read_behind_it
+   test_predictor::test_an_imported_predictor_reads_what_enters_layer_norm
 l  skipped logits counted as 0: there are none; the predictor of logits in a file changes nothing (f's second test)
 m  BitNet with SiLU: test_gguf_sources::test_another_architecture_is_refused,
    test_bad_input::test_an_unknown_activation_is_refused
@@ -97,9 +97,9 @@ def test_predictors_of_more_than_ten_layers_are_each_their_layers(tmp_path: Path
         factors[f"{layer}.fc2.weight"] = random.standard_normal((recipe.neurons, 3 + layer)).astype(np.float32)
     save_file(factors, tmp_path / "fc.safetensors")
     imported = open_imported(tmp_path / "fc.safetensors", manifest)
-    assert imported.rank == 32  # the largest, in whole groups
+    assert imported.ranks == (32,) * 12  # in whole groups
     for layer in range(12):
-        first, second = imported.layer(layer, None)
+        first, second = imported.layer(layer)
         np.testing.assert_array_equal(first[: 3 + layer], factors[f"{layer}.fc1.weight"])
         np.testing.assert_array_equal(second[:, : 3 + layer], factors[f"{layer}.fc2.weight"])
         assert not first[3 + layer :].any()
