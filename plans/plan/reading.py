@@ -14,6 +14,7 @@ from neuronpipe.plans.plan.plan import Mode
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MAX_READ_BYTES = 1 << 20
+LONG_READ_BYTES = 256 << 10  # where neighbours are wanted together; of an expert a few such reads
 # Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
 WARM_UP_READS = 16
 PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
@@ -136,13 +137,17 @@ def reading(
     elif bundle:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
     least = largest_read_bytes(layout, bundle=bundle)
+    long = curve is not None and bundle and demand.in_order
+    if curve and long:  # neighbours come together: fewer and longer reads
+        depth = _knee_depth(curve, _longest(curve))
     depth = max(1, min(depth, staging_most_bytes // least))
-    wanted = _knee_size(curve, depth) if curve else least
+    wanted = least if curve is None else _longest(curve) if long else _knee_size(curve, depth)
     most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES))
     gap = min(_gap_bytes(curve, depth), most - least) if curve else 0
     if curve:
+        kib = (most if long else layout.value_part_bytes) >> 10
         reasons.append(
-            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {layout.value_part_bytes >> 10} KiB; "
+            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {kib} KiB; "
             f"a gap of {gap >> 10} KiB costs less than another read"
         )
     else:
@@ -180,6 +185,11 @@ def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
     speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
     best = max(speeds.values())
     return max(MIN_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
+
+
+def _longest(curve: FlashCurve) -> int:
+    """The longest read that was measured, up to LONG_READ_BYTES: each costs processor time, too."""
+    return max(min(point.request_bytes, LONG_READ_BYTES) for point in curve.points) // PAGE_BYTES * PAGE_BYTES
 
 
 def _knee_size(curve: FlashCurve, depth: int) -> int:
