@@ -14,7 +14,7 @@ from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors
-from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.plans.plan.firing import ranks, unmeasured_predictor
 from neuronpipe.plans.plan.reading import units
 
 BAR_WIDTH = 64
@@ -88,28 +88,6 @@ def warnings(manifest: Manifest) -> list[str]:
     if manifest.predictor is not None and (said := low_recall(manifest.predictor, DEFAULT_RECALL)):
         found.append(said)
     return found
-
-
-def unmeasured_predictor(manifest: Manifest, mode: Mode = "predicted") -> str | None:
-    """That nobody knows how good a predictor is, as it comes from a checkpoint; None where it was measured."""
-    predictor = manifest.predictor
-    if predictor is None or predictor.by_layer:
-        return None
-    said = f"the predictor is the checkpoint's own ({ranks(predictor)}), with the threshold it was trained for"
-    if mode == "exact":
-        return f"{said}; exact mode needs none, `--mode predicted` uses it"
-    return (
-        f"{said}: how many of the active neurons it finds was never measured; `neuronpipe profile PACKAGE --calibrate` "
-        "measures that, and fits its thresholds"
-    )
-
-
-def ranks(predictor: Predictor) -> str:
-    """The rank, or the least and the greatest of those of all feed-forwards."""
-    if predictor.ranks is None:
-        return f"rank {predictor.rank:,}"
-    mean = sum(predictor.ranks) / len(predictor.ranks)
-    return f"ranks {min(predictor.ranks):,} to {predictor.rank:,}, mean {mean:,.0f}"
 
 
 def dense_reading(model: ModelSpec) -> str | None:

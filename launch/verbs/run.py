@@ -20,7 +20,8 @@ from neuronpipe.launch.planning import (
     package_and_plan,
 )
 from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.inspect import continues, dense_reading, unmeasured_predictor
+from neuronpipe.plans.inspect import continues, dense_reading
+from neuronpipe.plans.plan.firing import unmeasured_predictor
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
 from neuronpipe.protocol.links import CONTROL

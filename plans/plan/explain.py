@@ -55,7 +55,7 @@ def explain(plan: Plan) -> str:
     f = plan.flash
     lines += [
         "",
-        f"flash  {f.engine}, {f.depth} reads at once, {f.prefetch_depth} of them guesses at most; "
+        f"flash  {f.engine}, {f.depth} reads at once, {f.prefetch_depth} of them ahead of need at most; "
         f"{'bundles whole' if f.bundle else 'gate and up/down apart'}",
         f"  reads up to {f.most_read_bytes >> 10} KiB, joined over gaps up to {f.merge_gap_bytes >> 10} KiB; "
         f"{f.reserved_triggers} gate and {f.reserved_values} up/down slots kept free",

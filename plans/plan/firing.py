@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.plan import Mode
 
 # (share of a layer's neurons, hottest first; share of its activations that they make)
@@ -76,6 +76,28 @@ def has_hints(manifest: Manifest) -> bool:
     attention and can be asked before it."""
     late = manifest.model.experts > 1 and manifest.model.router_reads == "feed_forward"
     return late or manifest.predictor is not None
+
+
+def unmeasured_predictor(manifest: Manifest, mode: Mode = "predicted") -> str | None:
+    """That nobody knows how good a predictor is, as it comes from a checkpoint; None where it was measured."""
+    predictor = manifest.predictor
+    if predictor is None or predictor.by_layer:
+        return None
+    said = f"the predictor is the checkpoint's own ({ranks(predictor)}), with the threshold it was trained for"
+    if mode == "exact":
+        return f"{said}; exact mode needs none, `--mode predicted` uses it"
+    return (
+        f"{said}: how many of the active neurons it finds was never measured; `neuronpipe profile PACKAGE --calibrate` "
+        "measures that, and fits its thresholds"
+    )
+
+
+def ranks(predictor: Predictor) -> str:
+    """The rank, or the least and the greatest of those of all feed-forwards."""
+    if predictor.ranks is None:
+        return f"rank {predictor.rank:,}"
+    mean = sum(predictor.ranks) / len(predictor.ranks)
+    return f"ranks {min(predictor.ranks):,} to {predictor.rank:,}, mean {mean:,.0f}"
 
 
 def touched(share: float, neurons: int) -> float:

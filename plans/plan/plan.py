@@ -115,7 +115,7 @@ class Flash:
     bundle: bool  # both parts of a cluster in one read; False: the gate first, the rest when the gate fired
     merge_gap_bytes: int  # neighbours no further apart than this are read together: the gap costs less than a read
     most_read_bytes: int  # of one read; also the size of a staging buffer
-    prefetch_depth: int  # guesses are read while fewer reads than this are in flight
+    prefetch_depth: int  # what nobody waits for yet is read while fewer reads than this are in flight
     warm_up_reads: int  # long reads in flight while memory warms up; 0: it is read as everything else
     warm_up_read_bytes: int  # of one of them; also the size of each of their staging buffers
     reserved_triggers: int  # free slots that the cache keeps ready in the loader

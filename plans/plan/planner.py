@@ -8,7 +8,6 @@ from typing import Literal
 
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
-from neuronpipe.plans.inspect import unmeasured_predictor
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import (
@@ -20,7 +19,7 @@ from neuronpipe.plans.plan.budget import (
     memory_budget,
     usable_bytes,
 )
-from neuronpipe.plans.plan.firing import has_hints, rates
+from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill

@@ -17,7 +17,7 @@ MAX_READ_BYTES = 1 << 20
 LONG_READ_BYTES = 256 << 10  # where neighbours are wanted together; of an expert a few such reads
 # Of warm-up: long reads are the fastest whatever a brief curve says, and cost the least processor time a byte.
 WARM_UP_READS = 16
-PREFETCH_SHARE = 0.5  # of the depth: guesses leave room for what is waited for
+PREFETCH_SHARE = 0.5  # of the depth: what nobody waits for yet leaves room for what is waited for
 UNMEASURED_DEPTH = 32
 
 

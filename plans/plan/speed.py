@@ -68,7 +68,7 @@ def expected(
         flash_ms = 1e3 * read_bytes / curve.bytes_per_s(read_bytes // reads, flash.depth)
     exposed_ms, tokens_per_s = None, None
     if sequential_ms is not None and neuron_ms is not None and flash_ms is not None:
-        # Without guesses a layer's reads hide behind its own resident neurons only; with them, behind everything.
+        # Without prefetch a layer's reads hide behind its own resident neurons only; with it, behind everything.
         hidden_ms = (sequential_ms * compute.prefetch + neuron_ms) * compute.pipeline
         exposed_ms = max(0.0, flash_ms - hidden_ms)
         tokens_per_s = 1e3 / (sequential_ms + neuron_ms + exposed_ms)

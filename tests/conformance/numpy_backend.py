@@ -51,8 +51,9 @@ class NumpyBackend:
         for layer in range(m.layers):
             normed = self._engine._normed(f"layers.{layer}.attention_norm", x)
             attended = x + scale * self._attention(layer, work.sequences[0], normed, positions)
-            inputs = self._engine._normed(f"layers.{layer}.ffn_norm", x if m.parallel else attended)
-            x = attended + scale * self._engine._feed_forward(layer, 0, normed, inputs, np.arange(len(x)))[0]
+            residual = x if m.parallel else attended
+            inputs = normed, residual, self._engine._normed(f"layers.{layer}.ffn_norm", residual)
+            x = attended + scale * self._engine._feed_forward(layer, 0, inputs, np.arange(len(x)))[0]
         wanted = slice(work.logits_first, work.logits_first + work.logits_count)
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}

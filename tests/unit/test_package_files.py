@@ -246,6 +246,15 @@ def test_a_process_of_another_user_counts_as_alive(monkeypatch: pytest.MonkeyPat
         assert (tmp_path / ".package.partial-77").is_dir()
 
 
+def test_processes_of_a_run_are_forked_without_numpy() -> None:
+    """What their parent has imported counts in each of them: 12 MB of a demo's least limit once."""
+    script = (
+        "import sys\nimport neuronpipe.launch.verbs.up\nfrom neuronpipe.launch.supervisor.supervisor import preload\n"
+        "preload()\nassert 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_opening_a_package_needs_no_numpy(package: Package) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nfrom neuronpipe.plans.package.reader import Package\n"

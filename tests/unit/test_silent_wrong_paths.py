@@ -53,12 +53,15 @@ Rules for what checkpoints misstate:
 2  a threshold must be exceeded: test_predictor::test_what_does_not_exceed_the_threshold_counts_as_silent,
    test_sparse_models::test_any_class_with_a_gate_may_have_a_threshold
 3  ranks from shapes: test_predictor::test_what_cannot_be_imported_is_refused_by_name,
-   test_silent_wrong_paths::test_predictors_of_more_than_ten_layers_are_each_their_layers
+   test_silent_wrong_paths::test_predictors_of_more_than_ten_layers_are_each_their_layers,
+   test_checkpoint_predictors::test_predictors_that_do_not_fit_are_refused_by_name_and_nothing_is_left
    vocabulary, theta and windows from the configuration:
    test_silent_wrong_paths::test_sizes_are_the_configurations_and_not_the_base_models,
    test_huggingface_sources::test_windows_follow_the_class
 4  predictors inside a checkpoint are found:
-   test_powerinfer_conversion::test_predictors_inside_are_imported_and_find_what_fires
+   test_powerinfer_conversion::test_predictors_inside_are_imported_and_find_what_fires,
+   test_checkpoint_predictors::test_predicted_mode_computes_what_the_checkpoints_predictors_say
+   and hints in exact mode: test_spec_logits::test_hints_of_a_predictor_change_no_bit_of_exact_mode
 """
 
 from __future__ import annotations
