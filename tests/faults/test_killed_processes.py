@@ -74,8 +74,8 @@ def test_the_text_goes_on_with_the_same_tokens(run: Run, undisturbed: list[int],
     pid, before = run.pid(*process), restarts(run, *process)
     answer, took = ask_through_kills(run, 2 * [process], seed=PROCESSES.index(process))
     assert answer == undisturbed
-    assert eventually(lambda: run.status().ready)
-    assert restarts(run, *process) == before + 2
+    # The last kill may come as the text ends: it is ready from before, until the kill is noticed.
+    assert eventually(lambda: restarts(run, *process) == before + 2 and run.status().ready)
     assert run.pid(*process) != pid
     print(f"{process[0]}.{process[1]}: next token after {', '.join(f'{1000 * s:.0f}' for s in took)} ms")
 
