@@ -9,8 +9,7 @@ from typing import Any
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Part
-from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor
-from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
+from neuronpipe.plans.package.manifest import DEFAULT_RECALL, PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import DTYPE_BYTES
 from neuronpipe.plans.package.tensors import fixed_matrices, fixed_tensors, fixed_vectors

@@ -10,8 +10,6 @@ from pathlib import Path
 from neuronpipe.launch.bench.cases import Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.bench.report import compare, read_rows, render
-from neuronpipe.launch.bench.versus import Versus, contenders
-from neuronpipe.launch.bench.versus import render as render_versus
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import (
     add_package_argument,
@@ -23,11 +21,9 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
-from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.services.monitor.rings import RunTrace
 
 POLL_S = 0.02
 QUIET_S = 0.3
@@ -77,6 +73,10 @@ def main(arguments: argparse.Namespace) -> int:
     uses = implementations(arguments.use, plan)
     sides = None
     if arguments.versus:
+        # Only for this: it brings numpy, and what this process holds counts in its run's memory.
+        from neuronpipe.launch.bench.versus import Versus, contenders
+        from neuronpipe.launch.bench.versus import render as render_versus
+
         sides = contenders(checked_uses(arguments.use, plan), checked_uses(arguments.versus, plan))
     prompts, device = Prompts(package, arguments.workload), probe(package.path)
     rows = []
@@ -128,5 +128,8 @@ def _wait_until_warm(client: Client) -> None:
 
 
 def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:
+    from neuronpipe.launch.trace.picture import write_picture  # these bring numpy, too
+    from neuronpipe.services.monitor.rings import RunTrace
+
     with RunTrace.open(live.directory.read(), client.status().processes) as trace:
         write_picture(file, trace.take(), title)

@@ -18,8 +18,7 @@ from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
-from neuronpipe.plans.package.manifest import MAX_SILENT_SHARE, QUANTIZATIONS
-from neuronpipe.plans.package.predictor_writer import DEFAULT_RECALL
+from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, QUANTIZATIONS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError, named
 

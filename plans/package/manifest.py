@@ -29,6 +29,7 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_SILENT_SHARE = 0.95
+DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predictor")
 
 SOURCE_KINDS = ("huggingface", "gguf", "synthetic")

@@ -17,8 +17,6 @@ from neuronpipe.plans.package.writer import Rows
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
-DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
-
 
 @dataclass(frozen=True)
 class SideFactor:

@@ -10,9 +10,8 @@ import numpy as np
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
-from neuronpipe.plans.package.manifest import Hidden, Predictor, PredictorInput, PredictorQuality, Side
+from neuronpipe.plans.package.manifest import DEFAULT_RECALL, Hidden, Predictor, PredictorInput, PredictorQuality, Side
 from neuronpipe.plans.package.predictor_writer import (
-    DEFAULT_RECALL,
     FiringShares,
     LayerFactors,
     SideFactor,
