@@ -45,7 +45,8 @@ size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t
     if (count == 0)
         return 0;
     size_t taken = 0, at = *hand % count, idle = 0; /* idle: words since one that may ever go */
-    while (taken < want && idle < count) {
+    /* So many turns empty the most used word; workers that mark words again as fast as they are passed must not keep the cache here. */
+    for (size_t visited = 0; visited < (NP_MAX_USES + 2) * count && taken < want && idle < count; visited++) {
         uint32_t value = __atomic_load_n(&words[at], __ATOMIC_SEQ_CST);
         idle++;
         if ((value & (NP_ENTRY_STATE_MASK | NP_ENTRY_PINNED)) == NP_ENTRY_PRESENT && !covered(windows, window_count, at)) {
