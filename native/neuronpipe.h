@@ -493,7 +493,7 @@ typedef struct {
 
 typedef struct {
     uint32_t sequences, max_tokens, logit_rows;
-    uint32_t window_blocks;    /* blocks that are open at once */
+    uint32_t window_blocks;    /* blocks of an expert that are open at once; from experts * blocks on, those of all experts of a layer */
     uint32_t partial_tokens;   /* tokens whose block sums are held at once; fewer than max_tokens only when a window is a whole layer */
     uint32_t spin_us;
     int32_t bundle;            /* 1: a cluster whose trigger is wanted is read whole, both parts by one read */

@@ -9,6 +9,11 @@ static size_t larger(size_t a, size_t b)
     return a > b ? a : b;
 }
 
+static size_t smaller(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
 static void *aligned_zeros(size_t bytes)
 {
     bytes = (bytes + 127) & ~(size_t)63;
@@ -45,7 +50,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     const size_t longest = larger(shape->width, heads_width);
     engine->layer_neurons = (size_t)shape->blocks * shape->block_neurons;
     engine->mask_bytes = (tokens + 7) / 8;
-    const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, pairs < shape->experts ? pairs : shape->experts);
+    const size_t pairs = tokens * shape->experts_per_token, groups = larger(1, smaller(pairs, shape->experts));
     engine->row_quant_bytes = (uint32_t)np_quant_bytes(shape->type, shape->width);
     engine->row_scale_bytes = (uint32_t)np_scale_bytes(shape->type, shape->width);
     engine->max_rows = larger(NP_PIECE_ROWS, larger(shape->head_width, 2 * (size_t)shape->block_neurons));
@@ -56,10 +61,11 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->vector = aligned_zeros(longest * sizeof(float));
     engine->rows = aligned_zeros(tokens * engine->max_rows * sizeof(float));
     engine->scores = aligned_zeros(4 * (size_t)shape->context_tokens * sizeof(float)); /* as np_attend wants them */
-    engine->cluster_state = aligned_zeros(shape->clusters);
+    engine->open_groups = (uint32_t)(np_may_open_layers(engine) ? smaller(groups, (size_t)config->partial_tokens * shape->experts_per_token) : 1);
+    engine->states = aligned_zeros((size_t)engine->open_groups * shape->clusters);
     for (int part = 0; part < NP_PARTS; part++)
-        engine->slot[part] = aligned_zeros(shape->clusters * sizeof(uint32_t));
-    engine->pending = aligned_zeros(shape->blocks * sizeof(uint32_t));
+        engine->found[part] = aligned_zeros((size_t)engine->open_groups * shape->clusters * sizeof(uint32_t));
+    engine->pending = aligned_zeros((size_t)engine->open_groups * shape->blocks * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.beside = aligned_zeros((shape->block_neurons + 1) * sizeof(void *));
@@ -76,8 +82,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->guesses = aligned_zeros(shape->layers * sizeof(np_guesses));
     engine->guessed = aligned_zeros(shape->experts);
     const void *allocated[] = {engine->sequence,      engine->position,         engine->token,           engine->vector,
-                               engine->rows,          engine->scores,           engine->cluster_state,   engine->slot[NP_TRIGGER],
-                               engine->slot[NP_VALUE], engine->pending,         engine->list.quants,     engine->list.scales,
+                               engine->rows,          engine->scores,           engine->states,          engine->found[NP_TRIGGER],
+                               engine->found[NP_VALUE], engine->pending,        engine->list.quants,     engine->list.scales,
                                engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked,
                                engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
                                engine->shares,        engine->expert_counts,    engine->expert_values,   engine->guesses,
@@ -115,9 +121,9 @@ void np_engine_destroy(np_engine *engine)
     free(engine->vector);
     free(engine->rows);
     free(engine->scores);
-    free(engine->cluster_state);
+    free(engine->states);
     for (int part = 0; part < NP_PARTS; part++)
-        free(engine->slot[part]);
+        free(engine->found[part]);
     free(engine->pending);
     free(engine->list.quants);
     free(engine->list.scales);

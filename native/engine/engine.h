@@ -82,14 +82,19 @@ struct np_engine {
     const np_vectors *inputs;  /* of the group's tokens */
     uint32_t block_piece, down_piece; /* taken, and not begun: maybe of a later group */
     uint32_t downs_done;       /* pieces of the groups before */
-    np_range window;           /* blocks */
+    np_range window;           /* blocks of the group in work */
+    int layer_open;            /* 1: the window is the whole layer: all groups are open at once */
+    uint32_t opened_groups;    /* of these, the first that has no states yet */
     uint32_t claimed[2];       /* pieces of the layer's blocks and Downs that were taken, where nobody shares them */
     uint32_t row_quant_bytes, row_scale_bytes;
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
-    uint8_t *cluster_state;    /* [clusters] NP_CLUSTER_* bits */
-    uint32_t *slot[NP_PARTS];  /* by part: [clusters] NP_NO_PIECE until found; good while the window is open */
-    uint32_t *pending;         /* [blocks] claimed, and not done for want of clusters */
+    uint32_t open_groups;      /* most groups that are open at once */
+    uint8_t *states;           /* [open_groups][clusters] NP_CLUSTER_* bits */
+    uint32_t *found[NP_PARTS]; /* by part: [open_groups][clusters] slots, NP_NO_PIECE until found; good while the window is open */
+    uint8_t *cluster_state;    /* of these, those of the group in work */
+    uint32_t *slot[NP_PARTS];
+    uint32_t *pending;         /* [open_groups*blocks] group * blocks + block: claimed, and not done for want of clusters */
     uint32_t pending_count;
     np_row_list list;
     uint32_t *asked;           /* [G*clusters] requests for the loader */
@@ -177,6 +182,9 @@ int np_predict_scores(np_engine *engine);
 int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);
 int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for any token */
 int np_was_hinted(const np_engine *engine, uint32_t cluster); /* its value part was asked for because of a hint */
+
+/* Whether steps of few tokens keep a whole layer of a mixture in place (ffn.c). */
+int np_may_open_layers(const np_engine *engine);
 
 /* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
  * error; the two that compute do what is there. */

@@ -1,5 +1,6 @@
 /* Feed-forward of one layer: the blocks this participant takes, what is resident of them first. In a mixture each chosen expert has
- * blocks of its own, for the tokens that chose it: one group after the other. A dense layer is one group of all tokens.
+ * blocks of its own, for the tokens that chose it: groups. Where memory holds several layers all groups of a layer are open at once, so that
+ * nobody waits for one expert while another one is there; else one after the other. A dense layer is one group of all tokens.
  *
  *   a cluster    looked  ->  triggered (fired or not)  ->  done   its two parts may arrive at any time, in any order
  *   a block      claimed ->  pending, while some cluster of it is not done  ->  done: its rows of Down are added
@@ -16,6 +17,66 @@
 static int sums_at_once(const np_engine *engine)
 {
     return engine->count <= engine->config.partial_tokens;
+}
+
+/* ---- groups ----------------------------------------------------------------------------------------------------- */
+int np_may_open_layers(const np_engine *engine)
+{
+    const np_shape *s = &engine->shape;
+    return s->experts > 1 && engine->config.pipeline && engine->config.window_blocks / s->experts >= s->blocks;
+}
+
+/* Publish what the cache must leave alone while this participant reads it: clusters of these experts of the layer in work. */
+static void publish_window(np_engine *engine, np_range experts, np_range clusters)
+{
+    const uint64_t first = np_cluster_index(engine, engine->layer, experts.from, 0) + clusters.from;
+    const uint64_t end = np_cluster_index(engine, engine->layer, experts.to - 1, 0) + clusters.to;
+    np_long_store(engine->shared.window, first << 32 | end);
+}
+
+static void close_window(np_engine *engine)
+{
+    np_long_store(engine->shared.window, 0);
+    engine->window = (np_range){0, 0};
+}
+
+/* Of the group in work: nothing is known of these clusters. */
+static void forget(np_engine *engine, np_range clusters)
+{
+    memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+        engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NO_PIECE;
+}
+
+/* From now on clusters, neurons and tokens are this group's. Where groups are not open together, nothing of another may be pending. Blocks
+ * are taken in the order of groups, so one that is entered for the first time lies behind all that were. */
+static void enter_group(np_engine *engine, const np_group *group)
+{
+    if (engine->group == group)
+        return;
+    if (!engine->layer_open)
+        close_window(engine);
+    const uint32_t clusters = engine->shape.clusters, number = engine->layer_open ? (uint32_t)(group - engine->groups) : 0;
+    engine->group = group;
+    engine->cluster_state = engine->states + (size_t)number * clusters;
+    for (int part = 0; part < NP_PARTS; part++)
+        engine->slot[part] = engine->found[part] + (size_t)number * clusters;
+    engine->inputs = np_engine_gather(engine, group, &engine->vectors, &engine->gathered);
+    if (engine->layer_open && number >= engine->opened_groups) {
+        forget(engine, (np_range){0, clusters});
+        engine->opened_groups = number + 1;
+    }
+}
+
+/* Keep the whole layer in place, if memory holds several, and the block sums of all groups at once. */
+static void open_layer(np_engine *engine)
+{
+    engine->layer_open = np_may_open_layers(engine) && sums_at_once(engine);
+    if (!engine->layer_open)
+        return;
+    publish_window(engine, (np_range){0, engine->shape.experts}, (np_range){0, engine->shape.clusters});
+    engine->window = engine->blocks;
+    engine->opened_groups = 0;
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
@@ -44,14 +105,22 @@ static int advance(np_engine *engine, uint32_t block)
     return triggers || values ? 0 : finish(engine, block);
 }
 
+/* A block of the group in work is not done. */
+static void wait_for(np_engine *engine, uint32_t block)
+{
+    engine->pending[engine->pending_count++] = (uint32_t)(engine->group - engine->groups) * engine->shape.blocks + block;
+}
+
 /* Go on with the blocks that wait for clusters until `step` has done with all of them, sleeping between two passes. */
 static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 {
+    const uint32_t blocks = engine->shape.blocks;
     while (engine->pending_count) {
         const uint32_t seen = np_word_load(engine->shared.arrivals); /* before the pass: no arrival is slept through */
         uint32_t left = 0;
         for (uint32_t i = 0; i < engine->pending_count; i++) {
-            const int done = step(engine, engine->pending[i]);
+            enter_group(engine, engine->groups + engine->pending[i] / blocks);
+            const int done = step(engine, engine->pending[i] % blocks);
             if (done < 0)
                 return done;
             if (!done)
@@ -71,12 +140,6 @@ static int finish_pending(np_engine *engine, int (*step)(np_engine *, uint32_t))
 }
 
 /* ---- windows ---------------------------------------------------------------------------------------------------- */
-static void close_window(np_engine *engine)
-{
-    np_long_store(engine->shared.window, 0);
-    engine->window = (np_range){0, 0};
-}
-
 uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens)
 {
     const int whole = engine->config.bundle || tokens >= NP_DENSE_TOKENS || np_all_fire(engine, layer);
@@ -112,24 +175,12 @@ static void open_window(np_engine *engine, uint32_t block)
     const uint32_t wide = engine->config.window_blocks, first = own.from + (block - own.from) / wide * wide;
     const uint32_t end = own.to - first < wide ? own.to : first + wide;
     const np_range clusters = np_clusters_of(engine, first, end);
-    const uint64_t base = np_cluster_index(engine, engine->layer, engine->group->expert, 0);
+    const uint32_t expert = engine->group->expert;
     engine->window = (np_range){first, end};
-    np_long_store(engine->shared.window, (base + clusters.from) << 32 | (base + clusters.to));
-    memset(engine->cluster_state + clusters.from, 0, clusters.to - clusters.from);
-    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
-        engine->slot[NP_TRIGGER][cluster] = engine->slot[NP_VALUE][cluster] = NP_NO_PIECE;
+    publish_window(engine, (np_range){expert, expert + 1}, clusters);
+    forget(engine, clusters);
     if (engine->config.prefetch && !np_decides(engine) && engine->shape.experts == 1 && block == first)
         ask_for_next_window(engine);
-}
-
-/* From now on clusters, neurons and tokens are this group's. Nothing of another group may be pending. */
-static void enter_group(np_engine *engine, const np_group *group)
-{
-    if (engine->group == group)
-        return;
-    close_window(engine);
-    engine->group = group;
-    engine->inputs = np_engine_gather(engine, group, &engine->vectors, &engine->gathered);
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
@@ -168,7 +219,7 @@ static int do_own(np_engine *engine, int (*first)(np_engine *, uint32_t), int (*
         if (done < 0)
             return done;
         if (!done)
-            engine->pending[engine->pending_count++] = block;
+            wait_for(engine, block);
     }
     return finish_pending(engine, again);
 }
@@ -201,17 +252,15 @@ static void take_block(np_engine *engine)
     engine->block_piece = np_engine_claim_own(engine, NP_WORK_BLOCKS, engine->group_count * own);
 }
 
-/* The blocks that this participant takes of one group. The first that is another's waits. */
-static int compute_blocks(np_engine *engine, const np_group *group)
+/* The blocks that this participant takes of the groups before `end`. The first that is of a later group waits. */
+static int compute_blocks(np_engine *engine, const np_group *end)
 {
-    if (!engine->config.pipeline)
-        return compute_matrices(engine, group);
     const uint32_t own = engine->blocks.to - engine->blocks.from;
     int done = NP_OK;
     engine->pending_count = 0;
-    for (; engine->block_piece != NP_NO_PIECE && engine->groups + engine->block_piece / own == group; take_block(engine)) {
+    for (; engine->block_piece != NP_NO_PIECE && engine->groups + engine->block_piece / own < end; take_block(engine)) {
         const uint32_t block = engine->blocks.from + engine->block_piece % own;
-        enter_group(engine, group);
+        enter_group(engine, engine->groups + engine->block_piece / own);
         if (block < engine->window.from || block >= engine->window.to) {
             done = finish_pending(engine, advance);
             if (done < 0)
@@ -222,7 +271,7 @@ static int compute_blocks(np_engine *engine, const np_group *group)
         if (done < 0)
             return done;
         if (!done)
-            engine->pending[engine->pending_count++] = block;
+            wait_for(engine, block);
     }
     return finish_pending(engine, advance);
 }
@@ -291,12 +340,16 @@ static int compute_groups(np_engine *engine)
     engine->group = NULL;
     engine->claimed[0] = engine->claimed[1] = 0;
     engine->downs_done = 0;
+    open_layer(engine);
     if (engine->config.pipeline)
         take_block(engine);
     if (!at_once)
         engine->down_piece = np_engine_claim_own(engine, NP_WORK_DOWNS, UINT32_MAX);
+    if (engine->layer_open)
+        return compute_blocks(engine, engine->groups + engine->group_count);
     for (uint32_t g = 0; g < engine->group_count && done >= 0; g++) {
-        done = compute_blocks(engine, &engine->groups[g]);
+        const np_group *group = &engine->groups[g];
+        done = engine->config.pipeline ? compute_blocks(engine, group + 1) : compute_matrices(engine, group);
         if (done >= 0 && !at_once)
             done = sum_by_turns(engine, &engine->groups[g]);
     }

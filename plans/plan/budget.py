@@ -24,6 +24,7 @@ HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # free slots (8), bits for what it holds and what it warms up (less than 1); the cache's free slots (2), and what it
 # asks to be warmed up, on its way (4).
 CLUSTER_BOOKKEEPING_BYTES = 23
+OPEN_CLUSTER_BYTES = 13  # its state, where its parts lie, what is asked for
 LOADER_QUEUES = 9  # of three kinds and three priorities
 MAX_QUEUED_CLUSTERS = 32768  # in one of them: two layers of a 7B model; what comes beyond stays in the workers' rings
 NATIVE_BYTES = MIB // 4  # the loader's reads in flight, what allocators round up
@@ -65,12 +66,15 @@ def memory_budget(
 
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:
     """What participants have to themselves: of each token prepared vectors (in two types, if predictors have another)
-    and rows' results; attention scores."""
+    and rows' results; attention scores; of a mixture's clusters that are open at once what is known and asked for."""
     model, layout = manifest.model, manifest.layout
     longest = max(model.width, model.query_width)
     of_token = 2 * 4 * longest + 4 * max(model.head_width, 2 * layout.block_neurons, 64)
     tokens = shape.prefill_threads * prefill_tokens + shape.workers * shape.sequences
-    return tokens * of_token + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
+    open_experts = shape.workers * min(model.experts, shape.sequences * model.experts_per_token)
+    open_experts += shape.prefill_threads * min(model.experts, prefill_tokens * model.experts_per_token)
+    of_clusters = OPEN_CLUSTER_BYTES * layout.clusters * open_experts if model.experts > 1 else 0
+    return tokens * of_token + of_clusters + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 
 
 def least_budget(manifest: Manifest, shape: RunShape) -> MemoryBudget:

@@ -52,7 +52,7 @@ class Compute:
     prefill_chunk_tokens: int
     prefill_threads: int  # participants of the prefill process
     logit_rows: int
-    decode_window_blocks: int  # blocks a decode worker has open at once
+    decode_window_blocks: int  # blocks of a feed-forward that a decode worker has open at once; or all of a layer's
     prefill_window_blocks: int
     spin_us: int
     pipeline: bool  # False: one matrix after the other, each when all it needs is there

@@ -20,6 +20,9 @@ MIN_STOCK = 64
 # Of the slots: the cache frees more in a fraction of a layer's time, and a slot kept free holds nothing. With a fifth
 # kept free, exact mode at half resident missed three quarters of what fired.
 MAX_STOCK = 1 / 32
+# A mixture keeps a whole layer in place, so that no expert waits for another, where slots hold so many layers: in the
+# others there is always something to evict.
+OPEN_LAYER_FROM = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Regions:
     values: int
     pinned_triggers: int  # of each layer
     pinned_values: int
-    window_blocks: int  # the block window: blocks of a layer that a worker has open at once
+    window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
     reserved_triggers: int
     reserved_values: int
     reasons: tuple[str, ...]
@@ -58,7 +61,11 @@ def fill(
 class _Filling:
     def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int, whole: bool) -> None:
         self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
-        self._ffns, self._mixture = manifest.model.ffns, manifest.model.experts > 1
+        self._ffns, self._experts, self._mixture = (
+            manifest.model.ffns,
+            manifest.model.experts,
+            manifest.model.experts > 1,
+        )
         # A neuron is wanted whole or not at all: it was predicted, or every neuron fires; or both parts come anyway.
         self._whole = whole or mode == "predicted" or rates.value_read >= rates.trigger_read
         self._all = manifest.clusters
@@ -71,8 +78,7 @@ class _Filling:
         window_blocks, moving = self._block_window(budget if cache else 0)
         if budget < moving * self._both_bytes:
             return None
-        blocks = self._layout.blocks
-        reasons = [f"{window_blocks} of {blocks} blocks of a layer open at once: {moving} clusters may be moving"]
+        reasons = []
         if not cache:
             triggers = values = moving
             reasons.append("nothing stays but what a step needs, by request (cache)")
@@ -92,6 +98,13 @@ class _Filling:
         )
         if cache and not cache_tokens:
             reasons.append(self._said(triggers, values, pinned_triggers, pinned_values))
+        staying = max(pinned_triggers, pinned_values) * self._ffns
+        layer_clusters = self._experts * self._layout.clusters
+        if self._mixture and min(triggers, values) - staying >= OPEN_LAYER_FROM * layer_clusters:
+            window_blocks = self._experts * self._layout.blocks
+        layer = "layer" if window_blocks > self._layout.blocks or not self._mixture else "feed-forward"
+        of = self._layout.blocks * (self._experts if layer == "layer" else 1)
+        reasons.insert(0, f"{window_blocks} of {of} blocks of a {layer} open at once: {moving} clusters may be moving")
         return Regions(
             triggers=triggers,
             values=values,
@@ -109,7 +122,7 @@ class _Filling:
             values=self._all,
             pinned_triggers=self._layout.clusters,
             pinned_values=self._layout.clusters,
-            window_blocks=self._layout.blocks,
+            window_blocks=self._experts * self._layout.blocks,
             reserved_triggers=0,
             reserved_values=0,
             reasons=("everything is resident: nothing is read after start-up",),

@@ -81,16 +81,21 @@ class _Check:
 
     def _counts(self) -> None:
         compute, blocks = self._plan.compute, self._manifest.layout.blocks
+        of_layer = blocks * self._manifest.model.experts
         for name, most in (
             ("context_tokens", self._manifest.model.context_tokens),
             ("sequences", MAX_SEQUENCES),
             ("prefill_chunk_tokens", min(MAX_TOKENS_AT_ONCE, compute.context_tokens)),
             ("prefill_threads", MAX_WORKERS),
             ("logit_rows", MAX_TOKENS_AT_ONCE),
-            ("decode_window_blocks", blocks),
-            ("prefill_window_blocks", blocks),
+            ("decode_window_blocks", of_layer),
+            ("prefill_window_blocks", of_layer),
         ):
             self._within(f"compute.{name}", getattr(compute, name), 1, most)
+            if most == of_layer and blocks < getattr(compute, name) < of_layer:
+                self._fail(
+                    f"compute.{name}", f"up to {blocks}, of one expert, or {of_layer}, of all experts of a layer"
+                )
         if compute.prefill_window_blocks < blocks:
             for name in ("prefill_chunk_tokens", "logit_rows"):
                 tokens = getattr(compute, name)
@@ -129,11 +134,11 @@ class _Check:
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        clusters, layers = self._manifest.clusters, self._manifest.model.ffns
+        clusters, layers, experts = self._manifest.clusters, self._manifest.model.ffns, self._manifest.model.experts
         open_clusters = max(
-            # Participants meet between layers: block windows of a whole dense layer are one; of experts, one for each.
-            layout.clusters
-            if window_blocks == layout.blocks and self._manifest.model.experts == 1
+            # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
+            experts * layout.clusters
+            if window_blocks == experts * layout.blocks
             else min(clusters, participants * window_blocks * layout.block_clusters)
             for participants, window_blocks in (
                 (len(compute.decode_workers()), compute.decode_window_blocks),

@@ -33,21 +33,24 @@ class Participants:
         self._barrier = np.zeros(LINE_WORDS, np.uint32)
         self.in_flight = np.zeros(LINE_WORDS, np.uint32)
         self._logits = np.zeros((tokens, model.vocabulary), np.float32)
+        self.partials = np.zeros((pairs, layout.blocks, model.width), np.float32)  # sums of blocks, by token and expert
+        self._entries = [lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)]
+        self._arrivals = np.zeros(LINE_WORDS, np.uint32)
         shared: dict[str, Any] = {
             "fixed": self._tensors(predicts),
             "residual": np.zeros((tokens, model.width), np.float32),
             "queries": np.zeros((tokens, model.query_width), np.float32),
             "attention": np.zeros((tokens, model.query_width), np.float32),
             "hidden": np.zeros((pairs, neurons), np.float32),
-            "partials": np.zeros((pairs, layout.blocks, model.width), np.float32),
+            "partials": self.partials,
             "ranks": np.zeros((pairs, rank), np.float32) if rank else None,
             "predicted": np.zeros((min(pairs, model.experts), neurons, -(-tokens // 8)), np.uint8) if rank else None,
             "claims": self._claims,
             "logits": self._logits,
             "kv": np.zeros(2 * model.layers * model.key_width * model.context_tokens, np.uint16),
             "slots": self._slots(),
-            "entries": tuple(lib.NP_ENTRY_PRESENT | np.arange(manifest.clusters, dtype=np.uint32) for _ in range(2)),
-            "arrivals": np.zeros(LINE_WORDS, np.uint32),
+            "entries": tuple(self._entries),
+            "arrivals": self._arrivals,
             "in_flight": self.in_flight,
             "epoch": np.zeros(LINE_WORDS, np.uint32),
             "barrier": self._barrier,
@@ -79,6 +82,24 @@ class Participants:
                 list(threads.map(lambda one, work: one.compute(work), self.all[: len(shares)], works))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
+
+    def lose(self, clusters: range) -> None:
+        """These are no longer resident."""
+        for entries in self._entries:
+            entries[clusters.start : clusters.stop] = lib.NP_ENTRY_ABSENT
+
+    def bring(self, clusters: range) -> None:
+        """These are resident again, as if a loader had read them."""
+        for entries in self._entries:
+            entries[clusters.start : clusters.stop] = lib.NP_ENTRY_PRESENT | np.arange(clusters.start, clusters.stop)
+        word = ffi.from_buffer("uint32_t[]", self._arrivals)
+        lib.np_word_add(word, 1)
+        lib.np_word_wake(word)
+
+    def asked_for(self) -> set[int]:
+        """Clusters that were asked of the loader, by anybody."""
+        rings = [ring[: 3 * LINE_WORDS + int(ring[0])][3 * LINE_WORDS :] for ring in self._rings]
+        return {int(entry) & lib.NP_REQUEST_CLUSTER_MASK for ring in rings for entry in ring}
 
     def counters(self) -> dict[str, float]:
         """Sums over the participants, of the last step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from tests.conformance.participants import Participants, Ranges
 from tests.conformance.specs import SPECS, give_predictor, give_thresholds, strength, write_package
 from tests.conformance.test_pipeline_logits import BOUNDS
-from tests.pipeline import Shell
+from tests.pipeline import Shell, eventually
 
 Packages = Callable[[str, str], Package]
 CHUNK = 64
@@ -64,9 +65,12 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     print(f"{name} {quantization}: relative rms {error:.5f}, deviation of logits {wanted.std():.2f}")
     assert error < BOUNDS[quantization]
     plain: dict[str, Any] = {}
-    by_turns: dict[str, Any] = {"partial_tokens": 5, "window_blocks": package.manifest.layout.blocks}
+    blocks = package.manifest.layout.blocks
+    by_turns: dict[str, Any] = {"partial_tokens": 5, "window_blocks": blocks}
+    together: dict[str, Any] = {"window_blocks": blocks * package.manifest.model.experts}
     in_parts: dict[str, Any] = {"pipeline": False}
     cases = [(2, 1, plain), (3, 5, plain), (1, CHUNK, plain), (2, CHUNK, plain), (2, CHUNK, by_turns)]
+    cases += [(2, 1, together), (3, 5, together), (2, CHUNK, {**together, "partial_tokens": 5})]
     for count, tokens, config in [*cases, (2, 1, in_parts), (2, CHUNK, in_parts)]:
         participants = Participants(package, count=count, max_tokens=tokens, **config)
         assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
@@ -102,6 +106,7 @@ def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
     if predicts:
         package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
     blocks = package.manifest.layout.blocks
+    everything = blocks * package.manifest.model.experts
     assert blocks >= 2
     half, rest = (0, blocks // 2), (blocks // 2, blocks)
     stories: list[Ranges] = [
@@ -113,10 +118,35 @@ def test_who_takes_part_and_whose_blocks_are_which_may_change_with_every_step(
         [(0, blocks), (0, blocks)],
     ]
     wanted = Participants(package, count=1, max_tokens=1, predicts=predicts).run(TEXT, 1)
-    for config in ({}, {"partial_tokens": 5, "window_blocks": blocks} if tokens > 5 else {"window_blocks": 1}):
+    for config in (
+        {},
+        {"partial_tokens": 5, "window_blocks": blocks} if tokens > 5 else {"window_blocks": 1},
+        {"window_blocks": everything},
+    ):
         participants = Participants(package, count=3, max_tokens=tokens, predicts=predicts, **config)
         found = participants.run(TEXT, tokens, lambda number: stories[number % len(stories)])
         assert np.array_equal(wanted, found), config
+
+
+@pytest.mark.parametrize("name", ["mixtral", "smallthinker"])
+def test_no_expert_waits_for_another_where_a_layer_is_open(name: str, packages: Packages) -> None:
+    """Nothing of the first layer is there: both experts are asked for. The second arrives first, and is computed."""
+    package = packages(name, "q8")
+    model, layout = package.manifest.model, package.manifest.layout
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT[:1], 1)
+    participants = Participants(package, count=1, max_tokens=1, window_blocks=layout.blocks * model.experts)
+    participants.lose(range(model.experts * layout.clusters))
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(participants.run, TEXT[:1], 1)
+        assert eventually(lambda: len(participants.asked_for()) == model.experts_per_token * layout.clusters)
+        *_, last = sorted({cluster // layout.clusters for cluster in participants.asked_for()})
+        sums = participants.partials
+        sums[:] = np.nan
+        participants.bring(range(last * layout.clusters, (last + 1) * layout.clusters))
+        assert eventually(lambda: not np.isnan(sums[-1]).any())
+        assert np.isnan(sums[0]).all()
+        participants.bring(range(model.experts * layout.clusters))
+        assert np.array_equal(found.result(30), wanted)
 
 
 @pytest.mark.parametrize(
