@@ -167,11 +167,11 @@ def render(description: dict[str, Any]) -> str:
         *_drawn("trigger", layout["trigger_part"]),
         *_drawn("value", layout["value_part"]),
         *_reading_lines(description["reading"]),
-        "",
-        "Quantization error, |w - w'| / |w|",
-        *(f"  {kind:<10} {error:>8.3%}" for kind, error in description["quantization_error"].items()),
     ]
-    if (activity := description["activity_by_layer"]) is not None:
+    if errors := description["quantization_error"]:  # a synthetic package is made of what it stores
+        lines += ["", "Quantization error, |w - w'| / |w|"]
+        lines += [f"  {kind:<10} {error:>8.3%}" for kind, error in errors.items()]
+    if (activity := description["activity_by_layer"]) is not None and min(activity) < 1:
         lines += ["", "Active neurons by layer (measured)"]
         lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
     if (predictor := description["predictor"]) is not None:

@@ -43,12 +43,13 @@ RIDGE = 0.01  # keeps directions out that hardly move at all
 
 ROUTINGS = {
     "smallthinker": Routing(own=0.5, hot_experts=0.2, hot_frequency=0.4),
+    "llama": Routing(own=0.5, moved=0.06),  # TurboSparse-Mixtral
     "qwen3": Routing(own=0.1, moved=0.045),
 }
 
 
 def routing_of(model: ModelSpec) -> Routing:
-    """That of its family; the oldest mixtures here follow the state alone."""
+    """That of its family."""
     return ROUTINGS.get(model.family, Routing())
 
 
