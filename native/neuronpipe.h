@@ -552,6 +552,9 @@ int np_process_name(const char *name); /* as `ps` and `top` show it; 15 characte
 void np_memory_give_back(void);
 /* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
+/* What of this mapping was touched, or will be, stays in memory: it is neither swapped out nor unmapped as seldom used. A process without
+ * the right to so many bytes (RLIMIT_MEMLOCK) does without. Returns NP_OK or -errno. */
+int np_memory_lock(const void *memory, size_t bytes);
 
 /* Read memory and do nothing else, for measuring: pieces of piece_bytes (a multiple of 64), one of every `every` (1 to 1024), in ascending
  * order at places that look random. `every` turns (0, 1, ...) read each piece once. sum: every 8 bytes read, exclusive-ored.

@@ -167,6 +167,11 @@ class Mapping(Closing):
                 self._memory = mmap.mmap(reader.fd, self.layout.total_bytes, prot=mmap.PROT_READ)
         self._views: list[memoryview[Any]] = [memoryview(self._memory)]
 
+    @property
+    def content(self) -> memoryview[Any]:
+        """All bytes, as long as the mapping is open."""
+        return self._views[0]
+
     def view(self, name: str) -> memoryview[Any]:
         """The items of one field, in one dimension. The field's shape is in the layout."""
         field = self.layout[name]

@@ -29,6 +29,9 @@ WRITES: dict[str, frozenset[str]] = {
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
 }
+LOCKS = ("loader", "decode", "prefill")
+"""Roles that lock what they map, where they may: `doctor` says whether. A phone swaps out what was not used for a
+while, and other kernels unmap it, so that every access to it is a page fault again."""
 
 
 def create_segments(manifest: Manifest, plan: Plan, fixed: Segment | None = None) -> dict[str, Segment]:
@@ -68,6 +71,10 @@ class RunMemory:
             if role != "supervisor" and own.get(name) is not segment:
                 segment.close()
         mappings = {name: own[name].map(writable=name in writes) for name in own if name in reads | writes}
+        if role in LOCKS:
+            for mapping in mappings.values():
+                with ffi.from_buffer(mapping.content) as content:
+                    lib.np_memory_lock(content, len(content))
         return cls(own, mappings)
 
     def view(self, segment: str, field: str) -> memoryview:

@@ -28,6 +28,7 @@ typedef struct {
     uint32_t *free; /* [slot_count] stack */
     uint32_t free_count;
     uint64_t *ours; /* a bit for each slot that is free here or being filled; another one holds a cluster, or the cache keeps it */
+    size_t mapped_bytes; /* of the slots, from the first on: copying into them costs no page faults */
 } np_part_state;
 
 /* Sets of clusters and of slots: a bit for each, since a large model has millions. */

@@ -5,6 +5,8 @@
  * between clearing `asleep` and ringing leaves a sleep that ends with the timeout. */
 #include <errno.h>
 #include <poll.h>
+#include <stdint.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "flash/loader.h"
@@ -17,6 +19,7 @@ enum {
     BUSY_READS = 16,    /* with so many in flight the flash is busy, and half of them finishing together costs nobody time ... */
     MAX_COLLECT = 32,
     COLLECT_US = 200,   /* ... for at most this long, in which neither messages nor requests are seen */
+    MAPPED_AT_ONCE = 2 << 20, /* bytes of slots: a fraction of a millisecond, in which a request waits */
 };
 
 typedef struct {
@@ -41,6 +44,28 @@ static void quieten(int descriptor)
     char notices[256];
     const ssize_t taken = read(descriptor, notices, sizeof notices);
     (void)taken; /* none is as good */
+}
+
+/* Slots that were written as a file, as while memory warmed up, are not mapped yet: each page would cost a fault in the middle of a
+ * read that somebody waits for. With nothing else to do, map some. Returns 0 when all are, or the kernel cannot. */
+static int map_some_slots(np_loader *loader)
+{
+#ifdef MADV_POPULATE_WRITE
+    for (int i = 0; i < NP_LOADER_PARTS; i++) {
+        np_part_state *part = &loader->parts[i];
+        const size_t all = (size_t)part->config.slot_count * part->config.slot_bytes;
+        if (part->config.slots_file < 0 || part->mapped_bytes >= all)
+            continue;
+        const size_t some = all - part->mapped_bytes < MAPPED_AT_ONCE ? all - part->mapped_bytes : MAPPED_AT_ONCE;
+        const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), place = (uintptr_t)part->config.slots + part->mapped_bytes;
+        const uintptr_t from = place / page * page;
+        const int mapped = madvise((void *)from, place + some - from, MADV_POPULATE_WRITE) == 0;
+        part->mapped_bytes = mapped ? part->mapped_bytes + some : all;
+        return 1;
+    }
+#endif
+    (void)loader;
+    return 0;
 }
 
 int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t count, int timeout_ms, uint32_t spin_us)
@@ -91,6 +116,8 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
             if (np_loader_is_asked(loader))
                 wait_ms = 0;
         }
+        if (wait_ms && in_flight == 0 && map_some_slots(loader))
+            wait_ms = 0;
         const int ready = poll(watched, 2 + count, wait_ms);
         if (first)
             __atomic_store_n(first->asleep, 0, __ATOMIC_SEQ_CST);

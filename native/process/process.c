@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 int np_process_die_with(int32_t parent)
@@ -26,6 +27,17 @@ int np_memory_advise_huge(void *memory, size_t bytes)
 {
 #ifdef MADV_HUGEPAGE
     return madvise(memory, bytes, MADV_HUGEPAGE) == 0 ? NP_OK : -errno;
+#else
+    (void)memory, (void)bytes;
+    return -ENOSYS;
+#endif
+}
+
+int np_memory_lock(const void *memory, size_t bytes)
+{
+#ifdef SYS_mlock2
+    enum { ON_FAULT = 1 }; /* MLOCK_ONFAULT, which not every C library names */
+    return syscall(SYS_mlock2, memory, bytes, ON_FAULT) == 0 ? NP_OK : -errno;
 #else
     (void)memory, (void)bytes;
     return -ENOSYS;
