@@ -81,6 +81,10 @@ def _expectation(plan: Plan) -> list[str]:
     for name, size, time_ms, note in terms:
         shown = " " * 13 if size is None else _size(size)
         lines.append(f"  {name:<19}{shown}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())
+    if e.prefill_tokens_per_s is not None:
+        lines.append(
+            f"  a prompt of {plan.compute.prefill_chunk_tokens} tokens: {show_number(e.prefill_tokens_per_s)} tokens/s"
+        )
     return lines
 
 

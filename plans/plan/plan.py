@@ -14,7 +14,7 @@ from neuronpipe.plans.package.fields import read_file
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 5
+VERSION = 6
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -131,7 +131,8 @@ class Flash:
 class Expected:
     """What the planner expects of one token, from the package's activity and the device's measurements.
 
-    A time is None where the device was not measured. miss_rate: parts read from flash over parts looked up.
+    A time is None where the device was not measured. miss_rate: of the cluster parts that a token wants, those not in
+    memory when they are first looked for; where a value part comes with its trigger part, of the trigger parts.
     """
 
     sequential_bytes_per_token: int  # of memory, read from end to end
@@ -146,6 +147,8 @@ class Expected:
     exposed_flash_ms_per_token: float | None  # what computing does not hide
     tokens_per_s: float | None
     miss_rate: float
+    first_token_ms: float | None  # of a prompt of one prefill chunk
+    prefill_tokens_per_s: float | None  # of the same prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

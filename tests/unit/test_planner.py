@@ -343,6 +343,7 @@ def test_without_a_measurement_no_speed_is_expected() -> None:
     facts = dataclasses.replace(device(), flash=None, memory_speed=None)
     e = plan(manifest(), facts, Wanted(ffn_resident_share=0.5)).expected
     assert (e.tokens_per_s, e.flash_ms_per_token, e.sequential_ms_per_token) == (None, None, None)
+    assert (e.first_token_ms, e.prefill_tokens_per_s) == (None, None)
     assert e.flash_bytes_per_token > 0
 
 
@@ -355,6 +356,16 @@ def test_the_expected_token_is_the_sum_of_its_terms() -> None:
         assert e.tokens_per_s is not None
         total_ms = (e.sequential_ms_per_token, e.neuron_ms_per_token, e.exposed_flash_ms_per_token)
         assert 1e3 / e.tokens_per_s == pytest.approx(sum(total_ms), rel=1e-2)  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk() -> None:
+    m = manifest(width=1024, neurons=4096)
+    made = plan(m, device(memory_bytes=8 * GIB), Wanted())
+    e, chunk = made.expected, made.compute.prefill_chunk_tokens
+    assert e.first_token_ms is not None
+    neurons_bytes = m.clusters * (m.trigger_slot_bytes + m.value_slot_bytes)
+    assert e.first_token_ms * 33e6 == pytest.approx(made.memory.fixed_bytes + neurons_bytes, rel=0.1)
+    assert e.prefill_tokens_per_s == pytest.approx(chunk * 1e3 / e.first_token_ms, rel=1e-3)
 
 
 def test_less_memory_is_never_expected_to_be_faster() -> None:
