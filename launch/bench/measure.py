@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuronpipe.launch.bench.asking import Repetition, generate
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.energy import EnergyMeter
+from neuronpipe.launch.bench.planned import errors, planned
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import DEMO
@@ -16,28 +18,10 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.plans.plan.speed import reads_whole
 from neuronpipe.protocol.messages.request import Generate
 
 FIRST_TOKENS = 8  # what "the first tokens" are: those of the warm-up, when the cache knows nothing of the text
-
-
-@dataclass
-class Repetition:
-    """One request. Times in ms; gaps: between tokens."""
-
-    first_ms: float
-    gaps_ms: list[float]
-    finished: Finished
-
-    def time_ms(self, case: Case) -> float:
-        """What the test counts of it."""
-        return (self.first_ms if case.prefill_tokens else 0.0) + sum(self.gaps_ms)
-
-    def tokens_per_s(self, case: Case) -> float:
-        """Tokens that the test counts over the time it counts."""
-        return 1000 * (case.prefill_tokens + len(self.gaps_ms)) / self.time_ms(case)
 
 
 @dataclass
@@ -46,9 +30,10 @@ class Cost:
 
     figures: dict[str, float] = field(default_factory=dict)
 
-    def add(self, figures: dict[str, float]) -> None:
+    def add(self, figures: dict[str, float], texts: int) -> None:
+        """Of one text. A step counts in full for each of its texts, so that so many together count it once."""
         for name, value in figures.items():
-            self.figures[name] = self.figures.get(name, 0.0) + value
+            self.figures[name] = self.figures.get(name, 0.0) + value / texts
 
     def __getitem__(self, name: str) -> float:
         return self.figures.get(name, 0.0)
@@ -67,6 +52,7 @@ class Bench:
     device: Device
     prompts: Prompts
     client: Client
+    batch: int = 1  # texts at once
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
         """The row of one test. Raises UserError when a text ends before there is anything to measure."""
@@ -80,50 +66,51 @@ class Bench:
         return self.row(case, warm_up, done, energy.joules())
 
     def ask(self, case: Case, number: int) -> Repetition:
-        """One request, with the text of that number. Raises UserError when it ends with nothing to measure."""
-        prompt = self.prompts.take(number, case.prompt_tokens, case.prompt_tokens + case.decode_tokens)
-        ask = Generate(
-            request=f"{case.name}-{number}",
-            tokens=prompt,
-            max_tokens=case.max_tokens,
-            temperature=0.0,
-            share_prefix=False,
-        )
-        times: list[float] = []
-        for message in self.client.request(ask):
-            if isinstance(message, Token) and message.index == len(times):
-                times.append(message.ms)
-            elif isinstance(message, Finished):
-                if case.decode_tokens and len(times) < 2:
-                    raise UserError(f"{case.name}: the model ended its text after {len(times)} token(s)")
-                return Repetition(times[0], times[1:], message)
-        raise AssertionError
+        """The requests of one repetition, with texts that no other has. Raises UserError when one ends with nothing to
+        measure."""
+        asks = []
+        for text in range(number * self.batch, (number + 1) * self.batch):
+            prompt = self.prompts.take(text, case.prompt_tokens, case.prompt_tokens + case.decode_tokens)
+            asks.append(
+                Generate(
+                    request=f"{case.name}-{text}",
+                    tokens=prompt,
+                    max_tokens=case.max_tokens,
+                    temperature=0.0,
+                    share_prefix=False,
+                )
+            )
+        return generate(self.client, case, asks)
 
     def row(self, case: Case, warm_up: Repetition, done: list[Repetition], joules: float | None) -> dict[str, Any]:
         """The row of a test, from its repetitions."""
         plan = self.plan
         cost = Cost()
-        for one in done:
+        for finished in (finished for one in done for finished in one.finished):
             if case.decode_tokens:
-                cost.add(one.finished.decode)
+                cost.add(finished.decode, self.batch)
             if case.prefill_tokens:
-                cost.add(one.finished.prefill)
-        moved = traffic(self.package, plan, cost.figures, sum(_positions(case, len(one.gaps_ms)) for one in done))
+                cost.add(finished.prefill, self.batch)
+        windows = self.package.manifest.model.windows_tokens
+        positions = sum(_positions(case, len(text.gaps_ms), windows) for one in done for text in one.texts)
+        moved = traffic(self.package, plan, cost.figures, positions)
         time_ms = sum(one.time_ms(case) for one in done)
-        tokens = sum(case.prefill_tokens + len(one.gaps_ms) for one in done)
+        tokens = sum(case.prefill_tokens + one.decoded_tokens for one in done)
         rates = [one.tokens_per_s(case) for one in done]
         gaps = sorted(gap for one in done for gap in one.gaps_ms)
-        first = warm_up.gaps_ms[:FIRST_TOKENS]
+        first = warm_up.texts[0].gaps_ms[:FIRST_TOKENS]
         dram_s, flash_s = moved.dram_limit_s(self.device), moved.flash_limit_s(self.device, plan.flash.depth)
         exposed_ms, native_ms = cost.of_one_participant_ms("flash_ms"), cost.of_one_participant_ms("step_ms")
         barrier_ms = cost.of_one_participant_ms("barrier_ms")
-        return {
+        row = {
             "test": case.name,
             "mode": plan.compute.mode,
+            "batch": self.batch,
             "ffn_resident": _resident_share(self.package.manifest, plan),
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_least": min(rates),
             "tokens_per_s_most": max(rates),
+            "prefill_tokens_per_s": _median_of_prefill(case, done),
             "tbt_ms": {f"p{share}": _quantile(gaps, share) for share in (50, 90, 99)},
             "tbt_most_ms": max(gaps, default=None),
             "dram_bytes_per_token": moved.dram_bytes / tokens,
@@ -131,7 +118,7 @@ class Bench:
             "flash_bytes_per_token": moved.flash_bytes / tokens,
             "flash_reads_per_token": moved.flash_reads / tokens,
             "flash_limit_fraction": None if flash_s is None else 1000 * flash_s / time_ms,
-            "miss_rate": _miss_rate(cost, plan.compute.mode),
+            "miss_rate": miss_rate(cost.figures, whole=reads_whole(plan.compute, plan.flash) or not case.decode_tokens),
             "late_rate": _share(
                 cost["trigger_missed"] + cost["value_missed"], cost["trigger_clusters"] + cost["value_clusters"]
             ),
@@ -145,7 +132,7 @@ class Bench:
             "coordination_share": min(1.0, max(0.0, 1 - (native_ms - barrier_ms) / time_ms)),
             "barrier_share": min(1.0, barrier_ms / time_ms),
             "message_share": min(1.0, max(0.0, 1 - native_ms / time_ms)),
-            "peak_memory_bytes": max(one.finished.memory["peak_bytes"] for one in done),
+            "peak_memory_bytes": max(finished.memory["peak_bytes"] for one in done for finished in one.finished),
             "limit_memory_bytes": plan.memory.limit_bytes,
             "first_token_ms": warm_up.first_ms,
             "first_tokens_per_s": 1000 * len(first) / sum(first) if first else None,
@@ -159,21 +146,43 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
+        figures = planned(self.package.manifest, plan, self.device, case, self.batch)
+        return row | {"planned": figures, "error": errors(row, figures)}
 
 
-def _miss_rate(cost: Cost, mode: str) -> float:
-    """Over what had to be loaded or there: in predicted mode the predicted clusters, when they were foreseen; in exact
-    mode gates, and the value parts of what fired, when computing came to them."""
-    if mode == "predicted" and cost["foreseen"]:
-        return cost["foreseen_missed"] / cost["foreseen"]
-    return _share(cost["trigger_missed"] + cost["value_missed"], cost["trigger_clusters"] + cost["value_clusters"])
+def miss_rate(cost: Mapping[str, float], *, whole: bool) -> float:
+    """Of the cluster parts that steps wanted, those not in memory when they were first looked for.
+
+    Triggers are looked for ahead of computing, where anything is: with a predictor those of clusters it names, else all
+    of a layer. Those that nobody looked for ahead are taken to miss as often. whole: a value part comes with its
+    trigger part, so that triggers speak for both; otherwise those of clusters that fired count as well, when computing
+    comes to them.
+    """
+
+    def count(name: str) -> float:
+        return cost.get(name, 0.0)
+
+    triggers, values = count("trigger_clusters"), count("value_clusters")
+    if count("foreseen"):
+        share = count("foreseen_missed") / count("foreseen")
+    else:
+        share = _share(count("trigger_missed"), triggers)
+    return share if whole else _share(share * triggers + count("value_missed"), triggers + values)
 
 
-def _positions(case: Case, decoded: int) -> float:
-    """Positions whose keys and values are read: for each decoded token all before it; for a prompt, which is computed a
-    chunk at a time, about its length once."""
-    decode = sum(case.prompt_tokens + n + 1 for n in range(decoded)) if case.decode_tokens else 0
-    return float(decode + case.prefill_tokens)
+def _positions(case: Case, decoded: int, windows: Sequence[int]) -> float:
+    """Positions whose keys and values are read, as a mean over layers, each with its attention window: for each decoded
+    token those before it; for a prompt, which is computed a chunk at a time, about its length once."""
+    last = case.prompt_tokens + decoded if case.decode_tokens else 0
+    seen = sum(min(n, window or n) for window in windows for n in range(case.prompt_tokens + 1, last + 1))
+    return seen / len(windows) + case.prefill_tokens
+
+
+def _median_of_prefill(case: Case, done: Sequence[Repetition]) -> float | None:
+    """Of a prompt alone, tokens/s until its first token; None where the test has none."""
+    if not case.prefill_tokens:
+        return None
+    return statistics.median(1000 * case.prefill_tokens / one.first_ms for one in done)
 
 
 def _quantile(ordered: list[float], share: int) -> float | None:

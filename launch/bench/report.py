@@ -12,28 +12,25 @@ from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 
 Row = dict[str, Any]
-COMPARED = ("test", "mode", "workload")
+COMPARED = ("test", "mode", "workload", "batch")
 """What makes rows of two measurements comparable. Residency, workers and package are what may be compared."""
+
+DEFAULTS = {"batch": 1}
+"""Of rows that were saved before there was such a field."""
+
+MAX_PERCENT_ERROR = 10.0  # 1,000 %
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Both tables."""
-    first = rows[0]
-    head = f"{first['model']}, {show_bytes(first['model_bytes'])} on flash, {first['quantization']}"
-    if first["workload"] is not None:
-        head += f", workload {first['workload']}"
+    """All tables."""
     speeds = table(
-        ("test", "mode", "workers", "feed-forward", "memory: limit", "peak", "tokens/s", "least .. most"),
+        ("test", "tokens/s", "least .. most", "peak memory"),
         (
             (
                 row["test"],
-                row["mode"],
-                str(row["workers"]),
-                f"{row['ffn_resident']:.0%}",
-                show_bytes(row["limit_memory_bytes"]),
-                show_bytes(row["peak_memory_bytes"]),
                 show_number(row["tokens_per_s"]),
                 f"{show_number(row['tokens_per_s_least'])} .. {show_number(row['tokens_per_s_most'])}",
+                show_bytes(row["peak_memory_bytes"]),
             )
             for row in rows
         ),
@@ -41,8 +38,43 @@ def render(rows: Sequence[Row]) -> str:
     names = [row["test"] for row in rows]
     lines = [(what, *(show(row) for row in rows)) for what, show in _WHERE]
     lines = [line for line in lines if any(cell != "-" for cell in line[1:])]
-    repetitions = f"Medians of {first['repetitions']}, after a warm-up."
-    return f"{head}\n\n{speeds}\n{table(('where the time went', *names), lines)}\n{repetitions}\n"
+    parts = [_head(rows[0]), speeds, table(("where the time went", *names), lines)]
+    parts += [planned_table(rows)] if any(row["planned"] for row in rows) else []
+    parts += [f"Medians of {rows[0]['repetitions']}, after a warm-up.\n"]
+    return "\n".join(parts)
+
+
+def _head(row: Row) -> str:
+    """What all tests of a command share: the package, and how it is run."""
+    package = f"{row['model']}, {show_bytes(row['model_bytes'])} on flash, {row['quantization']}"
+    if row["workload"] is not None:
+        package += f", workload {row['workload']}"
+    workers = f"{row['workers']} worker{'s' if row['workers'] > 1 else ''}"
+    run = f"{row['mode']} mode, {workers}, {row['ffn_resident']:.0%} of feed-forward resident"
+    if row["batch"] > 1:
+        run += f", {row['batch']} texts at once"
+    return f"{package}\n{run}, limit {show_bytes(row['limit_memory_bytes'])}\n"
+
+
+def planned_table(rows: Sequence[Row]) -> str:
+    """A line for each figure of each row that the plan expects: measured, planned, and how far off that is."""
+    lines = []
+    for row in rows:
+        for name, (what, show) in _PLANNED.items():
+            if name == "prefill_tokens_per_s" and row["prefill_tokens_per_s"] == row["tokens_per_s"]:
+                continue  # the test is a prompt
+            if name in row["planned"]:
+                value = row[name]
+                shown = "-" if value is None else show(value)
+                lines.append((what, row["test"], shown, show(row["planned"][name]), show_error(row["error"][name])))
+    return table(("beside the plan", "test", "measured", "planned", "error"), lines)
+
+
+def show_error(error: float | None) -> str:
+    """`+12%`, or how many times as much where percent say little."""
+    if error is None:
+        return "-"
+    return f"{error:+.0%}" if error < MAX_PERCENT_ERROR else f"x{1 + error:.0f}"
 
 
 def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
@@ -50,7 +82,7 @@ def compare(rows: Sequence[Row], earlier: Sequence[Row], file: Path) -> str:
     lines = []
     for row in rows:
         for old in earlier:
-            if all(row.get(name) == old.get(name) for name in COMPARED):
+            if all(row.get(name) == old.get(name, DEFAULTS.get(name)) for name in COMPARED):
                 lines.append((row["test"], row["mode"], *(_ratio(show(row), show(old)) for _, show in _RATIOS)))
     if not lines:
         return f"{file} has none of these tests in this mode and workload.\n"
@@ -87,9 +119,8 @@ def _bytes_of(name: str) -> Callable[[Row], str]:
     return lambda row: show_bytes(row[name])
 
 
-def _times(row: Row) -> str:
-    times = row["tbt_ms"]
-    return "-" if times["p50"] is None else " / ".join(f"{times[name]:.2f}" for name in ("p50", "p90", "p99"))
+def _gap_of(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row["tbt_ms"].get(name) is None else f"{row['tbt_ms'][name]:.2f}"
 
 
 def _guessed(row: Row) -> str:
@@ -120,12 +151,26 @@ _WHERE: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("coordination", _share_of("coordination_share")),
     ("  waiting for other participants", _share_of("barrier_share")),
     ("  messages and Python", _share_of("message_share")),
-    ("time between tokens, ms, p50 / p90 / p99", _times),
+    ("time between tokens, ms, p50", _gap_of("p50")),
+    ("  p90", _gap_of("p90")),
+    ("  p99", _gap_of("p99")),
     ("  the longest", _number_of("tbt_most_ms", 2)),
     ("first token of the first request, ms", _number_of("first_token_ms", 1)),
     ("first tokens of it, tokens/s", _number_of("first_tokens_per_s", 1)),
     ("energy per token, J", _number_of("joules_per_token", 3)),
 )
+
+_PLANNED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "tokens_per_s": ("tokens/s", show_number),
+    "prefill_tokens_per_s": ("  of the prompt alone", show_number),
+    "first_token_ms": ("first token, ms", show_number),
+    "miss_rate": ("not resident, of what was wanted", "{:.1%}".format),
+    "flash_bytes_per_token": ("flash read per token", show_bytes),
+    "flash_reads_per_token": ("  reads", show_number),
+    "exposed_io_share": ("exposed I/O", "{:.1%}".format),
+    "dram_bytes_per_token": ("memory read per token", show_bytes),
+    "peak_memory_bytes": ("peak memory", show_bytes),
+}
 
 _RATIOS: tuple[tuple[str, Callable[[Row], float | None]], ...] = (
     ("tokens/s", lambda row: row["tokens_per_s"]),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from neuronpipe.launch.bench.asking import Repetition
 from neuronpipe.launch.bench.cases import Case
-from neuronpipe.launch.bench.measure import Bench, Repetition
+from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.conformance.rehearsal import Candidate
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from neuronpipe.launch.bench.cases import Prompts, default_cases, parse_cases
+from neuronpipe.launch.bench.cases import Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
@@ -29,6 +29,7 @@ POLL_S = 0.02
 QUIET_S = 0.3
 MAX_WARM_UP_S = 60.0
 MAX_REPETITIONS = 1000
+MAX_BATCH = 64  # as many as a plan has sequences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repetitions", type=int, default=5, metavar="N", help="of each test, after a warm-up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="texts at once, of tests that only decode (default: 1)"
     )
     parser.add_argument("--workload", metavar="PRESET", help="of a synthetic package: the preset to run")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios to rows saved from --json")
@@ -62,8 +66,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.versus and arguments.compare:
         raise UserError("--versus and --compare: one or the other")
     earlier = read_rows(arguments.compare) if arguments.compare else None
+    _make_room(arguments)
     package, plan = package_and_plan(arguments)
     cases = arguments.tests or default_cases(plan.compute.context_tokens)
+    if arguments.batch > 1:
+        cases = _for_batch(cases, arguments, plan.compute.sequences)
     for case in cases:
         if case.context_tokens > plan.compute.context_tokens:
             raise UserError(
@@ -86,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):
         _wait_until_warm(client)
-        bench = Bench(package, plan, device, prompts, client)
+        bench = Bench(package, plan, device, prompts, client, arguments.batch)
         requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
         done = 0
 
@@ -113,6 +120,30 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.picture and not arguments.json:
         print(f"\n{arguments.picture}: what each process did in the last steps; open it with a browser")
     return 0
+
+
+def _make_room(arguments: argparse.Namespace) -> None:
+    """Ask for a plan with as many sequences as texts at once."""
+    if not 1 <= arguments.batch <= MAX_BATCH:
+        raise UserError(f"--batch {arguments.batch}: between 1 and {MAX_BATCH}")
+    if arguments.plan is None and arguments.sequences is None and arguments.batch > 1:
+        arguments.sequences = arguments.batch
+
+
+def _for_batch(cases: tuple[Case, ...], arguments: argparse.Namespace, sequences: int) -> tuple[Case, ...]:
+    """The tests that several texts at once can have. Raises UserError for others, where they were asked for."""
+    batch = arguments.batch
+    if sequences < batch:
+        raise UserError(f"--batch {batch}: the plan has room for {sequences} text(s) at once; see --sequences")
+    if arguments.tests is None:
+        cases = tuple(case for case in cases if not case.prefill_tokens)
+    for case in cases:
+        if case.prefill_tokens:
+            raise UserError(f"--batch {batch} and --tests {case.name}: prompts are read one after the other; take tgN")
+        if case.decode_tokens < 2 * batch:
+            # Texts begin one after the other: only what they decode together counts.
+            raise UserError(f"--batch {batch} and --tests {case.name}: too short; take tg{2 * batch} or more")
+    return cases
 
 
 def _wait_until_warm(client: Client) -> None:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from neuronpipe.launch.client import attach
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.monitor.groups import NUMBER
@@ -31,6 +32,18 @@ FIELDS = {
     "exposed_io_share",
     "coordination_share",
     "peak_memory_bytes",
+    "prefill_tokens_per_s",
+    "planned",
+    "error",
+}
+SPEEDS = {"tokens_per_s", "prefill_tokens_per_s", "first_token_ms", "exposed_io_share"}
+PLANNED = {"tokens_per_s", "first_token_ms", "peak_memory_bytes"}
+PLANNED_OF_DECODING = {
+    "miss_rate",
+    "flash_reads_per_token",
+    "flash_bytes_per_token",
+    "dram_bytes_per_token",
+    "exposed_io_share",
 }
 
 
@@ -49,6 +62,17 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
         assert 0 <= row["coordination_share"] <= 1
         assert 0 <= row["exposed_io_share"] <= 1
         assert row["coordination_share"] + row["exposed_io_share"] <= 1.01
+        assert row["error"].keys() == row["planned"].keys() <= row.keys()
+        for name, error in row["error"].items():
+            if row[name]:
+                assert error == pytest.approx((row["planned"][name] - row[name]) / row[name], abs=1e-9), name
+    device = probe(DEMO)  # speeds are planned where they were measured
+    unknown = set() if device.flash and device.memory_speed else SPEEDS
+    assert prefill["planned"].keys() == (PLANNED | {"prefill_tokens_per_s"}) - unknown
+    assert decode["planned"].keys() == (PLANNED | PLANNED_OF_DECODING) - unknown
+    assert prefill["prefill_tokens_per_s"] == prefill["tokens_per_s"]
+    assert decode["prefill_tokens_per_s"] is None
+    assert decode["planned"]["dram_bytes_per_token"] == pytest.approx(decode["dram_bytes_per_token"], rel=0.2)
     assert (prefill["test"], prefill["tokens"], prefill["tbt_ms"]["p50"]) == ("pp32", 64, None)
     assert (decode["test"], decode["tokens"]) == ("tg16", 32)
     assert 0 < decode["tbt_ms"]["p50"] <= decode["tbt_ms"]["p99"] <= decode["tbt_most_ms"]
@@ -65,12 +89,26 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
     assert f"Against {old}, new / old:" in compared.out
 
 
+def test_bench_measures_several_texts_at_once(shell: Shell) -> None:
+    words = ("bench", DEMO, "--tests", "tg32", "--repetitions", "1", "--ffn-resident", "100%", "--json")
+    (alone,), (four,) = (json.loads(shell.call(*words, *more).out) for more in ((), ("--batch", "4")))
+    assert (alone["batch"], alone["tokens"], four["batch"], four["tokens"]) == (1, 32, 4, 4 * 32)
+    # A step's matrices serve all texts: per token much less is read. A little is read for fewer, while others begin.
+    assert alone["dram_bytes_per_token"] / 4 < four["dram_bytes_per_token"] < 0.6 * alone["dram_bytes_per_token"]
+    assert four["planned"]["dram_bytes_per_token"] == pytest.approx(four["dram_bytes_per_token"], rel=0.2)
+    assert four["planned"]["dram_bytes_per_token"] < alone["planned"]["dram_bytes_per_token"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("--tests", "tg100000"), "--tests tg100000: takes 100005 tokens, the context is"),
         (("--repetitions", "0"), "--repetitions 0: between"),
         (("--workload", "default"), "--workload default: "),
+        (("--batch", "0"), "--batch 0: between"),
+        (("--batch", "4", "--tests", "pp32"), "--batch 4 and --tests pp32: prompts are read one after the other"),
+        (("--batch", "4", "--tests", "tg7"), "--batch 4 and --tests tg7: too short; take tg8 or more"),
+        (("--batch", "4", "--sequences", "2"), "--batch 4: the plan has room for 2 text(s) at once"),
         (("--compare", "nothing.json"), "nothing.json: cannot be read"),
     ],
 )

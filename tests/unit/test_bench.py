@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.bench.asking import Repetition, Text, take
 from neuronpipe.launch.bench.cases import LEAD_TOKENS, Case, Prompts, default_cases, parse_cases
 from neuronpipe.launch.bench.energy import EnergyMeter
+from neuronpipe.launch.bench.measure import miss_rate
 from neuronpipe.launch.bench.report import compare, read_rows
 from neuronpipe.launch.bench.traffic import traffic
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.messages.client import Finished, Token
 
 from tests.service_job import make_job
 
@@ -105,9 +108,11 @@ ROW = {
 def test_a_comparison_is_of_the_same_test_and_mode(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     file.write_text(json.dumps([ROW, {**ROW, "mode": "predicted", "tokens_per_s": 1.0}]))
-    shown = compare([{**ROW, "tokens_per_s": 25.0}], read_rows(file), file)
+    new = {**ROW, "batch": 1}  # which rows saved by an earlier version do not have
+    shown = compare([{**new, "tokens_per_s": 25.0}], read_rows(file), file)
     assert shown.splitlines()[-1].split() == ["tg8", "exact", "2.50", "1.00", "1.00", "1.00", "1.00"]
-    assert "has none of these tests" in compare([{**ROW, "test": "tg9"}], read_rows(file), file)
+    for other in ({"test": "tg9"}, {"batch": 4}):
+        assert "has none of these tests" in compare([new | other], read_rows(file), file)
 
 
 @pytest.mark.parametrize(
@@ -131,3 +136,50 @@ def test_a_file_to_compare_with_that_is_none_is_named(tmp_path: Path, content: s
 
 def test_a_case_of_one_token_is_a_case() -> None:
     assert parse_cases("tg1") == (Case("tg1", 0, 1),)
+
+
+def token(request: str, index: int, ms: float) -> Token:
+    return Token(request=request, index=index, token=1, text="", ms=ms)
+
+
+def finished(request: str) -> Finished:
+    return Finished(
+        request=request, reason="length", text="", tokens=3, prompt_tokens=4, ttft_ms=1.0, tokens_per_s=1.0,
+        tbt_ms={}, memory={}, flash={}, prefill={}, decode={}, plan="p", mode="exact",
+    )  # fmt: skip
+
+
+def test_only_what_texts_decode_together_counts_as_their_speed() -> None:
+    texts = {"a": Text(), "b": Text()}
+    for message in (
+        token("a", 0, 5.0), token("a", 1, 1.0), token("b", 0, 9.0), token("a", 2, 30.0),
+        token("b", 1, 4.0), token("a", 3, 4.0), token("a", 3, 99.0), token("c", 0, 1.0),
+        finished("a"), token("b", 2, 2.0), finished("b"),
+    ):  # fmt: skip
+        take(texts, message)
+    # The third token of `a` came after a prompt of `b`, and the last of `b` was computed alone.
+    assert (texts["a"].gaps_ms, texts["a"].counted_ms) == ([1.0, 30.0, 4.0], [4.0])
+    assert (texts["b"].gaps_ms, texts["b"].counted_ms) == ([4.0, 2.0], [4.0])
+    together = Repetition(tuple(texts.values()))
+    assert together.tokens_per_s(Case("tg3", 0, 3)) == 2 * 1000 / 4.0
+    assert (together.first_ms, together.decoded_tokens) == (5.0, 5)
+
+
+def test_every_gap_of_a_single_text_counts() -> None:
+    texts = {"a": Text()}
+    for message in (token("a", 0, 5.0), token("a", 1, 1.0), token("a", 2, 3.0), finished("a")):
+        take(texts, message)
+    alone = Repetition(tuple(texts.values()))
+    assert alone.gaps_ms == [1.0, 3.0]
+    assert alone.tokens_per_s(Case("tg2", 0, 2)) == 1000 * 2 / 4.0
+    assert alone.tokens_per_s(Case("pp4+tg2", 4, 2)) == 1000 * 6 / 9.0
+
+
+def test_a_miss_is_what_was_not_there_when_it_was_first_looked_for() -> None:
+    cost = {"foreseen": 80.0, "foreseen_missed": 20.0, "trigger_clusters": 100.0, "trigger_missed": 3.0}
+    cost |= {"value_clusters": 60.0, "value_missed": 15.0}
+    assert miss_rate(cost, whole=True) == 0.25
+    assert miss_rate(cost, whole=False) == (0.25 * 100 + 15) / 160
+    unforeseen = {name: value for name, value in cost.items() if not name.startswith("foreseen")}
+    assert miss_rate(unforeseen, whole=False) == (3 + 15) / 160
+    assert miss_rate({}, whole=False) == 0.0

@@ -58,6 +58,7 @@ def test_a_table_of_bench_shows_a_slow_model() -> None:
         "ffn_resident": 0.5, "limit_memory_bytes": 1, "peak_memory_bytes": 1, "tokens_per_s": 0.042, "repetitions": 1,
         "tokens_per_s_least": 0.041, "tokens_per_s_most": 0.043, "dram_bytes_per_token": 1, "flash_bytes_per_token": 1,
         "first_tokens_per_s": 0.031, "tbt_ms": {"p50": None},
+        "batch": 1, "planned": {}, "error": {},
     }  # fmt: skip
     shown = report.render([where | row])
     for figure in ("0.042", "0.041 .. 0.043", "0.031"):
