@@ -25,13 +25,14 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
 _NOTHING = object()
+_UNIONS = (types.UnionType, Union)  # the second is what Python makes of `Literal[...] | None`
 
 
 class Mismatch(Exception):
@@ -74,7 +75,7 @@ def describe(annotation: object) -> str:
         return f"array of {describe(arguments[0])}"
     if origin is dict:
         return f"map of {describe(arguments[1])}"
-    if origin is types.UnionType:
+    if origin in _UNIONS:
         return f"{describe(present(annotation))} or nil"
     return getattr(annotation, "__name__", str(annotation))
 
@@ -120,7 +121,7 @@ def reader(annotation: Any, *, strict: bool = False) -> Reader:
         return _exactly(annotation)
     if origin is Literal:
         return _one_of(annotation)
-    if origin is types.UnionType:
+    if origin in _UNIONS:
         inner = reader(present(annotation), strict=strict)
         return lambda value: None if value is None else inner(value)
     if origin is tuple and arguments[1:] == (...,):

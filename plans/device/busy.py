@@ -44,7 +44,8 @@ class Busyness:
             return None
         own = os.times()
         ticks_per_s = os.sysconf("SC_CLK_TCK")
-        return sum(numbers[n] for n in _BUSY_FIELDS), ticks_per_s * (own.user + own.system), sum(numbers)
+        used_s = own.user + own.system + own.children_user + own.children_system  # of children that have ended
+        return sum(numbers[n] for n in _BUSY_FIELDS), ticks_per_s * used_s, sum(numbers)
 
     def _storage_share(self) -> float:
         found = re.match(r"some avg10=([0-9.]+)", _text(self._root / "proc/pressure/io"))

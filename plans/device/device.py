@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
+from typing import TYPE_CHECKING
 
 from neuronpipe.plans.device.cores import Core
+from neuronpipe.plans.device.figures import between
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.device.profile import DeviceProfile
 
 # Kernels keep a little for themselves, not always the same: without rounding an update would make a new device.
 MEMORY_ROUNDING_BYTES = 64 << 20
-
-
-def _between(measured: list[tuple[int, float]], size_bytes: int) -> float:
-    """The value at `size_bytes`: a line on logarithmic scales between the sizes measured, flat beyond them."""
-    line = sorted((math.log(measured_bytes), math.log(value)) for measured_bytes, value in measured)
-    wanted = min(max(math.log(size_bytes), line[0][0]), line[-1][0])
-    for (x0, y0), (x1, y1) in itertools.pairwise(line):
-        if x0 <= wanted <= x1:
-            return math.exp(y0 + (y1 - y0) * (wanted - x0) / (x1 - x0))
-    return math.exp(line[0][1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +48,7 @@ class FlashCurve:
     def bytes_per_s(self, request_bytes: int, depth: int) -> float:
         """Speed to expect: at the nearest depth measured; between sizes a line on logarithmic scales, flat beyond."""
         nearest = min({point.depth for point in self.points}, key=lambda measured: abs(math.log(measured / depth)))
-        return _between([(p.request_bytes, p.bytes_per_s) for p in self.points if p.depth == nearest], request_bytes)
+        return between({p.request_bytes: p.bytes_per_s for p in self.points if p.depth == nearest}, request_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +78,7 @@ class MemorySpeed:
 
     def piece_bytes_per_s(self, piece_bytes: int) -> float:
         """Speed to expect of pieces of this size; between sizes a line on logarithmic scales, flat beyond."""
-        return _between([(point.piece_bytes, point.bytes_per_s) for point in self.pieces], piece_bytes)
+        return between({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +96,7 @@ class Device:
     io_uring: bool
     flash: FlashCurve | None
     memory_speed: MemorySpeed | None = None
+    profile: DeviceProfile | None = None
 
     @property
     def id(self) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.schema import from_json, json_object
@@ -39,7 +40,7 @@ DAY_S = 24 * 3600.0
 MAX_AGE_DAYS = 30
 
 
-def doubt(measured: FlashCurve | MemorySpeed) -> str | None:
+def doubt(measured: FlashCurve | MemorySpeed | DeviceProfile) -> str | None:
     """Why these figures may be wrong, in a few words; None: nothing speaks against them."""
     if measured.busy > MAX_BUSY:
         return f"other programs kept the machine {measured.busy:.0%} busy"
@@ -130,6 +131,45 @@ def keep(path: Path, measured: Measured) -> None:
         _write(path, Kept(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))
     else:
         _write(path, record.followed_by(measured, now))
+
+
+def keep_profile(path: Path, profile: DeviceProfile) -> bool:
+    """Keep a device profile for later starts, unless it is doubtful and the one that is kept is not. Whether it was."""
+    before = _read_profile(path, profile.device_id)
+    if doubt(profile) is not None and before is not None and _why_not(before, time.time()) is None:
+        return False
+    with contextlib.suppress(OSError, UserError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as place:
+            place.write_text(profile.to_json(), encoding="utf-8")
+        return True
+    return False
+
+
+def kept_profile(path: Path, device_id: str, say: Callable[[str], None]) -> DeviceProfile | None:
+    """The device profile in the file `path`, if it holds. `say` gets a line when it did, and is too old now."""
+    profile = _read_profile(path, device_id)
+    if profile is None or (why := _why_not(profile, time.time())) is None:
+        return profile
+    if doubt(profile) is None:
+        say(f"the device profile is not used, since {why}; `neuronpipe profile device` measures it again")
+    return None
+
+
+def _read_profile(path: Path, device_id: str) -> DeviceProfile | None:
+    try:
+        profile = read_profile(path)
+        profile.check(device_id, str(path))
+    except UserError:
+        return None
+    return profile
+
+
+def _why_not(profile: DeviceProfile, now: float) -> str | None:
+    age_s = now - profile.taken_at
+    if age_s < 0:
+        return "its date lies ahead"
+    return f"it is {age_s / DAY_S:.0f} days old" if age_s > MAX_AGE_DAYS * DAY_S else doubt(profile)
 
 
 def _outcome(before: FlashCurve | MemorySpeed, new: FlashCurve | MemorySpeed, after: FlashCurve | MemorySpeed) -> str:

@@ -15,7 +15,7 @@ from neuronpipe.plans.device.busy import Busyness
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.flash import io_uring_allowed, measure
-from neuronpipe.plans.device.kept import keep, kept_or_measured
+from neuronpipe.plans.device.kept import keep, kept_or_measured, kept_profile
 from neuronpipe.plans.device.limits import read_cores, read_cpu_quota, read_memory
 from neuronpipe.plans.device.memory import measure_memory
 from neuronpipe.protocol.errors import UserError
@@ -27,7 +27,8 @@ CACHE_VERSION = 5
 def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
     """The device as seen by this process, with the flash that the package in `directory` lies on.
 
-    brief: the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
+    brief: what `neuronpipe profile device` has measured, where there is such a profile and nothing speaks against it;
+    else the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
     flash, 0.3 s for memory, up to twice that on a busy machine). Otherwise they are measured anew and in more points (1
     s each). Either is kept for later starts, as long as nothing speaks against it (kept.py): `say` gets a line when
     something was measured again. Without a package neither is measured.
@@ -51,6 +52,9 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     )
     if not bundles.is_file():
         return device
+    profile = kept_profile(profile_path(device, directory), device.id, say) if brief else None
+    if profile is not None:
+        device = dataclasses.replace(device, profile=profile)
     flash_path, memory_path = _kept_path("flash", device, _file_system(directory)), _kept_path("memory", device)
 
     def flash() -> FlashCurve | None:
@@ -61,14 +65,15 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
 
     def memory_speed() -> MemorySpeed | None:
         busy = Busyness()
-        speed = measure_memory(_decode_cores(device), device.memory_available_bytes, brief=brief)
+        speed = measure_memory(decode_cores(device), device.memory_available_bytes, brief=brief)
         return None if speed is None else dataclasses.replace(speed, busy=round(busy.processors(), 3))
 
     if brief:
+        curve, speed = (profile.flash_curve(), profile.memory_speed()) if profile else (None, None)
         return dataclasses.replace(
             device,
-            flash=kept_or_measured(flash_path, "flash", FlashCurve, flash, say),
-            memory_speed=kept_or_measured(memory_path, "memory", MemorySpeed, memory_speed, say),
+            flash=curve or kept_or_measured(flash_path, "flash", FlashCurve, flash, say),
+            memory_speed=speed or kept_or_measured(memory_path, "memory", MemorySpeed, memory_speed, say),
         )
     if (curve := flash()) is not None:
         keep(flash_path, curve)
@@ -77,7 +82,13 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     return dataclasses.replace(device, flash=curve, memory_speed=speed)
 
 
-def _decode_cores(device: Device) -> list[int | None]:
+def profile_path(device: Device, directory: Path) -> Path:
+    """Where the device profile is kept, with the file system that `directory` lies on."""
+    return _kept_path("profile", device, _file_system(directory))
+
+
+def decode_cores(device: Device) -> list[int | None]:
+    """The core of each decode worker, as a plan has them when nobody asks for another number."""
     count = default_decode_workers(device.cores, device.cpu_quota)
     processes = assign_cores(device.cores, count)
     return [processes[f"decode.{number}"] for number in range(count)]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
+from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import (
@@ -69,6 +70,7 @@ class DeviceFacts:
     processes: tuple[ProcessSpec, ...]
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None
+    profile: DeviceProfile | None = None  # of `neuronpipe profile device`, while it holds
 
 
 def device_facts(
@@ -96,6 +98,7 @@ def device_facts(
         processes=tuple(processes),
         flash=device.flash,
         memory_speed=device.memory_speed,
+        profile=device.profile,
     )
 
 

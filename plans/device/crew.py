@@ -1,0 +1,101 @@
+"""Processes that measure together, each on its own core, as a run's workers compute together.
+
+They are forked, so they see the memory that was mapped shared before; each does its work as a generator and yields
+figures, one list for each measurement, all in the same order. They die with who asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.errors import UserError
+
+PAGE_BYTES = 4096
+MEETING_TIMEOUT_MS = 60_000
+SPIN_US = 50  # as workers of a run
+
+Work = Callable[["Member"], Iterator[Sequence[float]]]
+"""What a member does; yields the figures of one measurement after the other."""
+
+
+class Member:
+    """One process of a crew. `index` of `count`; it runs on `core`, or anywhere (None)."""
+
+    def __init__(self, index: int, count: int, core: int | None, page: Any) -> None:
+        self.index, self.count, self.core = index, count, core
+        self._barrier = ffi.cast("np_barrier *", page)
+        self._epoch = ffi.cast("uint32_t *", page + 1024)
+
+    def meet(self) -> None:
+        """Go on when all members have come here."""
+        done = lib.np_barrier_wait(self._barrier, self.count, self._epoch, 0, SPIN_US, MEETING_TIMEOUT_MS)
+        if done < 0:
+            raise RuntimeError(f"the others did not come within {MEETING_TIMEOUT_MS} ms")
+
+
+def measured_together(cores: Sequence[int | None], work: Work) -> Iterator[list[list[float]]]:
+    """The figures of each measurement as soon as all members have theirs: those of member 0, of member 1, ...
+
+    Raises UserError when a member ends before its work is done.
+    """
+    memory = mmap.mmap(-1, PAGE_BYTES)  # shared with the members
+    page = ffi.from_buffer("uint8_t[]", memory)
+    lib.np_barrier_reset(ffi.cast("np_barrier *", page))
+    started: list[tuple[int, BinaryIO]] = []
+    try:
+        for index, core in enumerate(cores):
+            started.append(_start(Member(index, len(cores), core, page), work))
+        while True:
+            lines = [pipe.readline() for _, pipe in started]
+            if all(line == b"end\n" for line in lines):
+                return
+            for line in lines:
+                if not line.startswith(b"["):
+                    said = line.decode(errors="replace").strip() or "a measuring process was killed"
+                    raise UserError(f"{said}; close other programs and try again")
+            yield [json.loads(line) for line in lines]
+    finally:
+        for process, pipe in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            pipe.close()
+
+
+def _start(member: Member, work: Work) -> tuple[int, BinaryIO]:
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    process = os.fork()
+    if process:
+        os.close(writing)
+        return process, os.fdopen(reading, "rb")
+    try:
+        os.close(reading)
+        lib.np_process_die_with(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all; the parent ends this one
+        gc.disable()
+        _serve(member, work, writing)
+    finally:
+        os._exit(0)
+
+
+def _serve(member: Member, work: Work, pipe: int) -> None:
+    try:
+        if member.core is not None:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, {member.core})
+        for figures in work(member):
+            os.write(pipe, json.dumps(list(figures)).encode() + b"\n")
+        os.write(pipe, b"end\n")
+    except Exception as error:  # whatever it is, the parent says it
+        said = str(error) if isinstance(error, UserError) else f"measuring failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            os.write(pipe, f"{' '.join(said.split())}\n".encode())

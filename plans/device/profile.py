@@ -1,0 +1,447 @@
+"""The device profile: what `neuronpipe profile device` has measured, as plain data, and what can be read from it.
+
+Every figure is the median of some repetitions with their spread. Between what was measured the methods draw lines on
+logarithmic scales, and beyond it they stay flat. README.md says how each figure is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.device.figures import Figure, between, between_all
+from neuronpipe.plans.package.fields import read_file
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.schema import from_json, json_object
+
+VERSION = 1
+MAX_PROFILE_BYTES = 16 << 20
+SEQUENTIAL_PIECE_BYTES = 1 << 20  # pieces of this size, all of them: read from end to end
+
+DecodeKind = Literal["matrix", "triggers", "ups", "downs", "predicted_triggers", "predicted_ups", "predicted_downs"]
+"""Rows of weights times one token: a matrix from end to end; all triggers of a block; the Up rows of the neurons that
+fired, and their Down rows; where a predictor chooses the neurons, their triggers (the value parts are fetched with
+them), Ups and Downs."""
+
+ReusedKind = Literal["ups", "downs"]
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        if not getattr(owner, name) > 0:
+            raise ValueError(f"{name} {getattr(owner, name)!r} is not above zero")
+
+
+def _share(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"share {value!r} is not above 0 and up to 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoreClass:
+    """The allowed cores of one kind; `measured`: the one that stands for them."""
+
+    kind: Kind
+    cores: tuple[int, ...]
+    capacity: int  # 1024 for the fastest core
+    measured: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "capacity")
+        if self.measured not in self.cores:
+            raise ValueError(f"measured core {self.measured} is none of its cores")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DramPoint:
+    """Reading memory and doing nothing else; pieces of SEQUENTIAL_PIECE_BYTES end to end, others one of eight."""
+
+    workers: int
+    piece_bytes: int
+    bytes_per_s: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "workers", "piece_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePoint:
+    """Bytes of weights a second (quants and scales of the rows that were computed), of all workers together."""
+
+    kind: DecodeKind
+    quantization: Quantization
+    row_weights: int
+    share: float  # of a block's neurons whose rows are computed
+    workers: int
+    core: Kind | None  # of one worker; None: all decode cores
+    bytes_per_s: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "row_weights", "workers")
+        _share(self.share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PanelPoint:
+    """Rows of triggers times the panel of many tokens: tokens x weights a second, of all workers together."""
+
+    quantization: Quantization
+    row_weights: int
+    tokens: int
+    workers: int
+    core: Kind | None
+    token_weights_per_s: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "row_weights", "tokens", "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReusedPoint:
+    """In prefill, value rows that the token before has left in the processor's cache: tokens x weights a second."""
+
+    kind: ReusedKind
+    quantization: Quantization
+    row_weights: int
+    share: float
+    workers: int
+    core: Kind | None
+    token_weights_per_s: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "row_weights", "workers")
+        _share(self.share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashRead:
+    """Reads of one size, so many under way at once, within the file's first range_bytes."""
+
+    request_bytes: int
+    depth: int
+    range_bytes: int
+    sequential: bool
+    core: Kind | None  # of the class that issued them; None: anywhere
+    bytes_per_s: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "request_bytes", "depth", "range_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadCost:
+    """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing."""
+
+    request_bytes: int
+    cpu_us: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "request_bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashProfile:
+    """How the package's storage is read; not `direct`: without direct I/O, so that the page cache answered."""
+
+    engine: str
+    direct: bool
+    file_bytes: int
+    reads: tuple[FlashRead, ...]
+    costs: tuple[ReadCost, ...]
+
+    def __post_init__(self) -> None:
+        _positive(self, "file_bytes")
+        whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
+        if not any(read.core is None and not read.sequential for read in whole):
+            raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
+
+    def bytes_per_s(
+        self, size_bytes: int, depth: int, range_bytes: int, *, sequential: bool = False, core: Kind | None = None
+    ) -> float:
+        """Speed to expect. Of a core class that was not measured so: of any."""
+        for found in (
+            [read for read in self.reads if read.core == core and read.sequential == sequential],
+            [read for read in self.reads if read.core is None and read.sequential == sequential],
+            [read for read in self.reads if read.core is None],
+        ):
+            if found:
+                break
+        measured = {(r.range_bytes, r.depth, r.request_bytes): r.bytes_per_s.median for r in found}
+        return between_all(measured.items(), (range_bytes, depth, size_bytes))
+
+    def read_cpu_us(self, size_bytes: int) -> float:
+        """Processor time of one read: a straight line between the sizes measured, and beyond them."""
+        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs)
+        if len(line) < 2:
+            return line[0][1] if line else 0.0
+        upper = next((n for n in range(1, len(line) - 1) if line[n][0] >= size_bytes), len(line) - 1)
+        (x0, y0), (x1, y1) = line[upper - 1], line[upper]
+        return max(min(y0, y1) / 2, y0 + (y1 - y0) * (size_bytes - x0) / (x1 - x0))
+
+    @property
+    def cpu_us_per_kib(self) -> float:
+        """What a KiB more costs, between the smallest and the largest read measured."""
+        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs)
+        return (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0]) * 1024 if len(line) > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """A worker computing and the loader reading at once, on one core or on two: what each keeps of its speed alone."""
+
+    same_core: bool
+    worker_share: Figure
+    loader_share: Figure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Microseconds that so many workers take: to pass a barrier, or to get a message and answer it."""
+
+    workers: int
+    us: Figure
+
+    def __post_init__(self) -> None:
+        _positive(self, "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """One device, and one file system of it. dram, decode ... are in no order; None and () where nothing could be
+    measured."""
+
+    version: int
+    device_id: str
+    architecture: str
+    instruction_set: str
+    taken_at: float  # seconds since 1970
+    busy: float  # share of the machine that other programs had meanwhile
+    cores: tuple[CoreClass, ...]
+    decode_workers: int  # most that were measured
+    arena_bytes: int  # of memory that was computed on
+    cache_bytes: int  # of the processor's largest cache; 0: not known
+    dram: tuple[DramPoint, ...]
+    decode: tuple[DecodePoint, ...]
+    panels: tuple[PanelPoint, ...]
+    reused: tuple[ReusedPoint, ...]
+    flash: FlashProfile | None
+    sharing: tuple[Sharing, ...]
+    barriers: tuple[Wait, ...]
+    messages: tuple[Wait, ...]
+
+    def __post_init__(self) -> None:
+        _positive(self, "taken_at", "decode_workers")
+        if not 0 <= self.busy <= 1:
+            raise ValueError(f"busy {self.busy!r} is outside 0..1")
+        if self.cache_bytes < 0 or self.arena_bytes < 0:
+            raise ValueError("arena_bytes and cache_bytes are not below zero")
+        for name in ("cores", "barriers", "messages"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: is empty")
+
+    @property
+    def spread(self) -> float:
+        """The typical spread of all figures."""
+        return statistics.median(figure.spread for _, figure in self.figures())
+
+    def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
+        """Every figure, under what it is of: the name of its list, then the values of its point."""
+        flash = self.flash
+        lists: dict[str, tuple[Any, ...]] = {
+            "dram": self.dram,
+            "decode": self.decode,
+            "panels": self.panels,
+            "reused": self.reused,
+            "flash.reads": flash.reads if flash else (),
+            "flash.costs": flash.costs if flash else (),
+            "sharing": self.sharing,
+            "barriers": self.barriers,
+            "messages": self.messages,
+        }
+        for name, points in lists.items():
+            for point in points:
+                values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
+                plain = tuple((key, value) for key, value in values.items() if not isinstance(value, Figure))
+                for key, value in values.items():
+                    if isinstance(value, Figure):
+                        yield (name, *plain, key), value
+
+    def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
+        """Of all workers together. Raises KeyError where there was too little memory to measure."""
+        measured = {(point.workers, point.piece_bytes): point.bytes_per_s.median for point in self.dram}
+        if not measured:
+            raise KeyError("dram: not in this profile")
+        return between_all(measured.items(), (workers, piece_bytes))
+
+    def decode_bytes_per_s(
+        self,
+        kind: DecodeKind,
+        workers: int,
+        share: float = 1.0,
+        *,
+        quantization: Quantization = "q4",
+        row_weights: int = 4096,
+        core: Kind | None = None,
+    ) -> float:
+        """Of all workers together; `core`: of one worker on a core of that class. Raises KeyError for what was not
+        measured at all."""
+        found = [point for point in self.decode if (point.kind, point.quantization) == (kind, quantization)]
+        chosen = self._placed(found, core)
+        measured = {(p.workers, p.row_weights, p.share): p.bytes_per_s.median for p in chosen}
+        if not measured:
+            raise KeyError(f"{kind}, {quantization}: not in this profile")
+        return between_all(measured.items(), (workers, row_weights, share))
+
+    def panel_token_weights_per_s(
+        self,
+        tokens: int,
+        workers: int,
+        *,
+        quantization: Quantization = "q4",
+        row_weights: int = 4096,
+        core: Kind | None = None,
+    ) -> float:
+        """Tokens x weights a second of prefill's triggers. Raises KeyError for what was not measured at all."""
+        chosen = self._placed([point for point in self.panels if point.quantization == quantization], core)
+        measured = {(p.workers, p.row_weights, p.tokens): p.token_weights_per_s.median for p in chosen}
+        if not measured:
+            raise KeyError(f"panels of {quantization}: not in this profile")
+        return between_all(measured.items(), (workers, row_weights, tokens))
+
+    def reused_token_weights_per_s(
+        self,
+        kind: ReusedKind,
+        workers: int,
+        share: float,
+        *,
+        quantization: Quantization = "q4",
+        row_weights: int = 4096,
+        core: Kind | None = None,
+    ) -> float:
+        """Tokens x weights a second of prefill's value rows. Raises KeyError for what was not measured at all."""
+        found = [point for point in self.reused if (point.kind, point.quantization) == (kind, quantization)]
+        measured = {
+            (p.workers, p.row_weights, p.share): p.token_weights_per_s.median for p in self._placed(found, core)
+        }
+        if not measured:
+            raise KeyError(f"reused {kind}, {quantization}: not in this profile")
+        return between_all(measured.items(), (workers, row_weights, share))
+
+    def values_bytes_per_s(
+        self,
+        workers: int,
+        share: float,
+        *,
+        predicted: bool = False,
+        quantization: Quantization = "q4",
+        row_weights: int = 4096,
+        core: Kind | None = None,
+    ) -> float:
+        """Up and Down rows of the neurons that fired, one after the other: that Up's turn fetches Down's row as well
+        makes either figure by itself say little."""
+        kinds: tuple[DecodeKind, DecodeKind] = ("predicted_ups", "predicted_downs") if predicted else ("ups", "downs")
+        up, down = (
+            self.decode_bytes_per_s(kind, workers, share, quantization=quantization, row_weights=row_weights, core=core)
+            for kind in kinds
+        )
+        return 2 / (1 / up + 1 / down)
+
+    def read_cpu_us(self, size_bytes: int) -> float:
+        """Processor time of one flash read of this size; 0 where flash was not measured."""
+        return self.flash.read_cpu_us(size_bytes) if self.flash else 0.0
+
+    def barrier_us(self, workers: int) -> float:
+        """One barrier of a step."""
+        return between({point.workers: point.us.median for point in self.barriers}, workers)
+
+    def message_us(self, workers: int) -> float:
+        """From sending a step to so many workers to the last one's answer."""
+        return between({point.workers: point.us.median for point in self.messages}, workers)
+
+    def _placed(self, points: list[Any], core: Kind | None) -> list[Any]:
+        """Of one worker on this class; or, for None, of any number: one on the fastest class, and all."""
+        fastest = max(self.cores, key=lambda one: one.capacity).kind
+        if core is not None:
+            return [point for point in points if point.core == core]
+        return [point for point in points if point.core in (None, fastest)]
+
+    def flash_curve(self) -> FlashCurve | None:
+        """What a brief probe measures of flash: random reads in the whole file."""
+        flash = self.flash
+        if flash is None:
+            return None
+        points = (
+            FlashPoint(request_bytes=read.request_bytes, depth=read.depth, bytes_per_s=read.bytes_per_s.median)
+            for read in flash.reads
+            if read.core is None and not read.sequential and read.range_bytes == flash.file_bytes
+        )
+        return FlashCurve(
+            engine=flash.engine, direct=flash.direct, points=tuple(points), spread=self.spread, busy=self.busy
+        )
+
+    def memory_speed(self) -> MemorySpeed | None:
+        """What a brief probe measures of memory."""
+        pieces = sorted({point.piece_bytes for point in self.dram} - {SEQUENTIAL_PIECE_BYTES})
+        if not pieces:
+            return None
+        all_of_them = self.decode_workers
+        return MemorySpeed(
+            threads=all_of_them,
+            one_thread_bytes_per_s=self.dram_bytes_per_s(1),
+            sequential_bytes_per_s=self.dram_bytes_per_s(all_of_them),
+            pieces=tuple(
+                PiecePoint(piece_bytes=size, bytes_per_s=self.dram_bytes_per_s(all_of_them, size)) for size in pieces
+            ),
+            spread=self.spread,
+            busy=self.busy,
+        )
+
+    def check(self, device_id: str, where: str) -> None:
+        """Raises UserError when this is another device's."""
+        if self.device_id != device_id:
+            raise UserError(
+                f"{where}: field 'device_id': {quoted(self.device_id)} is another device, or the same with other "
+                f"rights; this one is {quoted(device_id)}: measure it with `neuronpipe profile device`"
+            )
+
+    def to_json(self) -> str:
+        """The text of a profile file: a line for each point."""
+        return _lines(dataclasses.asdict(self), "") + "\n"
+
+
+def _lines(value: Any, indent: str) -> str:
+    """JSON that a person can read: an object in a list is one line."""
+    inner = indent + "  "
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(inner + json.dumps(item) for item in value) + f"\n{indent}]"
+    if isinstance(value, dict):
+        return (
+            "{\n"
+            + ",\n".join(f'{inner}"{key}": {_lines(item, inner)}' for key, item in value.items())
+            + f"\n{indent}}}"
+        )
+    return json.dumps(value)
+
+
+def parse_profile(data: bytes, where: str) -> DeviceProfile:
+    """The profile in a file's bytes. Raises UserError naming the field."""
+    values = json_object(data, where)
+    if values.get("version") != VERSION:
+        found = quoted(values["version"]) if "version" in values else "missing"
+        raise UserError(
+            f"{where}: field 'version': {found}, but this program reads {VERSION}; "
+            "measure again with `neuronpipe profile device`"
+        )
+    return from_json(DeviceProfile, values, where)
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """Read a profile file. Raises UserError."""
+    return parse_profile(read_file(path, MAX_PROFILE_BYTES), str(path))
