@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.protocol.errors import UserError
@@ -45,6 +45,12 @@ VERBS = {
     "trace": "record what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
 }
+
+OF_TWO_WORDS = {
+    "profile device": "measure this device for the planner: kernels, memory, flash, what a read costs",
+    "profile diff": "say what changed from one device profile to another",
+}
+"""Verbs of their own that read as words of another one; a package of such a name is written ./device."""
 
 ENDED_AS_TOLD = ("run", "serve", "up", "watch", "bench")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -109,14 +115,19 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
     return plain[close[0]] if close else None
 
 
+def _joined(words: list[str]) -> list[str]:
+    """The words, with a verb of two words as one."""
+    return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in OF_TWO_WORDS else words
+
+
 def _verb_in(words: Iterable[str]) -> str | None:
-    return next((word for word in words if word in VERBS), None)
+    return next((word for word in words if word in VERBS or word in OF_TWO_WORDS), None)
 
 
 def _check_first(words: list[str], parser: _Parser) -> None:
     """Raises UserError when the first word is no verb, or an option of a verb that comes later."""
     first = words[0]
-    if first in VERBS or first in parser.options:
+    if first in VERBS or first in OF_TWO_WORDS or first in parser.options:
         return
     if not first.startswith("-"):
         near = _nearest(_cut(first), VERBS)
@@ -139,13 +150,21 @@ def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
         by_name[name] = verbs.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb
         )
+    if verb in OF_TWO_WORDS:
+        purpose = OF_TWO_WORDS[verb]
+        by_name[verb] = verbs.add_parser(verb, description=purpose[0].upper() + purpose[1:] + ".")
     if verb is not None:
-        importlib.import_module(f"neuronpipe.launch.verbs.{verb}").add_arguments(by_name[verb])
+        _module(verb).add_arguments(by_name[verb])
     return parser, by_name
+
+
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"neuronpipe.launch.verbs.{verb.replace(' ', '_')}")
 
 
 def _parsed(words: list[str]) -> argparse.Namespace:
     """The verb and its arguments. Raises UserError for words that mean nothing."""
+    words = _joined(words)
     parser, by_name = _parser(_verb_in(words))
     _check_first(words, parser)
     asked, unknown = parser.parse_known_args(words)
@@ -192,7 +211,7 @@ def _run(words: list[str]) -> int:
         _parser(None)[0].print_help(sys.stderr)
         return UserError.exit_code
     asked = _parsed(words)
-    code = importlib.import_module(f"neuronpipe.launch.verbs.{asked.verb}").main(asked)
+    code = _module(asked.verb).main(asked)
     sys.stdout.flush()
     return int(code)
 

@@ -31,6 +31,7 @@ DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "`neuronpipe profile device` measures this device; `neuronpipe profile diff` compares two of these."
     add_package_argument(parser)
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8; its last fifth is held out (default: the demo's own corpus)"

@@ -21,6 +21,7 @@ from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout
 WEIGHT_BYTE = 0x11
 MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
 USUAL_BYTES = 256 << 20
+WORKER_BYTES = 16 << 20  # a block of the widest neurons that are measured fits
 CACHES = 4  # as large as so many of the largest cache, where memory allows
 NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 NEURONS_PER_WEIGHT = 3.5  # of a layer, by its width: so that blocks are as large as in common models
@@ -38,11 +39,11 @@ class Arena:
         return ffi.from_buffer("uint8_t[]", self.memory)
 
 
-def make_arena(available_bytes: int, cache_bytes: int) -> Arena | None:
+def make_arena(available_bytes: int, cache_bytes: int, workers: int) -> Arena | None:
     """An arena beyond the caches, of a sixteenth of what is available at most; None where that is too little."""
     wanted = min(MAX_BYTES, max(USUAL_BYTES, CACHES * cache_bytes))
     size = min(wanted, available_bytes // 16) // MIN_BYTES * MIN_BYTES
-    if size < MIN_BYTES:
+    if size < max(MIN_BYTES, workers * WORKER_BYTES):
         return None
     memory = mmap.mmap(-1, size)
     ffi.memmove(memory, bytes([WEIGHT_BYTE]) * MIN_BYTES, MIN_BYTES)

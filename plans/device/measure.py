@@ -14,7 +14,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.flash import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
 from neuronpipe.plans.device.kernels import Case, Point, all_cases, measure_kernels
 from neuronpipe.plans.device.memory import PROFILE_PIECES, measure_dram
-from neuronpipe.plans.device.probe import BUNDLES, decode_cores, probe
+from neuronpipe.plans.device.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.device.profile import (
     VERSION,
     CoreClass,
@@ -74,7 +74,7 @@ def measure_profile(
 
 class _Measuring:
     def __init__(self, directory: Path, effort: Effort, progress: Callable[[int, int], None]) -> None:
-        self._device = probe(directory.parent / ".no-package")
+        self._device = this_device()
         self._file = directory / BUNDLES
         self._effort, self._progress = effort, progress
         self._classes = core_classes(self._device)
@@ -107,7 +107,7 @@ class _Measuring:
             budget_s=effort.pace * DRAM_REPETITION_S,
             progress=self._step,
         )
-        arena = make_arena(device.memory_available_bytes, cache_bytes)
+        arena = make_arena(device.memory_available_bytes, cache_bytes, len(self._cores))
         points = self._kernels(arena) if arena else []
         barriers = measure_barriers(self._cores, rounds=rounds, progress=self._step)
         messages = measure_messages(self._cores, rounds=rounds, progress=self._step)

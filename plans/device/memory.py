@@ -103,7 +103,7 @@ def _stretches(memory: Any, memory_bytes: int, rounds: int, budget_s: float) -> 
             for piece_bytes in PROFILE_PIECES:
                 member.meet()
                 every = 1 if piece_bytes == SEQUENTIAL_PIECE_BYTES else EVERY
-                speeds = []
+                speeds: list[float] = []
                 until = time.perf_counter() + budget_s
                 while time.perf_counter() < until or not speeds:
                     again, stretch = divmod(turn, stretches)

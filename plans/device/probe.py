@@ -34,22 +34,7 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     something was measured again. Without a package neither is measured.
     Raises UserError when flash cannot be read.
     """
-    root = Path("/")
-    memory = read_memory(root)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    bundles = directory / BUNDLES
-    device = Device(
-        architecture=os.uname().machine,
-        instruction_set=_instruction_set(),
-        cores=read_cores(root, os.sched_getaffinity(0)),
-        cpu_quota=read_cpu_quota(root),
-        memory_total_bytes=memory.total_bytes,
-        memory_available_bytes=memory.available_bytes,
-        page_bytes=mmap.PAGESIZE,
-        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        io_uring=io_uring_allowed(Path("/proc/self/exe")),
-        flash=None,
-    )
+    device, bundles = this_device(), directory / BUNDLES
     if not bundles.is_file():
         return device
     profile = kept_profile(profile_path(device, directory), device.id, say) if brief else None
@@ -80,6 +65,25 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     if (speed := memory_speed()) is not None:
         keep(memory_path, speed)
     return dataclasses.replace(device, flash=curve, memory_speed=speed)
+
+
+def this_device() -> Device:
+    """What can be seen of the device without measuring."""
+    root = Path("/")
+    memory = read_memory(root)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Device(
+        architecture=os.uname().machine,
+        instruction_set=_instruction_set(),
+        cores=read_cores(root, os.sched_getaffinity(0)),
+        cpu_quota=read_cpu_quota(root),
+        memory_total_bytes=memory.total_bytes,
+        memory_available_bytes=memory.available_bytes,
+        page_bytes=mmap.PAGESIZE,
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        io_uring=io_uring_allowed(Path("/proc/self/exe")),
+        flash=None,
+    )
 
 
 def profile_path(device: Device, directory: Path) -> Path:

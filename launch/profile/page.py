@@ -1,0 +1,231 @@
+"""A device profile, and what changed from one to another, as pages for a person."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.plans.device.difference import Difference
+from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.kept import doubt
+from neuronpipe.plans.device.profile import SEQUENTIAL_PIECE_BYTES, DecodePoint, DeviceProfile, FlashProfile
+from neuronpipe.protocol.errors import named
+
+UNSTEADY = 0.15  # a figure whose repetitions lie so far apart is marked
+
+
+def render(profile: DeviceProfile) -> str:
+    """Every group of figures on one page; typical values where there are many."""
+    lines = _head(profile)
+    lines += _memory(profile)
+    lines += _decode(profile)
+    lines += _prefill(profile)
+    if profile.flash is not None:
+        lines += _flash(profile, profile.flash)
+    lines += _waits(profile)
+    lines += ["", *warnings(profile)]
+    return "\n".join(lines).rstrip()
+
+
+def warnings(profile: DeviceProfile) -> list[str]:
+    """What a person should know before trusting the figures, a line each."""
+    said = []
+    if (why := doubt(profile)) is not None:
+        said.append(f"doubtful: {why}; starts do not use it. Close other programs and measure again")
+    unsteady = sum(figure.spread > UNSTEADY for _, figure in profile.figures())
+    if unsteady:
+        said.append(f"{unsteady} figures have repetitions over {UNSTEADY:.0%} apart (~)")
+    if not profile.dram:
+        said.append("memory and kernels were not measured: too little memory is available; close other programs")
+    elif profile.arena_bytes < 2 * profile.cache_bytes:
+        said.append(
+            f"kernels were measured on {show_bytes(profile.arena_bytes)}, and a cache of this processor has "
+            f"{show_bytes(profile.cache_bytes)}: they may be the cache's speeds"
+        )
+    if profile.flash is None:
+        said.append("flash was not measured: name a package that is larger, `neuronpipe profile device PACKAGE`")
+    elif not profile.flash.direct:
+        said.append(
+            "this file system reads without direct I/O, through the page cache: its flash figures are the cache's "
+            "(marked `direct: false`); move the package to ext4, xfs, f2fs or btrfs"
+        )
+    return said
+
+
+def _head(profile: DeviceProfile) -> list[str]:
+    cores = ", ".join(f"{len(one.cores)} {named(one.kind)}" for one in profile.cores)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(profile.taken_at))
+    return [
+        f"device {named(profile.device_id)}, {named(profile.architecture)}, {named(profile.instruction_set)}; "
+        f"cores: {cores}; {profile.decode_workers} decode workers",
+        f"measured {when}; other programs had {profile.busy:.0%} of the machine; "
+        f"repetitions are typically {profile.spread:.1%} apart",
+    ]
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
+    lines = [
+        "  "
+        + row[0].ljust(widths[0])
+        + "".join(cell.rjust(width + 2) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in cells
+    ]
+    return ["", title, *lines]
+
+
+def _speed(figure: Figure | None, unit: float = 1e9) -> str:
+    if figure is None:
+        return "-"
+    value = figure.median / unit
+    text = f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return text + ("~" if figure.spread > UNSTEADY else " ")
+
+
+def _memory(profile: DeviceProfile) -> list[str]:
+    if not profile.dram:
+        return []
+    found = {(point.workers, point.piece_bytes): point.bytes_per_s for point in profile.dram}
+    sizes = sorted({size for _, size in found}, key=lambda size: (size != SEQUENTIAL_PIECE_BYTES, size))
+    head = ["workers", *("end to end" if size == SEQUENTIAL_PIECE_BYTES else f"{size} B" for size in sizes)]
+    workers = sorted({count for count, _ in found})
+    rows = ([str(count), *(_speed(found.get((count, size))) for size in sizes)] for count in workers)
+    return _table("memory, GB/s, by size of the pieces", head, rows)
+
+
+def _place(point: DecodePoint | object) -> str:
+    core, workers = getattr(point, "core", None), getattr(point, "workers", 1)
+    return f"one {core}" if core is not None else f"{workers} workers"
+
+
+def _decode(profile: DeviceProfile) -> list[str]:
+    if not profile.decode:
+        return []
+    places = list(dict.fromkeys(_place(point) for point in profile.decode))
+    shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in profile.decode))
+    found = {
+        (point.kind, point.share, point.quantization, point.row_weights, _place(point)): point.bytes_per_s
+        for point in profile.decode
+    }
+    kinds = list(dict.fromkeys((point.kind, point.share) for point in profile.decode))
+    columns = [(shape, place) for shape in shapes for place in places]
+    lines = []
+    for place in places:
+        head = ["rows", *(f"{quantization} {weights}" for quantization, weights in shapes)]
+        rows = (
+            [
+                _kind(kind, share),
+                *(_speed(found.get((kind, share, *shape, of))) for shape, of in columns if of == place),
+            ]
+            for kind, share in kinds
+        )
+        lines += _table(f"decode kernels, GB/s of weights, {place}", head, rows)
+    return lines
+
+
+def _kind(kind: str, share: float) -> str:
+    name = kind.replace("_", " ")
+    return name if share == 1 else f"{name}, {share:.0%}"
+
+
+def _prefill(profile: DeviceProfile) -> list[str]:
+    if not profile.panels:
+        return []
+    shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in profile.panels))
+    columns = ["prefill", *(f"{quantization} {weights}" for quantization, weights in shapes)]
+    rows: dict[str, dict[tuple[str, int], Figure]] = {}
+    for panel in profile.panels:
+        name = f"panel of {panel.tokens} tokens, {_place(panel)}"
+        rows.setdefault(name, {})[panel.quantization, panel.row_weights] = panel.token_weights_per_s
+    for reused in profile.reused:
+        name = f"{_kind(reused.kind, reused.share)}, {_place(reused)}"
+        rows.setdefault(name, {})[reused.quantization, reused.row_weights] = reused.token_weights_per_s
+    cells = ([name, *(_speed(figures.get(shape)) for shape in shapes)] for name, figures in rows.items())
+    return _table("prefill kernels, 10^9 tokens x weights a second; ups and downs from the cache", columns, cells)
+
+
+def _flash(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
+    lines = []
+    reads = [read for read in flash.reads if read.core is None]
+    kinds = list(dict.fromkeys((read.range_bytes, read.sequential) for read in reads))
+    sizes = sorted({read.request_bytes for read in reads})
+    for range_bytes, sequential in kinds:
+        within = "whole file" if range_bytes == flash.file_bytes else "first"
+        order = "sequential" if sequential else "random"
+        found = {
+            (read.depth, read.request_bytes): read.bytes_per_s
+            for read in reads
+            if (read.range_bytes, read.sequential) == (range_bytes, sequential)
+        }
+        rows = (
+            [str(depth), *(_speed(found.get((depth, size)), 1e6) for size in sizes)]
+            for depth in sorted({depth for depth, _ in found})
+        )
+        title = f"flash, MB/s, {order}, {within} {show_bytes(range_bytes)}, by reads under way and their size"
+        lines += _table(title, ["depth", *(show_bytes(size).replace(".0", "") for size in sizes)], rows)
+    by_class = {(r.core, r.depth, r.request_bytes): r.bytes_per_s for r in flash.reads if r.core is not None}
+    if by_class:
+        points = sorted({key[1:] for key in by_class})
+        rows = (
+            [f"{one.kind} core", *(_speed(by_class.get((one.kind, *point)), 1e6) for point in points)]
+            for one in profile.cores
+        )
+        lines += _table(
+            "flash, MB/s, by who issues the reads",
+            ["", *(f"{size >> 10} KiB x{depth}" for depth, size in points)],
+            rows,
+        )
+    return lines + _costs(profile, flash)
+
+
+def _costs(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
+    lines = []
+    if flash.costs:
+        costs = ", ".join(f"{cost.cpu_us.median:.1f} us of {show_bytes(cost.request_bytes)}" for cost in flash.costs)
+        lines += ["", f"processor time of one read: {costs}; {flash.cpu_us_per_kib:.2f} us for a KiB more"]
+    for one in profile.sharing:
+        where = "on one core" if one.same_core else "on two cores"
+        lines.append(
+            f"worker and loader {where}: the worker keeps {one.worker_share.median:.0%} of its speed, the loader "
+            f"{one.loader_share.median:.0%}"
+        )
+    return lines
+
+
+def _waits(profile: DeviceProfile) -> list[str]:
+    barriers = ", ".join(f"{point.us.median:.2f}" for point in profile.barriers)
+    messages = ", ".join(f"{point.us.median:.0f}" for point in profile.messages)
+    return [
+        "",
+        f"a barrier: {barriers} us with 1, 2, ... workers; a step's messages, there and back: {messages} us",
+    ]
+
+
+def render_difference(found: Difference, before: str, after: str) -> str:
+    """What changed, the largest changes first; then what only one has."""
+    changed = sorted(
+        (change for change in found.changes if change.beyond_spread), key=lambda one: -abs(_log(one.ratio))
+    )
+    lines = [f"{len(changed)} of {len(found.changes)} figures changed beyond their spread from {before} to {after}"]
+    for change in changed:
+        verdict = "better" if change.better else "worse"
+        lines.append(
+            f"  {change.ratio - 1:+6.0%} {verdict:<6} {_value(change.before, change.unit)} -> "
+            f"{_value(change.after, change.unit)}  {change.what}"
+        )
+    for name, keys in (("only before", found.missing), ("only after", found.added)):
+        lines += [f"{name}: {len(keys)} figures, such as {keys[0]}"] if keys else []
+    return "\n".join(lines)
+
+
+def _log(ratio: float) -> float:
+    return ratio if ratio >= 1 else 1 / ratio
+
+
+def _value(figure: Figure, unit: str) -> str:
+    value, short = figure.median, unit.rpartition("_")[2]
+    if unit.endswith("per_s"):
+        value, short = value / 1e9, "G/s"
+    return f"{value:.3g} {short} (±{figure.spread:.0%})"

@@ -1,0 +1,252 @@
+"""The curves of a device profile as one SVG: kernels and memory by workers, flash by size, depth and range.
+
+Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart. A bar at a
+point is the spread of its repetitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.profile import SEQUENTIAL_PIECE_BYTES, DeviceProfile, FlashProfile
+from neuronpipe.plans.package.whole import whole_file
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
+INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
+FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
+COLUMNS, PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 3, 440, 330, 24, 66
+HIGH_SPREAD = 0.25  # what is left of a longer bar is cut
+LEFT, TOP, BOTTOM = 56, 50, 84  # within a panel: for the axis, the title, the labels and the legend
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve: what the legend calls it, and figures over positions."""
+
+    name: str
+    points: tuple[tuple[float, Figure], ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one axis. about: what the axes are; labels: of the positions where the axis is marked; log: distances
+    are ratios; highest: of the upright axis, where panels are to be compared; 0: as high as the curves."""
+
+    title: str
+    about: str
+    scale: float  # of a figure to its unit
+    lines: tuple[Line, ...]
+    labels: tuple[tuple[float, str], ...]
+    log: bool
+    highest: float = 0.0
+
+
+def write_picture(file: Path, profile: DeviceProfile) -> None:
+    """Draw it. Raises UserError when the file cannot be written."""
+    with whole_file(file) as place:
+        place.write_text(draw(profile), encoding="utf-8")
+
+
+def draw(profile: DeviceProfile) -> str:
+    """The SVG's text."""
+    panels = [*_memory(profile), *_decode(profile), *_prefill(profile)]
+    if profile.flash is not None:
+        panels += _flash(profile.flash)
+    rows = -(-len(panels) // COLUMNS)
+    width, height = 2 * MARGIN + COLUMNS * PANEL_WIDTH, HEAD + rows * PANEL_HEIGHT + MARGIN
+    svg = ElementTree.Element(
+        "svg",
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "font-family": FONT,
+            "width": str(width),
+            "height": str(height),
+            "viewBox": f"0 0 {width} {height}",
+        },
+    )
+    ElementTree.SubElement(svg, "rect", {"fill": "#ffffff", "width": str(width), "height": str(height)})
+    _text(
+        svg,
+        MARGIN,
+        32,
+        f"device {profile.device_id}: {profile.architecture}, {profile.instruction_set}",
+        19,
+        weight="600",
+    )
+    engine = f"; flash by {profile.flash.engine}" if profile.flash else ""
+    direct = "" if profile.flash is None or profile.flash.direct else ", without direct I/O: the page cache's figures"
+    busy = f"other programs had {profile.busy:.0%} of the machine"
+    _text(svg, MARGIN, 52, f"{profile.decode_workers} decode workers{engine}{direct}; {busy}", 13, FAINT)
+    for number, panel in enumerate(panels):
+        _panel(svg, panel, MARGIN + number % COLUMNS * PANEL_WIDTH, HEAD + number // COLUMNS * PANEL_HEIGHT)
+    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+
+
+def _memory(profile: DeviceProfile) -> Iterator[Panel]:
+    sizes = sorted({point.piece_bytes for point in profile.dram}, reverse=True)
+    lines = tuple(
+        Line(
+            "end to end" if size == SEQUENTIAL_PIECE_BYTES else f"pieces of {size} bytes",
+            tuple((p.workers, p.bytes_per_s) for p in profile.dram if p.piece_bytes == size),
+        )
+        for size in sizes
+    )
+    if lines:
+        workers = tuple((float(count), str(count)) for count in sorted({point.workers for point in profile.dram}))
+        yield Panel("memory", "GB/s by workers", 1e9, lines, workers, log=False)
+
+
+def _decode(profile: DeviceProfile) -> Iterator[Panel]:
+    """Kernels of each quantization at the widest rows, by the share of neurons, of all workers."""
+    for quantization in dict.fromkeys(point.quantization for point in profile.decode):
+        most = max(point.workers for point in profile.decode)
+        points = [p for p in profile.decode if p.quantization == quantization and p.workers == most]
+        if not points:
+            continue
+        weights = max(point.row_weights for point in points)
+        fastest = profile.cores[0].kind
+        points = [p for p in points if p.row_weights == weights and p.core in (None, fastest)]
+        lines = tuple(
+            Line(kind.replace("_", " "), tuple(sorted((p.share, p.bytes_per_s) for p in points if p.kind == kind)))
+            for kind in dict.fromkeys(point.kind for point in points)
+        )
+        shares = tuple((share, f"{share:.0%}") for share in sorted({point.share for point in points}))
+        title = f"decode, {quantization} rows of {weights}, {most} workers"
+        yield Panel(title, "GB/s of weights, by the share of neurons whose rows are read", 1e9, lines, shares, log=True)
+
+
+def _prefill(profile: DeviceProfile) -> Iterator[Panel]:
+    if not profile.panels:
+        return
+    most = max(point.workers for point in profile.panels)
+    points = [point for point in profile.panels if point.workers == most]
+    lines = tuple(
+        Line(
+            f"{quantization} {weights}",
+            tuple(
+                (float(p.tokens), p.token_weights_per_s)
+                for p in points
+                if (p.quantization, p.row_weights) == (quantization, weights)
+            ),
+        )
+        for quantization, weights in dict.fromkeys((p.quantization, p.row_weights) for p in points)
+    )
+    tokens = tuple((float(count), str(count)) for count in sorted({point.tokens for point in points}))
+    about = "10⁹ tokens × weights a second, by tokens"
+    yield Panel(f"prefill, rows of triggers, {most} workers", about, 1e9, lines, tokens, log=True)
+
+
+def _flash(flash: FlashProfile) -> Iterator[Panel]:
+    reads = [read for read in flash.reads if read.core is None]
+    sizes = tuple((float(size), _short(size)) for size in sorted({read.request_bytes for read in reads}))
+    highest = max(read.bytes_per_s.median * (1 + min(HIGH_SPREAD, read.bytes_per_s.spread)) for read in reads)
+    for range_bytes, sequential in dict.fromkeys((read.range_bytes, read.sequential) for read in reads):
+        here = [read for read in reads if (read.range_bytes, read.sequential) == (range_bytes, sequential)]
+        lines = tuple(
+            Line(f"{depth} under way", tuple((float(r.request_bytes), r.bytes_per_s) for r in here if r.depth == depth))
+            for depth in sorted({read.depth for read in here})
+        )
+        where = "whole file" if range_bytes == flash.file_bytes else "first"
+        order = "sequential" if sequential else "random"
+        title = f"flash, {order}, {where} {show_bytes(range_bytes).replace('.0 ', ' ')}"
+        yield Panel(title, "MB/s, by size of the reads", 1e6, lines, sizes, log=True, highest=highest)
+
+
+def _short(size_bytes: int) -> str:
+    return f"{size_bytes >> 10}K" if size_bytes < 1 << 20 else f"{size_bytes >> 20}M"
+
+
+def _panel(svg: ElementTree.Element, panel: Panel, x: float, y: float) -> None:
+    inner_width, inner_height = PANEL_WIDTH - LEFT - MARGIN, PANEL_HEIGHT - TOP - BOTTOM
+    left, bottom = x + LEFT, y + TOP + inner_height
+    figures = [figure for line in panel.lines for _, figure in line.points]
+    tops = [figure.median * (1 + min(HIGH_SPREAD, figure.spread)) for figure in figures]
+    highest = _nice((panel.highest or max(tops)) / panel.scale)
+    places = [_place(position, log=panel.log) for position, _ in panel.labels]
+    least, width = min(places), (max(places) - min(places)) or 1.0
+
+    def at(position: float, value: float) -> tuple[float, float]:
+        across = (_place(position, log=panel.log) - least) / width if len(places) > 1 else 0.5
+        return left + across * inner_width, bottom - min(1.0, value / panel.scale / highest) * inner_height
+
+    _text(svg, x + LEFT - 30, y + 16, panel.title, 14, weight="600")
+    _text(svg, x + LEFT - 30, y + 33, panel.about, 11, FAINT)
+    for tick in range(5):
+        level = bottom - tick / 4 * inner_height
+        _line(svg, left, level, left + inner_width, level, GRID)
+        _text(svg, left - 8, level + 4, f"{highest * tick / 4:g}", 11, FAINT, anchor="end")
+    for position, label in panel.labels:
+        _text(svg, at(position, 0)[0], bottom + 16, label, 11, FAINT, anchor="middle")
+    for number, line in enumerate(panel.lines):
+        _curve(
+            svg,
+            [
+                (at(position, f.median), at(position, f.median * (1 + min(HIGH_SPREAD, f.spread))))
+                for position, f in line.points
+            ],
+            number,
+        )
+    _legend(svg, [line.name for line in panel.lines], left, bottom + 36, left + inner_width)
+
+
+def _curve(
+    svg: ElementTree.Element, points: Sequence[tuple[tuple[float, float], tuple[float, float]]], number: int
+) -> None:
+    colour = COLOURS[number % len(COLOURS)]
+    path = " ".join(f"{px:.1f},{py:.1f}" for (px, py), _ in points)
+    ElementTree.SubElement(svg, "polyline", {"points": path, "fill": "none", "stroke": colour, "stroke-width": "2"})
+    for (px, py), (_, top) in points:
+        _line(svg, px, top, px, 2 * py - top, colour)
+        ElementTree.SubElement(svg, "circle", {"cx": f"{px:.1f}", "cy": f"{py:.1f}", "r": "3", "fill": colour})
+
+
+def _legend(svg: ElementTree.Element, names: Sequence[str], x: float, y: float, end: float) -> None:
+    """Names in the colours of their curves, in as many rows as they need."""
+    place = x
+    for number, name in enumerate(names):
+        width = 22 + 6.3 * len(name)
+        if place + width > end and place > x:
+            place, y = x, y + 16
+        _line(svg, place, y - 4, place + 12, y - 4, COLOURS[number % len(COLOURS)], width="3")
+        _text(svg, place + 16, y, name, 11)
+        place += width + 6
+
+
+def _place(position: float, *, log: bool) -> float:
+    return math.log(position) if log else position
+
+
+def _nice(value: float) -> float:
+    """The next round number above, with four round parts."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(factor * power for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if factor * power >= value)
+
+
+def _text(
+    svg: ElementTree.Element,
+    x: float,
+    y: float,
+    text: str,
+    size: int,
+    fill: str = INK,
+    *,
+    anchor: str = "start",
+    weight: str = "400",
+) -> None:
+    attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
+    if anchor != "start":
+        attributes["text-anchor"] = anchor
+    if weight != "400":
+        attributes["font-weight"] = weight
+    ElementTree.SubElement(svg, "text", attributes).text = text
+
+
+def _line(svg: ElementTree.Element, x0: float, y0: float, x1: float, y1: float, stroke: str, width: str = "1") -> None:
+    attributes = {"x1": f"{x0:.1f}", "y1": f"{y0:.1f}", "x2": f"{x1:.1f}", "y2": f"{y1:.1f}", "stroke": stroke}
+    ElementTree.SubElement(svg, "line", {**attributes, "stroke-width": width})
