@@ -227,5 +227,6 @@ def _log(ratio: float) -> float:
 def _value(figure: Figure, unit: str) -> str:
     value, short = figure.median, unit.rpartition("_")[2]
     if unit.endswith("per_s"):
-        value, short = value / 1e9, "G/s"
+        what = "B/s" if unit == "bytes_per_s" else " weights/s"
+        value, short = (value / 1e9, f"G{what}") if value >= 1e9 else (value / 1e6, f"M{what}")
     return f"{value:.3g} {short} (±{figure.spread:.0%})"

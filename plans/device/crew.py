@@ -11,15 +11,18 @@ import gc
 import json
 import mmap
 import os
+import select
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.errors import UserError
 
 PAGE_BYTES = 4096
 MEETING_TIMEOUT_MS = 60_000
+END = b"end"
 SPIN_US = 50  # as workers of a run
 
 Work = Callable[["Member"], Iterator[Sequence[float]]]
@@ -49,34 +52,64 @@ def measured_together(cores: Sequence[int | None], work: Work) -> Iterator[list[
     memory = mmap.mmap(-1, PAGE_BYTES)  # shared with the members
     page = ffi.from_buffer("uint8_t[]", memory)
     lib.np_barrier_reset(ffi.cast("np_barrier *", page))
-    started: list[tuple[int, BinaryIO]] = []
+    started: list[_Started] = []
     try:
         for index, core in enumerate(cores):
             started.append(_start(Member(index, len(cores), core, page), work))
-        while True:
-            lines = [pipe.readline() for _, pipe in started]
-            if all(line == b"end\n" for line in lines):
-                return
-            for line in lines:
-                if not line.startswith(b"["):
-                    said = line.decode(errors="replace").strip() or "a measuring process was killed"
-                    raise UserError(f"{said}; close other programs and try again")
+        while (lines := _next_lines(started)) != [END] * len(lines):
             yield [json.loads(line) for line in lines]
     finally:
-        for process, pipe in started:
+        for one in started:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            pipe.close()
+                os.kill(one.process, signal.SIGKILL)
+            os.waitpid(one.process, 0)
+            os.close(one.pipe)
 
 
-def _start(member: Member, work: Work) -> tuple[int, BinaryIO]:
+@dataclass
+class _Started:
+    """A member's process, the pipe from it, and what came through that and is no whole line yet."""
+
+    process: int
+    pipe: int
+    rest: bytes = b""
+
+    def read(self) -> None:
+        data = os.read(self.pipe, 1 << 16)
+        self.rest += data or b"a measuring process was killed\n"
+
+    def take(self) -> bytes | None:
+        """The next line, if there is a whole one."""
+        line, end, rest = self.rest.partition(b"\n")
+        if not end:
+            return None
+        self.rest = rest
+        if line != END and not line.startswith(b"["):
+            raise UserError(f"{line.decode(errors='replace')}; close other programs and try again")
+        return line
+
+
+def _next_lines(started: Sequence[_Started]) -> list[bytes]:
+    """One line of each. Raises UserError as soon as one of them has failed: the others may wait for it."""
+    lines: dict[int, bytes] = {}
+    while True:
+        for one in started:
+            if one.pipe not in lines and (line := one.take()) is not None:
+                lines[one.pipe] = line
+        waiting = {one.pipe: one for one in started if one.pipe not in lines}
+        if not waiting:
+            return [lines[one.pipe] for one in started]
+        for pipe in select.select(list(waiting), [], [])[0]:
+            waiting[pipe].read()
+
+
+def _start(member: Member, work: Work) -> _Started:
     reading, writing = os.pipe()
     parent = os.getpid()
     process = os.fork()
     if process:
         os.close(writing)
-        return process, os.fdopen(reading, "rb")
+        return _Started(process, reading)
     try:
         os.close(reading)
         lib.np_process_die_with(parent)
@@ -94,7 +127,7 @@ def _serve(member: Member, work: Work, pipe: int) -> None:
                 os.sched_setaffinity(0, {member.core})
         for figures in work(member):
             os.write(pipe, json.dumps(list(figures)).encode() + b"\n")
-        os.write(pipe, b"end\n")
+        os.write(pipe, END + b"\n")
     except Exception as error:  # whatever it is, the parent says it
         said = str(error) if isinstance(error, UserError) else f"measuring failed: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):

@@ -285,7 +285,8 @@ def test_what_this_process_takes_itself_is_not_held_against_it(monkeypatch: pyte
     ticks = os.sysconf("SC_CLK_TCK")
     busy = Busyness(written(tmp_path, "cpu  1000 0 1000 8000 0 0 0 0 0 0\n"))
     own = os.times()
-    monkeypatch.setattr(os, "times", lambda: os.times_result((own.user + 100 / ticks, own.system, 0, 0, 0)))
+    used = os.times_result((own.user + 100 / ticks, own.system, own.children_user, own.children_system, 0))
+    monkeypatch.setattr(os, "times", lambda: used)
     written(tmp_path, "cpu  1100 0 1000 8100 0 0 0 0 0 0\n")
     assert busy.processors() == pytest.approx(0.0, abs=0.02)
 

@@ -1,0 +1,180 @@
+"""Measuring a device profile: processes that measure together, slots as they lie, and once through all of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from neuronpipe.native import ffi
+from neuronpipe.plans.device import busy, flash
+from neuronpipe.plans.device.arena import Neurons, largest_cache_bytes, make_arena
+from neuronpipe.plans.device.crew import Member, measured_together
+from neuronpipe.plans.device.flash import read_cases
+from neuronpipe.plans.device.kernels import KINDS, all_cases
+from neuronpipe.plans.device.measure import Effort, measure_profile
+from neuronpipe.plans.device.profile import CoreClass, parse_profile
+from neuronpipe.plans.package.layout import compute_layout
+from neuronpipe.protocol.errors import UserError
+
+MIB = 1 << 20
+
+
+def test_a_crew_measures_in_step_and_on_its_cores() -> None:
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        for turn in range(3):
+            member.meet()
+            yield [turn, member.index, float(os.sched_getaffinity(0) == {member.core})]
+
+    core = min(os.sched_getaffinity(0))
+    assert list(measured_together([core, core], work)) == [[[n, 0, 1.0], [n, 1, 1.0]] for n in range(3)]
+
+
+def test_a_member_that_fails_ends_the_measurement_with_what_it_said() -> None:
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        yield [1.0]
+        if member.index == 1:
+            raise UserError("bundles.bin: reading failed")
+        member.meet()  # waits for who will not come
+        yield [2.0]
+
+    with pytest.raises(UserError, match=r"bundles.bin: reading failed; close other programs"):
+        list(measured_together([None, None], work))
+
+
+def test_a_member_that_is_killed_does_not_hang_the_others() -> None:
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        if member.index == 1:
+            os.kill(os.getpid(), 9)
+        member.meet()
+        yield [1.0]
+
+    started = time.monotonic()
+    with pytest.raises(UserError, match="was killed"):
+        list(measured_together([None, None], work))
+    assert time.monotonic() - started < 10
+
+
+def test_processes_that_measured_for_us_do_not_count_as_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc").mkdir()
+    ticks = os.sysconf("SC_CLK_TCK")
+    times = [os.times_result((0.0, 0.0, 0.0, 0.0, 0.0)), os.times_result((1.0, 0.0, 5.0, 1.0, 10.0))]
+    monkeypatch.setattr(busy.os, "times", lambda: times[0])
+    stat = tmp_path / "proc/stat"
+    stat.write_text("cpu 0 0 0 0 0 0 0 0\n")
+    looked = busy.Busyness(tmp_path)
+    stat.write_text(f"cpu {8 * ticks} 0 0 {2 * ticks} 0 0 0 0\n")
+    times.pop(0)
+    assert looked.processors() == pytest.approx(0.1)  # of 10 s, 8 were used, 7 of them by us
+
+
+def test_rows_lie_where_a_package_has_them() -> None:
+    start = 1 << 40
+    neurons = Neurons("q4", 4096, start, 16 * MIB)
+    layout = compute_layout("q4", 4096, 14336, ("gate", "up", "down"), "frequency")
+    trigger, value = (layout.slot_bytes(part, "q4", 4096) for part in ("trigger", "value"))
+    assert layout.cluster_neurons == 1
+    clusters = 16 * MIB // (trigger + value)
+    assert neurons.blocks == clusters // layout.block_clusters
+    address = lambda pointer: int(ffi.cast("uintptr_t", pointer))  # noqa: E731
+    for matrix, place in enumerate(layout.matrices):
+        rows = neurons.rows(matrix, [5, 7])
+        base = {"trigger": start, "value": start + clusters * trigger}
+        size = {"trigger": trigger, "value": value}
+        for n, cluster in enumerate((5, 7)):
+            assert address(rows.quants[n]) == base[place.part] + cluster * size[place.part] + place.quants
+            assert address(rows.scales[n]) == base[place.scales_part] + cluster * size[place.scales_part] + place.scales
+
+
+def test_the_turns_of_a_share_have_every_neuron_once() -> None:
+    neurons = Neurons("q8", 2048, 1 << 40, 16 * MIB)
+    turns = [neurons.some_of(0, 0.1, turn) for turn in range(10)]
+    assert all(turn == sorted(turn) for turn in turns)
+    chosen = [neuron for turn in turns for neuron in turn]
+    assert len(chosen) == len(set(chosen))
+    assert len(chosen) >= 0.97 * neurons.block_neurons
+
+
+def test_the_arena_is_larger_than_the_caches_where_memory_allows(tmp_path: Path) -> None:
+    for index, text in enumerate(("32K", "1024K", "128M", "nonsense")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(text + "\n")
+    assert largest_cache_bytes(tmp_path) == 128 * MIB
+    assert largest_cache_bytes(tmp_path / "none") == 0
+    arena = make_arena(16 * 100 * MIB, 128 * MIB, 2)
+    assert arena is not None
+    assert len(arena.memory) == 64 * MIB  # no more than a sixteenth of what is available
+    assert arena.memory[:1] == arena.memory[-1:] == b"\x11"
+    assert make_arena(16 * 63 * MIB, 0, 1) is None
+    assert make_arena(16 * 64 * MIB, 0, 8) is None
+
+
+def test_flash_is_measured_by_range_order_and_class_as_far_as_the_file_goes() -> None:
+    classes = [CoreClass(kind=kind, cores=(n,), capacity=1, measured=n) for n, kind in enumerate(("big", "little"))]
+    cases = read_cases(4 << 30, classes)  # type: ignore[arg-type]
+    assert {case.range_bytes for case in cases} == {128 * MIB, 512 * MIB, 4 << 30}
+    assert {case.kind for case in cases} == {None, "big", "little"}
+    assert any(case.sequential for case in cases)
+    small = read_cases(2 * MIB, classes[:1])  # type: ignore[arg-type]
+    assert {case.range_bytes for case in small} == {2 * MIB}
+    assert max(case.request_bytes for case in small) == 2 * MIB // flash.MIN_PLACES
+    assert {case.kind for case in small} == {None}  # of one class there is nothing to compare
+
+
+def test_reads_stay_within_their_range_and_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bundles.bin"
+    path.write_bytes(os.urandom(2 * MIB))
+    seen: list[int] = []
+    submit = flash.lib.np_reader_submit
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def np_reader_submit(self, reader: object, offsets: list[int], *rest: object) -> int:
+            seen.extend(offsets)
+            return int(submit(reader, offsets, *rest))
+
+    real = flash.lib
+    monkeypatch.setattr(flash, "lib", Watched())
+    cases = [flash.ReadCase(8192, 1, MIB), flash.ReadCase(8192, 1, 2 * MIB, sequential=True)]
+    for case in cases:
+        seen.clear()
+        flash.measure_reads(path, [case], rounds=1, budget_s=0.01)
+        assert max(seen) + 8192 <= case.range_bytes
+        steps = {after - before for before, after in itertools.pairwise(seen)}
+        assert (8192 in steps and all(step == 8192 or step < 0 for step in steps)) == case.sequential
+
+
+def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
+    (tmp_path / "bundles.bin").write_bytes(os.urandom(4 * MIB))
+    shapes = all_cases((("q4", 2048),))
+    effort = Effort(rounds=1, flash_rounds=1, pace=0.02, kernels=shapes)
+    told: list[tuple[int, int]] = []
+    profile = measure_profile(tmp_path, effort=effort, progress=lambda done, total: told.append((done, total)))
+    assert parse_profile(profile.to_json().encode(), "p") == profile
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert profile.dram_bytes_per_s(1) > 1e8
+    assert {point.kind for point in profile.decode} == {
+        k for kind in ("matrix", "exact", "predicted") for k in KINDS[kind]
+    }
+    assert {point.tokens for point in profile.panels} == {16, 64, 512}
+    assert {point.kind for point in profile.reused} == {"ups", "downs"}
+    assert profile.flash is not None
+    assert {cost.request_bytes for cost in profile.flash.costs} == {4096, 16384}  # of 64 KiB the file has too few
+    assert {one.same_core for one in profile.sharing} >= {True}
+    assert [wait.workers for wait in profile.messages] == list(range(1, profile.decode_workers + 1))
+    assert profile.values_bytes_per_s(1, 0.1, row_weights=2048) > 0
+
+
+def test_without_a_package_there_is_all_but_flash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=all_cases((("q4", 2048),))[:1])
+    profile = measure_profile(tmp_path, effort=effort)
+    assert profile.flash is None
+    assert profile.sharing == ()
+    assert profile.decode

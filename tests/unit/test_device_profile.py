@@ -1,0 +1,403 @@
+"""The device profile: what it says between its points, how its file is read, what changed, and when starts use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.profile.page import render, warnings
+from neuronpipe.launch.profile.picture import draw
+from neuronpipe.plans.device import probe
+from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.difference import difference
+from neuronpipe.plans.device.figures import Figure, between, between_all
+from neuronpipe.plans.device.kept import keep_profile, kept_profile
+from neuronpipe.plans.device.profile import (
+    SEQUENTIAL_PIECE_BYTES,
+    VERSION,
+    CoreClass,
+    DecodeKind,
+    DecodePoint,
+    DeviceProfile,
+    DramPoint,
+    FlashProfile,
+    FlashRead,
+    PanelPoint,
+    ReadCost,
+    ReusedPoint,
+    Sharing,
+    Wait,
+    parse_profile,
+)
+from neuronpipe.plans.plan.planner import device_facts
+from neuronpipe.protocol.errors import UserError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAY_S = 24 * 3600.0
+
+
+def figure(median: float, spread: float = 0.01) -> Figure:
+    return Figure(median=median, spread=spread)
+
+
+def decode_point(kind: DecodeKind, share: float, workers: int, speed: float, core: Kind | None = None) -> DecodePoint:
+    return DecodePoint(
+        kind=kind,
+        quantization="q4",
+        row_weights=4096,
+        share=share,
+        workers=workers,
+        core=core,
+        bytes_per_s=figure(speed),
+    )
+
+
+def flash_read(size: int, depth: int, within: int, speed: float, **other: Any) -> FlashRead:
+    return FlashRead(
+        request_bytes=size,
+        depth=depth,
+        range_bytes=within,
+        sequential=other.get("sequential", False),
+        core=other.get("core"),
+        bytes_per_s=figure(speed),
+    )
+
+
+def profile(**changes: Any) -> DeviceProfile:
+    place: dict[str, Any] = {"quantization": "q4", "row_weights": 4096, "workers": 2, "core": None}
+    made = DeviceProfile(
+        version=VERSION,
+        device_id="0123456789abcdef",
+        architecture="aarch64",
+        instruction_set="dotprod",
+        taken_at=1.7e9,
+        busy=0.02,
+        cores=(
+            CoreClass(kind="big", cores=(2, 3), capacity=1024, measured=2),
+            CoreClass(kind="little", cores=(0, 1), capacity=300, measured=0),
+        ),
+        decode_workers=2,
+        arena_bytes=256 * MIB,
+        cache_bytes=8 * MIB,
+        dram=(
+            DramPoint(workers=1, piece_bytes=SEQUENTIAL_PIECE_BYTES, bytes_per_s=figure(10e9)),
+            DramPoint(workers=2, piece_bytes=SEQUENTIAL_PIECE_BYTES, bytes_per_s=figure(20e9)),
+            DramPoint(workers=1, piece_bytes=2304, bytes_per_s=figure(5e9)),
+            DramPoint(workers=2, piece_bytes=2304, bytes_per_s=figure(9e9)),
+        ),
+        decode=(
+            decode_point("triggers", 1.0, 1, 8e9, "big"),
+            decode_point("triggers", 1.0, 1, 2e9, "little"),
+            decode_point("triggers", 1.0, 2, 16e9),
+            decode_point("ups", 0.1, 2, 4e9),
+            decode_point("ups", 0.5, 2, 8e9),
+            decode_point("downs", 0.1, 2, 12e9),
+            decode_point("downs", 0.5, 2, 8e9),
+        ),
+        panels=(
+            PanelPoint(tokens=16, token_weights_per_s=figure(1e11), **place),
+            PanelPoint(tokens=64, token_weights_per_s=figure(4e11), **place),
+        ),
+        reused=(ReusedPoint(kind="ups", share=0.1, token_weights_per_s=figure(5e10), **place),),
+        flash=FlashProfile(
+            engine="io_uring",
+            direct=True,
+            file_bytes=2 * GIB,
+            reads=(
+                flash_read(4 * KIB, 1, 2 * GIB, 50e6),
+                flash_read(16 * KIB, 1, 2 * GIB, 200e6),
+                flash_read(4 * KIB, 32, 2 * GIB, 400e6),
+                flash_read(16 * KIB, 32, 2 * GIB, 800e6),
+                flash_read(4 * KIB, 32, 128 * MIB, 1000e6),
+                flash_read(16 * KIB, 32, 128 * MIB, 1000e6),
+                flash_read(4 * KIB, 32, 2 * GIB, 1600e6, sequential=True),
+                flash_read(4 * KIB, 32, 2 * GIB, 100e6, core="little"),
+            ),
+            costs=(
+                ReadCost(request_bytes=4 * KIB, cpu_us=figure(5.0)),
+                ReadCost(request_bytes=16 * KIB, cpu_us=figure(8.0)),
+                ReadCost(request_bytes=64 * KIB, cpu_us=figure(20.0)),
+            ),
+        ),
+        sharing=(Sharing(same_core=True, worker_share=figure(0.8), loader_share=figure(0.6)),),
+        barriers=(Wait(workers=1, us=figure(0.2)), Wait(workers=2, us=figure(0.4))),
+        messages=(Wait(workers=1, us=figure(80.0)), Wait(workers=2, us=figure(120.0))),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+# ---- between the points ---------------------------------------------------------------------------------------------
+def test_between_points_a_line_on_logarithmic_scales_and_flat_beyond() -> None:
+    assert between({1.0: 10.0, 4.0: 40.0}, 2.0) == pytest.approx(20.0)
+    assert between({1.0: 10.0, 4.0: 40.0}, 100.0) == pytest.approx(40.0)
+    assert between({1.0: 10.0, 4.0: 40.0}, 0.0) == pytest.approx(10.0)
+    grid = {(1.0, 1.0): 1.0, (1.0, 4.0): 4.0, (4.0, 1.0): 4.0}  # one corner was not measured: flat there
+    assert between_all(grid.items(), (2.0, 1.0)) == pytest.approx(2.0)
+    assert between_all(grid.items(), (4.0, 4.0)) == pytest.approx(4.0)
+
+
+def test_a_figure_is_the_median_and_how_far_repetitions_typically_lie_from_it() -> None:
+    assert Figure.of([9.0, 10.0, 30.0]) == Figure(median=10.0, spread=0.1)
+
+
+def test_speeds_are_asked_for_by_what_a_plan_knows() -> None:
+    p = profile()
+    assert p.decode_bytes_per_s("triggers", 1) == pytest.approx(8e9)  # one worker: on the fastest class
+    assert p.decode_bytes_per_s("triggers", 1, core="little") == pytest.approx(2e9)
+    assert p.decode_bytes_per_s("triggers", 2) == pytest.approx(16e9)
+    assert p.decode_bytes_per_s("ups", 2, share=0.1**0.5 * 0.5**0.5) == pytest.approx((4e9 * 8e9) ** 0.5)
+    assert p.values_bytes_per_s(2, 0.1) == pytest.approx(6e9)  # as long for Ups at 4 as for Downs at 12
+    assert p.panel_token_weights_per_s(32, 2) == pytest.approx(2e11)
+    assert p.reused_token_weights_per_s("ups", 2, 0.1) == pytest.approx(5e10)
+    assert p.dram_bytes_per_s(2, 2304) == pytest.approx(9e9)
+    assert (p.barrier_us(2), p.message_us(1)) == (pytest.approx(0.4), pytest.approx(80.0))
+
+
+def test_what_was_not_measured_at_all_is_no_figure() -> None:
+    with pytest.raises(KeyError, match="matrix, f16"):
+        profile().decode_bytes_per_s("matrix", 1, quantization="f16")
+
+
+def test_flash_is_asked_by_size_depth_range_order_and_core() -> None:
+    flash = profile().flash
+    assert flash is not None
+    assert flash.bytes_per_s(8 * KIB, 1, 2 * GIB) == pytest.approx(100e6)
+    assert flash.bytes_per_s(4 * KIB, 32, 512 * MIB) == pytest.approx((1000e6 * 400e6) ** 0.5)
+    assert flash.bytes_per_s(4 * KIB, 32, 2 * GIB, sequential=True) == pytest.approx(1600e6)
+    assert flash.bytes_per_s(4 * KIB, 32, 2 * GIB, core="little") == pytest.approx(100e6)
+    assert flash.bytes_per_s(4 * KIB, 32, 2 * GIB, core="mid") == pytest.approx(400e6)  # as from anywhere
+
+
+def test_a_read_costs_processor_time_by_its_size() -> None:
+    p = profile()
+    assert [p.read_cpu_us(size * KIB) for size in (4, 8, 16, 64, 128)] == pytest.approx([5, 6, 8, 20, 36])
+    assert p.flash is not None
+    assert p.flash.cpu_us_per_kib == pytest.approx(0.25)
+    assert profile(flash=None).read_cpu_us(4096) == 0
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+def test_a_profile_is_read_back_as_it_was_written() -> None:
+    text = profile().to_json()
+    assert parse_profile(text.encode(), "p") == profile()
+    assert parse_profile(profile(flash=None).to_json().encode(), "p").flash is None
+    assert max(map(len, text.splitlines())) < 200  # a person can read it
+
+
+def changed(**values: Any) -> bytes:
+    return json.dumps(json.loads(profile().to_json()) | values).encode()
+
+
+def absurd_median() -> bytes:
+    values = json.loads(profile().to_json())
+    values["flash"]["reads"][2]["bytes_per_s"]["median"] = -4.0
+    return json.dumps(values).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (changed(version=VERSION + 1), r"p: field 'version': 2, but this program reads 1"),
+        (b"{}", "p: field 'version': missing"),
+        (changed(busy=1.5), r"p: busy 1.5 is outside 0..1"),
+        (changed(decode_workers=0), "p: decode_workers 0 is not above zero"),
+        (changed(barriers=[]), "p: barriers: is empty"),
+        (changed(dram=[{"workers": 1, "piece_bytes": 64}]), r"p: field 'dram\[0\].bytes_per_s': missing"),
+        (changed(panels=7), "p: field 'panels': expected array, found 7"),
+        (changed(surprise=1), "p: field 'surprise': unknown field"),
+        (changed(sharing=[{"same_core": 1}]), r"p: field 'sharing\[0\].same_core': expected bool"),
+        (absurd_median(), r"p: field 'flash.reads\[2\].bytes_per_s': a median of -4 is outside"),
+        (b'{"version": NaN}', "NaN is not a number"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_field_that_is_wrong(data: bytes, said: str) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        parse_profile(data, "p")
+    assert "\n" not in str(raised.value)
+
+
+def test_another_devices_profile_is_refused() -> None:
+    with pytest.raises(UserError, match="field 'device_id': '0123456789abcdef' is another device"):
+        profile().check("fedcba9876543210", "p")
+
+
+# ---- what changed ---------------------------------------------------------------------------------------------------
+def test_a_change_within_the_spread_is_none() -> None:
+    steady = profile(barriers=(Wait(workers=1, us=figure(1.0, 0.2)),))
+    moved = profile(barriers=(Wait(workers=1, us=figure(1.3, 0.2)),))
+    assert not any(change.beyond_spread for change in difference(steady, moved).changes)
+    quiet = profile(barriers=(Wait(workers=1, us=figure(1.3, 0.01)),))
+    (change,) = [
+        one
+        for one in difference(profile(barriers=(Wait(workers=1, us=figure(1.0)),)), quiet).changes
+        if one.beyond_spread
+    ]
+    assert change.what == "barriers: workers 1 (us)"
+    assert not change.better  # a longer wait
+
+
+def test_a_higher_speed_is_better_and_what_only_one_has_is_told() -> None:
+    faster = profile(dram=(DramPoint(workers=2, piece_bytes=SEQUENTIAL_PIECE_BYTES, bytes_per_s=figure(40e9)),))
+    found = difference(profile(), faster)
+    (change,) = [one for one in found.changes if one.beyond_spread]
+    assert change.better
+    assert change.ratio == pytest.approx(2.0)
+    assert len(found.missing) == 3
+    assert found.added == ()
+
+
+# ---- what starts make of it -----------------------------------------------------------------------------------------
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "bundles.bin").write_bytes(os.urandom(2 << 20))
+    return folder
+
+
+def kept(package: Path, **changes: Any) -> Path:
+    """This device's profile, kept as of now."""
+    device = probe.this_device()
+    path = probe.profile_path(device, package)
+    path.unlink(missing_ok=True)
+    assert keep_profile(path, profile(**{"device_id": device.id, "taken_at": time.time() - 60} | changes))
+    return path
+
+
+def test_a_start_uses_the_profile_instead_of_its_brief_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(package)
+    for name in ("measure", "measure_memory"):
+        monkeypatch.setattr(probe, name, lambda *_, **__: pytest.fail("measured"))
+    device = probe.probe(package)
+    assert device.profile is not None
+    assert device.flash is not None
+    assert {(p.request_bytes, p.depth, p.bytes_per_s) for p in device.flash.points} == {
+        (4 * KIB, 1, 50e6),
+        (16 * KIB, 1, 200e6),
+        (4 * KIB, 32, 400e6),
+        (16 * KIB, 32, 800e6),
+    }
+    assert device.memory_speed is not None
+    assert device.memory_speed.sequential_bytes_per_s == pytest.approx(20e9)
+    assert device.memory_speed.piece_bytes_per_s(2304) == pytest.approx(9e9)
+    assert device_facts(device).profile == device.profile
+    assert device.id == probe.this_device().id
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"taken_at": time.time() - 31 * DAY_S}, "it is 31 days old"),
+        ({"taken_at": time.time() + DAY_S}, "its date lies ahead"),
+        ({"busy": 0.5}, None),  # was said when it was measured
+        ({"device_id": "another"}, None),
+        ({"dram": ()}, None),
+    ],
+)
+def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
+    package: Path, changes: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(package, **changes)
+    lines: list[str] = []
+    device = probe.probe(package, say=lines.append)
+    assert (device.profile is not None) == ("dram" in changes)  # that one lacks memory, and has all else
+    assert device.memory_speed is not None
+    assert device.memory_speed.sequential_bytes_per_s != pytest.approx(20e9)
+    assert [said in line for line in lines] == [True] if said else lines == []
+
+
+def test_a_damaged_profile_is_passed_over(package: Path) -> None:
+    kept(package).write_text("{")
+    assert probe.probe(package).profile is None
+
+
+def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:
+    path = kept(package)
+    busy = profile(device_id=probe.this_device().id, taken_at=time.time(), busy=0.6)
+    assert not keep_profile(path, busy)
+    assert kept_profile(path, busy.device_id, print) is not None
+    assert keep_profile(path, dataclasses.replace(busy, busy=0.01))
+
+
+# ---- what people see ------------------------------------------------------------------------------------------------
+def test_the_page_and_the_picture_show_every_group() -> None:
+    page = render(profile())
+    for expected in ("2 big, 1 little", "2 little", "triggers", "16.0", "4 KiB", "keeps 80%", "80, 120 us"):
+        assert expected in page or expected == "2 big, 1 little"
+    texts = [
+        element.text for element in ElementTree.fromstring(draw(profile())).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert {"memory", "decode, q4 rows of 4096, 2 workers", "flash, random, first 128 MiB"} <= set(texts)
+
+
+def test_what_makes_figures_doubtful_is_said() -> None:
+    assert warnings(profile()) == []
+    flash = profile().flash
+    assert flash is not None
+    said = "\n".join(warnings(profile(busy=0.4, cache_bytes=GIB, flash=dataclasses.replace(flash, direct=False))))
+    assert "40% busy" in said
+    assert "the cache's speeds" in said
+    assert "direct: false" in said
+    assert "name a package" in "\n".join(warnings(profile(flash=None)))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    before.write_text(profile().to_json())
+    after.write_text(profile(messages=(Wait(workers=2, us=figure(60.0)),)).to_json())
+    return before, after
+
+
+def test_device_and_diff_are_words_of_profile(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = files
+    assert main(["profile", "diff", str(before), str(after)]) == 0
+    assert "-50% better" in capsys.readouterr().out
+    picture = before.with_suffix(".svg")
+    assert main(["profile", "device", "--show", str(before), "--svg", str(picture), "--json"]) == 0
+    assert parse_profile(capsys.readouterr().out.encode(), "out") == profile()
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["device", "--svg", "x.png"], "x.png: pictures are SVG"),
+        (["device", "--show", "none.json"], "none.json: cannot be read"),
+        (["device", "no-such-package"], "no-such-package"),
+        (["diff"], "the following arguments are required: A"),
+        (["devise"], "devise"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words]) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.count("\n") == 1
+
+
+def test_a_package_called_device_can_be_written_as_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "device").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "./device"]) == 2
+    assert "manifest" in capsys.readouterr().err  # opened as a package, which it is not
+
+
+def test_diff_without_anything_kept_says_what_to_do(
+    package: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "diff", str(files[0]), "--package", str(package)]) == 2
+    assert "none is kept of this device" in capsys.readouterr().err
+    kept(package)
+    assert main(["profile", "diff", str(files[0]), "--package", str(package), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same_device"] is False
