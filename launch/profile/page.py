@@ -9,7 +9,8 @@ from neuronpipe.launch.formats import show_bytes
 from neuronpipe.plans.device.difference import Difference
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.kept import doubt
-from neuronpipe.plans.device.profile import SEQUENTIAL_PIECE_BYTES, DecodePoint, DeviceProfile, FlashProfile
+from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DecodePoint
+from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.protocol.errors import named
 
 UNSTEADY = 0.15  # a figure whose repetitions lie so far apart is marked

@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.profile import SEQUENTIAL_PIECE_BYTES, DeviceProfile, FlashProfile
+from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES
+from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.plans.package.whole import whole_file
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")

@@ -21,7 +21,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.figures import by_turns, spread_of
-from neuronpipe.plans.device.profile import CoreClass, FlashRead
+from neuronpipe.plans.device.points import CoreClass, FlashRead
 from neuronpipe.protocol.errors import UserError
 
 KIB = 1 << 10

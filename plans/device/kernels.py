@@ -28,7 +28,7 @@ from neuronpipe.plans.device.arena import Arena, Neurons, Rows
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.profile import DecodePoint, PanelPoint, ReusedPoint
+from neuronpipe.plans.device.points import DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.package.layout import Quantization
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096))

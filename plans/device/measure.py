@@ -14,17 +14,9 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.flash import MIN_FILE_BYTES, ReadCase, measure_reads, read_cases
 from neuronpipe.plans.device.kernels import Case, Point, all_cases, measure_kernels
 from neuronpipe.plans.device.memory import PROFILE_PIECES, measure_dram
+from neuronpipe.plans.device.points import CoreClass, DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.probe import BUNDLES, decode_cores, this_device
-from neuronpipe.plans.device.profile import (
-    VERSION,
-    CoreClass,
-    DecodePoint,
-    DeviceProfile,
-    FlashProfile,
-    PanelPoint,
-    ReusedPoint,
-    Sharing,
-)
+from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.device.read_cost import SIZES_BYTES, measure_costs, measure_sharing
 from neuronpipe.plans.device.waits import measure_barriers, measure_messages
 

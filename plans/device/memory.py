@@ -18,7 +18,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.crew import Member, Work, measured_together
 from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.profile import SEQUENTIAL_PIECE_BYTES, DramPoint
+from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DramPoint
 
 STRETCH_BYTES = 8 << 20  # of memory, between two looks at the clock
 PIECE_BYTES = (1024, 2304, 4096, 6912)  # 2304: a gate of a 7B model at q4; 6912: its whole bundle

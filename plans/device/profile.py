@@ -11,11 +11,26 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure, between, between_all
+from neuronpipe.plans.device.points import (
+    SEQUENTIAL_PIECE_BYTES,
+    CoreClass,
+    DecodeKind,
+    DecodePoint,
+    DramPoint,
+    FlashRead,
+    PanelPoint,
+    ReadCost,
+    ReusedKind,
+    ReusedPoint,
+    Sharing,
+    Wait,
+    positive,
+)
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.errors import UserError, quoted
@@ -23,127 +38,6 @@ from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 1
 MAX_PROFILE_BYTES = 16 << 20
-SEQUENTIAL_PIECE_BYTES = 1 << 20  # pieces of this size, all of them: read from end to end
-
-DecodeKind = Literal["matrix", "triggers", "ups", "downs", "predicted_triggers", "predicted_ups", "predicted_downs"]
-"""Rows of weights times one token: a matrix from end to end; all triggers of a block; the Up rows of the neurons that
-fired, and their Down rows; where a predictor chooses the neurons, their triggers (the value parts are fetched with
-them), Ups and Downs."""
-
-ReusedKind = Literal["ups", "downs"]
-
-
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
-        if not getattr(owner, name) > 0:
-            raise ValueError(f"{name} {getattr(owner, name)!r} is not above zero")
-
-
-def _share(value: float) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"share {value!r} is not above 0 and up to 1")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CoreClass:
-    """The allowed cores of one kind; `measured`: the one that stands for them."""
-
-    kind: Kind
-    cores: tuple[int, ...]
-    capacity: int  # 1024 for the fastest core
-    measured: int
-
-    def __post_init__(self) -> None:
-        _positive(self, "capacity")
-        if self.measured not in self.cores:
-            raise ValueError(f"measured core {self.measured} is none of its cores")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DramPoint:
-    """Reading memory and doing nothing else; pieces of SEQUENTIAL_PIECE_BYTES end to end, others one of eight."""
-
-    workers: int
-    piece_bytes: int
-    bytes_per_s: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "workers", "piece_bytes")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodePoint:
-    """Bytes of weights a second (quants and scales of the rows that were computed), of all workers together."""
-
-    kind: DecodeKind
-    quantization: Quantization
-    row_weights: int
-    share: float  # of a block's neurons whose rows are computed
-    workers: int
-    core: Kind | None  # of one worker; None: all decode cores
-    bytes_per_s: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "row_weights", "workers")
-        _share(self.share)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PanelPoint:
-    """Rows of triggers times the panel of many tokens: tokens x weights a second, of all workers together."""
-
-    quantization: Quantization
-    row_weights: int
-    tokens: int
-    workers: int
-    core: Kind | None
-    token_weights_per_s: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "row_weights", "tokens", "workers")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReusedPoint:
-    """In prefill, value rows that the token before has left in the processor's cache: tokens x weights a second."""
-
-    kind: ReusedKind
-    quantization: Quantization
-    row_weights: int
-    share: float
-    workers: int
-    core: Kind | None
-    token_weights_per_s: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "row_weights", "workers")
-        _share(self.share)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FlashRead:
-    """Reads of one size, so many under way at once, within the file's first range_bytes."""
-
-    request_bytes: int
-    depth: int
-    range_bytes: int
-    sequential: bool
-    core: Kind | None  # of the class that issued them; None: anywhere
-    bytes_per_s: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "request_bytes", "depth", "range_bytes")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadCost:
-    """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing."""
-
-    request_bytes: int
-    cpu_us: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "request_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +51,7 @@ class FlashProfile:
     costs: tuple[ReadCost, ...]
 
     def __post_init__(self) -> None:
-        _positive(self, "file_bytes")
+        positive(self, "file_bytes")
         whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
         if not any(read.core is None and not read.sequential for read in whole):
             raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
@@ -193,26 +87,6 @@ class FlashProfile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """A worker computing and the loader reading at once, on one core or on two: what each keeps of its speed alone."""
-
-    same_core: bool
-    worker_share: Figure
-    loader_share: Figure
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wait:
-    """Microseconds that so many workers take: to pass a barrier, or to get a message and answer it."""
-
-    workers: int
-    us: Figure
-
-    def __post_init__(self) -> None:
-        _positive(self, "workers")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
     """One device, and one file system of it. dram, decode ... are in no order; None and () where nothing could be
     measured."""
@@ -237,7 +111,7 @@ class DeviceProfile:
     messages: tuple[Wait, ...]
 
     def __post_init__(self) -> None:
-        _positive(self, "taken_at", "decode_workers")
+        positive(self, "taken_at", "decode_workers")
         if not 0 <= self.busy <= 1:
             raise ValueError(f"busy {self.busy!r} is outside 0..1")
         if self.cache_bytes < 0 or self.arena_bytes < 0:

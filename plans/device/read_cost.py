@@ -20,7 +20,7 @@ from neuronpipe.plans.device.arena import Arena, Neurons
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.flash import open_reader
-from neuronpipe.plans.device.profile import ReadCost, Sharing
+from neuronpipe.plans.device.points import ReadCost, Sharing
 from neuronpipe.protocol.errors import UserError
 
 SIZES_BYTES = (4096, 16384, 65536)

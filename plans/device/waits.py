@@ -14,7 +14,7 @@ from pathlib import Path
 
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.profile import Wait
+from neuronpipe.plans.device.points import Wait
 from neuronpipe.protocol.channel import Connection, Listener, Poller, open_context
 from neuronpipe.protocol.errors import Lost
 from neuronpipe.protocol.links import CONTROL

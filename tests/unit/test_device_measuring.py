@@ -16,7 +16,8 @@ from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.flash import read_cases
 from neuronpipe.plans.device.kernels import KINDS, all_cases
 from neuronpipe.plans.device.measure import Effort, measure_profile
-from neuronpipe.plans.device.profile import CoreClass, parse_profile
+from neuronpipe.plans.device.points import CoreClass
+from neuronpipe.plans.device.profile import parse_profile
 from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.protocol.errors import UserError
 

@@ -19,23 +19,20 @@ from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.difference import difference
 from neuronpipe.plans.device.figures import Figure, between, between_all
 from neuronpipe.plans.device.kept import keep_profile, kept_profile
-from neuronpipe.plans.device.profile import (
+from neuronpipe.plans.device.points import (
     SEQUENTIAL_PIECE_BYTES,
-    VERSION,
     CoreClass,
     DecodeKind,
     DecodePoint,
-    DeviceProfile,
     DramPoint,
-    FlashProfile,
     FlashRead,
     PanelPoint,
     ReadCost,
     ReusedPoint,
     Sharing,
     Wait,
-    parse_profile,
 )
+from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile, parse_profile
 from neuronpipe.plans.plan.planner import device_facts
 from neuronpipe.protocol.errors import UserError
 
