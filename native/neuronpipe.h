@@ -465,6 +465,10 @@ typedef struct {
     const np_layer *layers;
 } np_fixed;
 
+/* What a neuron did in the steps since its byte was zeroed, for any of their tokens. Its trigger was computed (in predicted mode: it was
+ * predicted); it fired, so that its value part was wanted; its value was other than zero. */
+enum np_activity { NP_TRIGGERED = 1, NP_FIRED = 2, NP_ACTIVE = 4 };
+
 /* Memory that the participants share. T: most tokens of a step; P = T * experts_per_token: most pairs of a token and its expert; G: the
  * lesser of P and experts. */
 typedef struct {
@@ -488,7 +492,7 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
     np_trace trace;                        /* this participant's own */
-    uint32_t *activity;                    /* [layers][experts][blocks*block_neurons], this participant's own: counts values other than zero; or NULL */
+    uint8_t *activity;                     /* [layers][experts][blocks*block_neurons], this participant's own: bits of np_activity are set; or NULL */
 } np_shared;
 
 typedef struct {

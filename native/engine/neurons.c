@@ -115,19 +115,30 @@ static void list_triggers(np_engine *engine, np_range clusters, uint32_t t, int 
     }
 }
 
+/* For who records what neurons do. */
+static void note(np_engine *engine, uint32_t neuron, uint8_t what)
+{
+    if (engine->shared.activity) {
+        const size_t ffn = engine->layer * engine->shape.experts + engine->group->expert;
+        engine->shared.activity[ffn * engine->layer_neurons + neuron] |= what;
+    }
+}
+
 /* A neuron's value for token t is known. */
 static void take_value(np_engine *engine, uint32_t t, uint32_t neuron, float value)
 {
     *hidden_of(engine, t, neuron) = value;
-    engine->counters.active += value != 0.0f;
-    if (engine->shared.activity && value != 0.0f)
-        engine->shared.activity[(engine->layer * engine->shape.experts + engine->group->expert) * engine->layer_neurons + neuron]++;
+    if (value == 0.0f)
+        return;
+    engine->counters.active++;
+    note(engine, neuron, NP_ACTIVE);
 }
 
 static void note_fired(np_engine *engine, uint32_t neuron)
 {
     engine->cluster_state[neuron / engine->shape.cluster_neurons] |= NP_CLUSTER_FIRED;
     engine->counters.fired++;
+    note(engine, neuron, NP_FIRED);
 }
 
 /* The listed neurons' gates of token t are known. */
@@ -166,6 +177,8 @@ static void take_triggers(np_engine *engine, uint32_t t, const float *products)
     else
         take_ups(engine, t, products);
     engine->counters.predicted += engine->list.count;
+    for (uint32_t r = 0; engine->shared.activity && r < engine->list.count; r++)
+        note(engine, engine->list.neurons[r], NP_TRIGGERED);
 }
 
 void np_compute_triggers(np_engine *engine, np_range clusters)

@@ -6,8 +6,7 @@ tail -f /tmp/firing/decode.0.log
 
 from __future__ import annotations
 
-from array import array
-
+from neuronpipe.native import lib
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
@@ -22,14 +21,14 @@ class FiringLog(DecodeService):
     def __init__(self, job: Job) -> None:
         layout = job.package.manifest.layout
         self._row = layout.blocks * layout.block_neurons
-        self._counts = array("I", bytes(4 * self._row * job.package.manifest.model.ffns))
-        super().__init__(job, activity=self._counts)
+        self._flags = bytearray(self._row * job.package.manifest.model.ffns)
+        super().__init__(job, activity=self._flags)
 
     def compute(self, step: Step) -> Outcome:
         """One step; a step that was abandoned is computed again, and logged then."""
         outcome = super().compute(step)
         if isinstance(outcome, StepDone):
-            fired = [divmod(place, self._row) for place, count in enumerate(self._counts) if count]
+            fired = [divmod(place, self._row) for place, flags in enumerate(self._flags) if flags & lib.NP_ACTIVE]
             print(f"step {step.step}:", *(f"{ffn}/{neuron}" for ffn, neuron in fired), flush=True)
-        self._counts[:] = array("I", bytes(4 * len(self._counts)))
+        self._flags[:] = bytes(len(self._flags))
         return outcome

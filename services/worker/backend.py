@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from array import array
+import mmap
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -27,6 +27,10 @@ Phase = Literal["decode", "prefill"]
 
 BACKENDS = {"cpu": "neuronpipe.services.worker.cpu:CpuBackend"}
 """The class of each backend: called with its options, a text."""
+
+
+Activity = bytearray | mmap.mmap
+"""A byte for each neuron: see Placement."""
 
 
 class Abandoned(Exception):
@@ -78,13 +82,13 @@ class Placement:
 
     job: the package, the plan and the process
     memory: the run's segments
-    activity: uint32 [layers * experts][blocks * block_neurons], for who wants to know which neurons fire: counts how
-        often a neuron's value was other than zero. One thread counts, so it is for a process with one participant
+    activity: uint8 [layers * experts][blocks * block_neurons], for who wants to know which neurons fire: the bits of
+        np_activity (native/neuronpipe.h) are set. One thread sets them, so it is for a process with one participant
     """
 
     job: Job
     memory: RunMemory
-    activity: array[int] | None = None
+    activity: Activity | None = None
 
 
 class Backend(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from functools import lru_cache
 
 from neuronpipe.protocol.channel import open_context
@@ -11,7 +10,7 @@ from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
+from neuronpipe.services.worker.backend import Activity, Backend, Share, StepWork, create_backend
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 
@@ -21,7 +20,7 @@ class DecodeService:
     activity: see Placement.
     """
 
-    def __init__(self, job: Job, activity: array[int] | None = None) -> None:
+    def __init__(self, job: Job, activity: Activity | None = None) -> None:
         self._name = f"{job.process.role}.{job.process.index}"
         backend = self.backend(job)
         self._worker = Worker(job, backend, activity)

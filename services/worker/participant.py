@@ -57,7 +57,7 @@ TIMES = ("step_ms", "flash_ms", "barrier_ms")
 class View:
     """Buffers of memory that participants share, each at least as long as native/neuronpipe.h says of the field of
     np_shared by the same name. slots, entries: by part. ranks, predicted: None in exact mode; activity: None where
-    nobody counts."""
+    nobody records what neurons do."""
 
     fixed: Mapping[str, Any]  # tensor name -> buffer; in predicted mode the predictor's as well
     residual: Any
@@ -175,7 +175,7 @@ class Participant:
         neurons = manifest.model.ffns * manifest.layout.blocks * manifest.layout.block_neurons
         if view.activity is not None and len(view.activity) != neurons:
             raise ValueError(
-                f"activity: {len(view.activity)} counts, but the model has {neurons} neurons, padding included"
+                f"activity: {len(view.activity)} bytes, but the model has {neurons} neurons, padding included"
             )
         shape = native_shape(manifest, config.context_tokens, predicts=config.predicts)
         fixed = self._native_fixed(view.fixed)
@@ -271,7 +271,7 @@ class Participant:
             "arrivals": "uint32_t *",
             "in_flight": "uint32_t *",
             "epoch": "uint32_t *",
-            "activity": "uint32_t *",
+            "activity": "uint8_t *",
             "barrier": "np_barrier *",
         }
         structures = {"requests": view.requests[0], "trace": view.trace[0]}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
-
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
-from neuronpipe.services.worker.backend import Abandoned, Backend, Damaged, Phase, Placement, StepWork, require
+from neuronpipe.services.worker.backend import (
+    Abandoned,
+    Activity,
+    Backend,
+    Damaged,
+    Phase,
+    Placement,
+    StepWork,
+    require,
+)
 
 Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
 """How a step went, as the coordinator is told."""
@@ -19,7 +26,7 @@ class Worker:
     """One process and its backend. activity: see Placement. Raises UserError when the backend cannot compute this
     model."""
 
-    def __init__(self, job: Job, backend: Backend, activity: array[int] | None = None) -> None:
+    def __init__(self, job: Job, backend: Backend, activity: Activity | None = None) -> None:
         phase: Phase = "prefill" if job.process.role == "prefill" else "decode"
         require(backend, job.package.manifest.model, phase, f"{job.process.role}.{job.process.index}")
         self.memory = RunMemory.open(job.process.role, job.segments)
