@@ -8,6 +8,7 @@ from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.activity import interpolated
 from neuronpipe.plans.package.layout import Part
 from neuronpipe.plans.package.manifest import DEFAULT_RECALL, PREDICTOR, Manifest, Predictor
 from neuronpipe.plans.package.reader import Package
@@ -73,6 +74,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         "trigger_fired_by_layer": list(fired) if (fired := manifest.trigger_fired_by_layer) is not None else None,
         "predictor": None if (predictor := manifest.predictor) is None else asdict(predictor),
         "predictor_ranks": None if predictor is None else ranks(predictor),
+        "profiles": [asdict(profile) | {"reuse": profile.reuse} for profile in manifest.profiles],
         "silent": None if manifest.silent is None else asdict(manifest.silent) | {"loss": manifest.silent.loss()},
         "workload": None if manifest.workload is None else asdict(manifest.workload),
         "warnings": warnings(manifest),
@@ -174,6 +176,8 @@ def render(description: dict[str, Any]) -> str:
     if (activity := description["activity_by_layer"]) is not None and min(activity) < 1:
         lines += ["", "Active neurons by layer (measured)"]
         lines += [f"  {n:>3}  {share:>6.1%}  {'#' * round(share * BAR_WIDTH)}" for n, share in enumerate(activity)]
+    if description["profiles"]:
+        lines += ["", *profile_lines(description["profiles"])]
     if (predictor := description["predictor"]) is not None:
         lines += ["", *_predictor_lines(predictor, description["predictor_ranks"])]
     if (silent := description["silent"]) is not None:
@@ -221,6 +225,27 @@ def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
         ratio = layer["recall"] / layer["precision"] if layer["precision"] else 0.0
         shares = f"{layer['recall']:>8.1%} {layer['precision']:>10.1%} {layer['predicted']:>10.1%}"
         lines.append(f"  {number:>5} {shares} {ratio:>11.2f}")
+    return lines
+
+
+SHOWN_SHARES = (0.3, 0.5, 0.75, 0.9)
+KEPT = {"value": "clusters' value parts", "bundle": "clusters", "expert": "whole experts"}
+
+
+def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
+    """The activity profiles of a package in few lines, from their JSON values."""
+    lines = []
+    for profile in profiles:
+        counted = "counts of PowerInfer" if profile["source"] == "powerinfer" else f"mode {profile['mode']}"
+        wanted, reuse = profile["wanted_by_layer"], profile["reuse"]
+        again = "" if reuse is None else f"; {reuse:.0%} of that also for the token before"
+        lines.append(f"Wanted neurons, {counted}, {profile['tokens']:,} tokens of {profile['text']}")
+        lines.append(f"  a token wants {sum(wanted) / len(wanted):.1%} of the neurons that could compute it{again}")
+        hottest = ", ".join(f"{share:.0%}: {interpolated(profile['curve'], share):.0%}" for share in (0.05, 0.2, 0.5))
+        lines.append(f"  what the hottest neurons make of it     {hottest}")
+        for unit, policies in (profile["misses"] or {}).items():
+            shown = ", ".join(f"{share:.0%}: {interpolated(policies['clock'], share):.1%}" for share in SHOWN_SHARES)
+            lines.append(f"  misses by resident share, {KEPT[unit]}     {shown}")
     return lines
 
 

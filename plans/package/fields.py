@@ -175,6 +175,15 @@ class Record:
             self.fail(name, f"expected a list, found {quoted(value)}")
         return value
 
+    def shares(self, name: str, count: int) -> tuple[float, ...]:
+        """So many numbers between 0 and 1."""
+        values = self.items(name)
+        if len(values) != count or not all(
+            isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= 1 for v in values
+        ):
+            self.fail(name, f"expected {count} shares between 0 and 1")
+        return tuple(float(v) for v in values)
+
     def names(self) -> list[str]:
         """The names of all fields, in order."""
         return list(self._values)

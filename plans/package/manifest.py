@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
+from neuronpipe.plans.package.activity import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization
 
 FORMAT = "neuronpipe-package"
 VERSION = 3
-MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
+MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE, ACTIVITY = (
     "manifest.json",
     "tokenizer.json",
     "fixed.safetensors",
@@ -25,6 +26,7 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE = (
     "checksums.bin",
     "predictor.safetensors",
     "chat_template.jinja",
+    "activity.bin",
 )
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -169,6 +171,7 @@ class Manifest:
     trigger_fired_by_layer: tuple[float, ...] | None = None  # mean share whose trigger fires, measured on the same text
     predictor: Predictor | None = None
     silent: Silent | None = None  # of a SiLU model that was given thresholds
+    profiles: tuple[ActivityProfile, ...] = ()  # what activity.bin has of each mode that was measured
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
     id: str = ""
@@ -187,6 +190,10 @@ class Manifest:
     def value_slot_bytes(self) -> int:
         """Bytes of a memory slot for a value part."""
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
+
+    def profile(self, mode: ProfileMode) -> ActivityProfile | None:
+        """What was measured of the neurons in this mode."""
+        return next((profile for profile in self.profiles if profile.mode == mode), None)
 
     def sealed(self) -> Manifest:
         """The same manifest with its id."""
@@ -256,6 +263,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         values["predictor"] = {name: value for name, value in asdict(manifest.predictor).items() if value is not None}
     if manifest.silent is not None:
         values["silent"] = asdict(manifest.silent)
+    if manifest.profiles:
+        values["profiles"] = profiles_as_json(manifest.profiles)
     if manifest.chat is not None:
         values["chat"] = asdict(manifest.chat)
     if manifest.workload is not None:

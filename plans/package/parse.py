@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +28,7 @@ from neuronpipe.plans.models.spec import (
     RouterInput,
     SpecError,
 )
+from neuronpipe.plans.package.activity import activity_bytes, parse_profiles
 from neuronpipe.plans.package.fields import Record, parse_json, read_file
 from neuronpipe.plans.package.layout import (
     MAX_BLOCK_CLUSTERS,
@@ -38,6 +40,7 @@ from neuronpipe.plans.package.layout import (
     Quantization,
 )
 from neuronpipe.plans.package.manifest import (
+    ACTIVITY,
     BUNDLES,
     CHAT_TEMPLATE,
     CHECKSUMS,
@@ -92,6 +95,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     activity = _parse_activity(record.record("activity"), model.layers) if record.has("activity") else (None, None)
     predictor = parse_predictor(record.record("predictor"), model) if record.has("predictor") else None
     chat = _parse_chat(record.record("chat")) if record.has("chat") else None
+    profiles = parse_profiles(record.records("profiles"), model) if record.has("profiles") else ()
+    optional = {PREDICTOR: predictor is not None, CHAT_TEMPLATE: chat is not None, ACTIVITY: bool(profiles)}
     manifest = Manifest(
         name=record.line("name"),
         source=_parse_source(record.record("source")),
@@ -99,12 +104,13 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         quantization=quantization,
         end_tokens=_parse_end_tokens(record.record("special_tokens"), model.vocabulary),
         layout=_parse_layout(record.record("layout"), model, quantization),
-        files=_parse_files(record.record("files"), predicted=predictor is not None, chats=chat is not None),
+        files=_parse_files(record.record("files"), optional),
         quantization_error=_parse_errors(record.record("quantization_error")),
         fired_by_layer=activity[0],
         trigger_fired_by_layer=activity[1],
         predictor=predictor,
         silent=parse_silent(record.record("silent"), model) if record.has("silent") else None,
+        profiles=profiles,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,
         id=record.text("id"),
@@ -115,6 +121,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     for name, size_bytes in (
         (BUNDLES, manifest.clusters * manifest.layout.cluster_stride_bytes),
         (CHECKSUMS, manifest.clusters * 8),
+        *([(ACTIVITY, activity_bytes(model, len(profiles)))] if profiles else ()),
     ):
         if manifest.files[name].bytes != size_bytes:
             record.fail(f"files.{name}.bytes", f"{manifest.files[name].bytes}, but shape and layout need {size_bytes}")
@@ -264,10 +271,10 @@ def _parse_chat(record: Record) -> Chat:
     return chat
 
 
-def _parse_files(record: Record, *, predicted: bool, chats: bool) -> dict[str, FileEntry]:
-    optional = ((PREDICTOR, predicted), (CHAT_TEMPLATE, chats))
+def _parse_files(record: Record, optional: Mapping[str, bool]) -> dict[str, FileEntry]:
+    """optional: files that are there when the manifest says so elsewhere."""
     files = {}
-    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, there in optional if there)):
+    for name in (TOKENIZER, FIXED, BUNDLES, CHECKSUMS, *(name for name, there in optional.items() if there)):
         entry = record.record(name)
         sha256 = None if name == BUNDLES else entry.text("sha256")
         if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
@@ -286,19 +293,10 @@ def _parse_errors(record: Record) -> dict[str, float]:
 
 
 def _parse_activity(record: Record, layers: int) -> tuple[tuple[float, ...], tuple[float, ...] | None]:
-    active = _parse_shares(record, "mean_by_layer", layers)
-    fired = _parse_shares(record, "trigger_fired_by_layer", layers) if record.has("trigger_fired_by_layer") else None
+    active = record.shares("mean_by_layer", layers)
+    fired = record.shares("trigger_fired_by_layer", layers) if record.has("trigger_fired_by_layer") else None
     record.finish()
     return active, fired
-
-
-def _parse_shares(record: Record, name: str, layers: int) -> tuple[float, ...]:
-    values = record.items(name)
-    if len(values) != layers or not all(
-        isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v <= 1 for v in values
-    ):
-        record.fail(name, f"expected {layers} shares between 0 and 1")
-    return tuple(float(v) for v in values)
 
 
 def _parse_workload(record: Record, vocabulary: int) -> Workload:

@@ -1,20 +1,19 @@
-"""Giving a package a predictor: the file first, the manifest that names it last. Every state between is a package."""
+"""Giving a package a predictor."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.package.manifest import MANIFEST, PREDICTOR, FileEntry, Manifest, Predictor, Side
-from neuronpipe.plans.package.reader import Package, sha256_of
+from neuronpipe.plans.package.manifest import PREDICTOR, Manifest, Predictor, Side
+from neuronpipe.plans.package.optional_file import give_file
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import build_header
 from neuronpipe.plans.package.tensors import predictor_names, predictor_tensors
 from neuronpipe.plans.package.writer import Rows
-from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 
@@ -46,42 +45,27 @@ class FiringShares:
 def write_predictor(
     package: Package, predictor: Predictor, layers: Sequence[LayerFactors], shares: FiringShares
 ) -> Package:
-    """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor.
-
-    The manifest's id changes. All files are complete before the first of them gets its name: a disk that is full leaves
-    the package as it was. A process that is killed meanwhile leaves it as it was, or without a predictor.
-    Raises UserError for what the disk refuses.
-    """
-    path, manifest = package.path, package.manifest
-    tensors, lacking, complete = (path / f".{name}.partial-{os.getpid()}" for name in (PREDICTOR, "lacking", MANIFEST))
-    try:
-        _write_tensors(tensors, manifest, predictor, layers)
-        entry = FileEntry(tensors.stat().st_size, sha256_of(tensors))
-        with_it = replace(
+    """Write predictor.safetensors and the manifest of the package with it, replacing an older predictor; see
+    `give_file`."""
+    manifest = package.manifest
+    return give_file(
+        package,
+        PREDICTOR,
+        lambda path: _write_tensors(path, manifest, predictor, layers),
+        with_it=lambda entry: replace(
             manifest,
             files={**manifest.files, PREDICTOR: entry},
             predictor=predictor,
             fired_by_layer=shares.fired_by_layer,
             trigger_fired_by_layer=shares.trigger_fired_by_layer,
-        )
-        _write(complete, with_it.sealed().to_bytes())
-        if manifest.predictor is not None:
-            _write(lacking, _without_predictor(manifest).to_bytes())
-            _rename(lacking, path / MANIFEST)
-        _rename(tensors, package.predictor_path)
-        _rename(complete, path / MANIFEST)
-    except OSError as error:
-        raise UserError(f"{package.predictor_path}: cannot be written: {error.strerror}") from None
-    finally:
-        for partial in (tensors, lacking, complete):
-            with contextlib.suppress(OSError):
-                partial.unlink()
-    return Package.open(path)
+        ),
+        without=None if manifest.predictor is None else _without_predictor(manifest),
+    )
 
 
 def _without_predictor(manifest: Manifest) -> Manifest:
     files = {name: entry for name, entry in manifest.files.items() if name != PREDICTOR}
-    return replace(manifest, files=files, predictor=None).sealed()
+    return replace(manifest, files=files, predictor=None)
 
 
 def _write_tensors(path: Path, manifest: Manifest, predictor: Predictor, layers: Sequence[LayerFactors]) -> None:
@@ -106,20 +90,3 @@ def _write_tensors(path: Path, manifest: Manifest, predictor: Predictor, layers:
 def _encoded(name: str, rows: Rows) -> dict[str, NDArray[np.generic]]:
     quants: dict[str, NDArray[np.generic]] = {f"{name}.quants": rows.quants}
     return quants | ({f"{name}.scales": rows.scales} if rows.scales.size else {})
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _rename(path: Path, name: Path) -> None:
-    """Rename, and have it on disk before the next one."""
-    path.rename(name)
-    descriptor = os.open(name.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from neuronpipe.plans.package.activity import Activity
 from neuronpipe.plans.package.manifest import (
+    ACTIVITY,
     BUNDLES,
     CHAT_TEMPLATE,
     CHECKSUMS,
@@ -122,6 +124,11 @@ class Package:
             return self._verified(CHAT_TEMPLATE).decode()
         except UnicodeDecodeError:
             raise UserError(f"{self.path / CHAT_TEMPLATE}: not UTF-8 text; convert the model again") from None
+
+    @cached_property
+    def activity(self) -> Activity:
+        """How often each neuron is wanted, in a package whose manifest has `profiles`."""
+        return Activity(self.manifest.model, self.manifest.profiles, self._verified(ACTIVITY))
 
     def _verified(self, name: str) -> bytes:
         """A whole file, compared with the manifest each time: a restarted process reads it long after the package was

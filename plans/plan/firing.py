@@ -1,7 +1,8 @@
 """How often neurons fire: what the package states, and a measured curve where it states only means.
 
-The curve is that of a 7B dReLU model over a million tokens (Bamboo-7B, mean over 32 layers, read off the figure its
-authors published). It is no power law: a plateau of neurons that nearly always fire, then a slow tail.
+A package with an activity profile has a curve of its own. Otherwise it is that of a 7B dReLU model over a million
+tokens (Bamboo-7B, mean over 32 layers, read off the figure its authors published). It is no power law: a plateau of
+neurons that nearly always fire, then a slow tail.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from neuronpipe.plans.package.activity import Points, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.plan import Mode
 
 # (share of a layer's neurons, hottest first; share of its activations that they make)
-HOTTEST = (
+HOTTEST: Points = (
     (0.0, 0.0),
     (0.01, 0.061),
     (0.02, 0.120),
@@ -41,22 +43,20 @@ class Rates:
     value_read: float  # rows of the value part, because the trigger fired
     down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
+    curve: Points = HOTTEST  # share of the neurons -> share of the activations that they make
 
     def activations_within(self, share: float) -> float:
         """Share of activations that the first `share` of the neurons make."""
         share = min(max(share, 0.0), 1.0)
         if not self.by_frequency:
             return share
-        for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST):
-            if share <= x1:
-                return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
-        return 1.0
+        return interpolated(self.curve, share)
 
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
         return sum(
             (x1 - x0) * (1 - (1 - self.chosen * min(1.0, self.trigger_read * (y1 - y0) / (x1 - x0))) ** tokens)
-            for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
+            for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
         )
 
     def neurons_firing_in(self, token_share: float) -> float:
@@ -65,7 +65,7 @@ class Rates:
             return 0.0
         hot = (
             x1
-            for (x0, y0), (x1, y1) in itertools.pairwise(HOTTEST)
+            for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
             if self.chosen * self.down_read * (y1 - y0) / (x1 - x0) >= token_share
         )
         return max(hot, default=0.0)
@@ -120,12 +120,14 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
         by_layer = manifest.predictor.by_layer
         triggers = _mean(tuple(layer.predicted for layer in by_layer)) or min(1.0, ASSUMED_PREDICTED * fired)
         trigger_fired, fired = min(trigger_fired, triggers), min(fired, triggers)
+    profile = manifest.profile(mode) or manifest.profile("exact")
     return Rates(
         chosen=manifest.model.experts_per_token / manifest.model.experts,
         trigger_read=triggers,
         value_read=trigger_fired,
         down_read=fired,
         by_frequency=manifest.layout.neuron_order == "frequency",
+        curve=HOTTEST if profile is None else profile.curve,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from neuronpipe.plans.activity.keep import forget
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
@@ -204,11 +205,14 @@ def profile(
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
     return Profiled(
-        write_predictor(
-            package,
-            predictor,
-            [best.factors[ffn] for ffn in range(model.ffns)],
-            FiringShares(fired.shares(), trigger_fired.shares()),
+        forget(
+            write_predictor(
+                package,
+                predictor,
+                [best.factors[ffn] for ffn in range(model.ffns)],
+                FiringShares(fired.shares(), trigger_fired.shares()),
+            ),
+            "predicted",  # it was measured with another predictor
         ),
         candidates,
         perplexity(exact, hidden[cut:], texts.held_out),

@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 
 import numpy as np
+from neuronpipe.plans.activity.keep import forget
 from neuronpipe.plans.package.manifest import MANIFEST, Manifest, Silent, SilentLayer
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
@@ -130,4 +131,4 @@ def _written(package: Package, silent: Silent | None) -> Package:
         file.write(replace(package.manifest, silent=silent).sealed().to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    return Package.open(package.path)
+    return forget(Package.open(package.path), "thresholded")

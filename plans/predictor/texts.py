@@ -38,6 +38,8 @@ def from_file(package: Package, path: Path, tokens: int) -> Texts:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
+    if "\0" in text:
+        raise UserError(f"{path}: has zero bytes, so it is no text")
     ids = (
         open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
         .encode(text)
@@ -80,6 +82,24 @@ def from_workload(manifest: Manifest, tokens: int) -> Texts:
         calibration.append(range(first, first + share))
         held_out.append(range(first + share, first + share + max(2, share // HELD_OUT_PART)))
     return Texts(calibration, held_out)
+
+
+def activity_windows(package: Package, texts: Texts | None, tokens: int) -> list[ContextWindow]:
+    """What an activity profile is measured on, `tokens` tokens at most: nothing of a text needs to be held out. texts:
+    None for a synthetic package's own workload, the end of its default preset; benchmarks begin at its beginning."""
+    if texts is not None:
+        windows = [*texts.calibration, *texts.held_out]
+    elif (work := package.manifest.workload) is None:
+        raise UserError("this package has no workload; name a text with --text FILE")
+    else:
+        first, count = work.presets.get("default") or next(iter(work.presets.values()))
+        windows = [range(first + max(0, count - tokens), first + count)]
+    length, cut = _window_tokens(package.manifest), []
+    for window in windows:
+        for start in range(0, min(len(window), tokens), length):
+            cut.append(window[start : min(start + length, tokens)])
+        tokens -= min(len(window), tokens)
+    return [window for window in cut if len(window) > 1]
 
 
 def _window_tokens(manifest: Manifest) -> int:

@@ -1,0 +1,1 @@
+"""Activity profiles: which neurons a text wants, recorded from a run, and what a planner wants to know of that."""

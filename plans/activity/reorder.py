@@ -1,0 +1,199 @@
+"""Rewriting a package hot-first: in every feed-forward the neurons that were wanted most often come first, and what
+belongs to a neuron goes with it: its rows, its bias, its rows of the predictor, its frequencies.
+
+Nothing is quantized again, and every sum has the same terms. They are added in another order: logits agree to rounding,
+and not in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from neuronpipe.plans.activity.keep import Stored, write_profiles
+from neuronpipe.plans.activity.measure import Frequencies, binned, hottest_first
+from neuronpipe.plans.package.activity import ALWAYS, BATCHES, ActivityProfile, ProfileMode
+from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.manifest import CHAT_TEMPLATE, Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.safetensors_header import TensorEntry
+from neuronpipe.plans.package.tensors import fixed_matrices, fixed_vectors, predictor_matrices, predictor_tensors
+from neuronpipe.plans.package.writer import PackageWriter, Rows, cluster_checksums, package_bytes
+from neuronpipe.protocol.errors import UserError
+from numpy.typing import NDArray
+
+PIECE_BYTES = 16 << 20
+Progress = Callable[[int, int], None]
+Order = NDArray[np.intp]
+
+
+def needed_bytes(package: Package) -> int:
+    """What the new package takes beside the old one, until it has its place."""
+    return package_bytes(package.manifest)
+
+
+def reorder(package: Package, progress: Progress) -> Package:
+    """The same package hot-first, in its place. It has a new id. Raises UserError."""
+    manifest = package.manifest
+    if not manifest.profiles:
+        raise UserError(
+            f"{package.path}: nobody measured how often its neurons fire; `neuronpipe profile PACKAGE --activity` does"
+        )
+    package.verify_fixed()
+    orders = _orders(package)
+    target = replace(
+        manifest,
+        layout=replace(manifest.layout, neuron_order="frequency"),
+        files={},
+        profiles=(),
+        id="",
+    )
+    with PackageWriter(package.path, target, overwrite=True) as writer:
+        _copy_fixed(package, writer, orders)
+        _copy_predictor(package, writer, orders)
+        _copy_neurons(package, writer, orders, progress)
+        template = package.chat_template() if CHAT_TEMPLATE in manifest.files else None
+        made = writer.complete(package.tokenizer().encode(), dict(manifest.quantization_error), template)
+        profiles = [_without_stale(profile, made.manifest) for profile in manifest.profiles]
+        write_profiles(made, made.manifest, profiles, _frequencies(package, made.manifest, orders))
+        return writer.publish()
+
+
+def _orders(package: Package) -> list[Order]:
+    """Of each feed-forward the neurons hottest first, by what exact mode wanted, where that was measured."""
+    model, mode = package.manifest.model, package.manifest.profiles[0].mode
+    return [
+        hottest_first(
+            np.stack(
+                [
+                    np.frombuffer(package.activity.neurons(mode, batch, layer, expert), np.uint16).astype(np.float32)
+                    for batch in BATCHES
+                ]
+            )
+        )
+        for layer in range(model.layers)
+        for expert in range(model.experts)
+    ]
+
+
+def _without_stale(profile: ActivityProfile, manifest: Manifest) -> ActivityProfile:
+    """A cluster of several neurons has others in it now: what a cache misses of clusters is to be measured again."""
+    if manifest.layout.cluster_neurons == 1 or profile.misses is None:
+        return profile
+    kept = {unit: policies for unit, policies in profile.misses.items() if unit == "expert"}
+    return replace(profile, misses=kept or None)
+
+
+def _frequencies(package: Package, target: Manifest, orders: list[Order]) -> dict[ProfileMode, Stored]:
+    model, stored = package.manifest.model, {}
+    for profile in package.manifest.profiles:
+        head, neurons = package.activity.stored(profile.mode)
+        places = (len(BATCHES), model.layers, model.experts)
+        experts = np.frombuffer(head, "<u2")[: int(np.prod(places))].reshape(places)
+        own = np.frombuffer(neurons, "<u2").reshape(len(BATCHES), model.ffns, model.neurons)
+        moved = np.stack([own[:, ffn, order] for ffn, order in enumerate(orders)], axis=1)
+        shares = (moved.reshape(*places, model.neurons) / np.float32(ALWAYS)).astype(np.float32)
+        frequencies = Frequencies((experts / np.float32(ALWAYS)).astype(np.float32), shares)
+        stored[profile.mode] = frequencies.to_bytes(binned(target, shares))
+    return stored
+
+
+# ---- tensors -------------------------------------------------------------------------------------------------------
+def _copy_fixed(package: Package, writer: PackageWriter, orders: list[Order]) -> None:
+    model = package.manifest.model
+    for name, _ in fixed_vectors(model):
+        values = np.frombuffer(_bytes(package.fixed_path, package.fixed[name]), "<f4")
+        if name.endswith(".up.bias"):
+            values = values[orders[int(name.split(".")[1])]]
+        writer.vector(name, values)
+    for name, rows, _ in fixed_matrices(model):
+        for piece in _row_pieces(package.fixed_path, package.fixed, name, rows):
+            writer.matrix(name, piece)
+
+
+def _copy_predictor(package: Package, writer: PackageWriter, orders: list[Order]) -> None:
+    manifest, tensors = package.manifest, package.predictor
+    if manifest.predictor is None or tensors is None:
+        return
+    each = 1 + len(manifest.predictor.sides)  # matrices of a feed-forward: the input, then those with a row per neuron
+    for name in predictor_tensors(manifest.model, manifest.predictor):
+        if name.endswith(".bias"):
+            values = np.frombuffer(_bytes(package.predictor_path, tensors[name]), "<f4")
+            writer.predictor_vector(name, values[orders[_ffn_of(name, manifest.model.experts)]])
+    for number, (name, rows, _) in enumerate(predictor_matrices(manifest.model, manifest.predictor)):
+        ffn, matrix = divmod(number, each)
+        (whole,) = _row_pieces(package.predictor_path, tensors, name, rows, at_once=rows)
+        order = orders[ffn] if matrix else np.arange(rows)
+        writer.predictor_matrix(name, Rows(whole.quants[order], whole.scales[order]))
+
+
+def _ffn_of(name: str, experts: int) -> int:
+    """The feed-forward of a predictor's tensor, by its name."""
+    words = name.split(".")
+    return int(words[1]) * experts + (int(words[3]) if words[2] == "experts" else 0)
+
+
+def _row_pieces(
+    path: Path, tensors: dict[str, TensorEntry], name: str, rows: int, at_once: int | None = None
+) -> Iterator[Rows]:
+    """Some rows of a matrix after the others, encoded as they are."""
+    quants, scales = tensors[f"{name}.quants"], tensors.get(f"{name}.scales")
+    wide = (quants.stop - quants.start) // rows
+    narrow = 0 if scales is None else (scales.stop - scales.start) // rows
+    at_once = at_once or max(1, PIECE_BYTES // wide)
+    with path.open("rb") as file:
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            pieces = []
+            for entry, row_bytes in ((quants, wide), (scales, narrow)):
+                file.seek((entry.start if entry else 0) + first * row_bytes)
+                pieces.append(np.frombuffer(file.read(count * row_bytes), np.uint8).reshape(count, row_bytes))
+            yield Rows(*pieces)
+
+
+def _bytes(path: Path, entry: TensorEntry) -> bytes:
+    with path.open("rb") as file:
+        file.seek(entry.start)
+        return file.read(entry.stop - entry.start)
+
+
+# ---- neurons -------------------------------------------------------------------------------------------------------
+def _copy_neurons(package: Package, writer: PackageWriter, orders: list[Order], progress: Progress) -> None:
+    manifest = package.manifest
+    layout = manifest.layout
+    each = layout.clusters * layout.cluster_stride_bytes
+    checksums = np.frombuffer(package.checksums(), "<u4").reshape(-1, layout.clusters, 2)
+    with package.bundles_path.open("rb") as file:
+        for ffn, order in enumerate(orders):
+            clusters = np.frombuffer(file.read(each), np.uint8).reshape(layout.clusters, -1)
+            _require_undamaged(package, clusters, checksums[ffn], ffn)
+            writer.neurons(*(Rows(rows.quants[order], rows.scales[order]) for rows in _unpacked(manifest, clusters)))
+            progress((ffn + 1) * each, len(orders) * each)
+
+
+def _require_undamaged(package: Package, clusters: NDArray[np.uint8], wanted: NDArray[np.uint32], ffn: int) -> None:
+    """Damage must not get new checksums."""
+    wrong = np.flatnonzero((cluster_checksums(clusters, package.manifest.layout) != wanted).any(axis=1))
+    if len(wrong):
+        number = ffn * package.manifest.layout.clusters + int(wrong[0])
+        raise UserError(f"{package.bundles_path}: cluster {number} does not match its checksum: damaged")
+
+
+def _unpacked(manifest: Manifest, clusters: NDArray[np.uint8]) -> Iterator[Rows]:
+    """The rows of each of the layout's matrices; the other way than `pack_clusters`."""
+    layout, model = manifest.layout, manifest.model
+    sizes = quant_bytes(manifest.quantization, model.width), scale_bytes(manifest.quantization, model.width)
+    for place in layout.matrices:
+        starts = (
+            layout.part_offset(place.part) + place.quants,
+            layout.part_offset(place.scales_part) + place.scales,
+        )
+        rows = (
+            clusters[:, start : start + layout.cluster_neurons * size].reshape(-1, size)[: model.neurons]
+            if size
+            else np.empty((model.neurons, 0), np.uint8)
+            for start, size in zip(starts, sizes, strict=True)
+        )
+        yield Rows(*rows)
