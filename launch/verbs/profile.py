@@ -1,5 +1,6 @@
 """`neuronpipe profile [PACKAGE]`: count which neurons fire on a text, and give the package a predictor of them; with
---silent, of a SiLU model, thresholds below which they do not count.
+--silent, of a SiLU model, thresholds below which they do not count. With --activity it measures through a run of the
+package how often neurons are wanted (launch/activity.py).
 
 Either is fitted without training on one part of the text and judged on the other; the package's manifest gets a new id,
 so plans made before are refused.
@@ -13,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from neuronpipe.launch import activity
 from neuronpipe.launch.formats import as_typed, parse_share
 from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
@@ -82,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep the factors that the package has, as of a checkpoint with predictors; fit their thresholds",
     )
+    activity.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -97,6 +100,11 @@ def _parse_silent(text: str) -> float | Literal["off"]:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.silent is not None:
         return _silent(arguments)
+    if activity.is_asked(arguments):
+        activity.refuse_others(arguments, _given(arguments))
+        return activity.main(arguments, open_package(arguments.package))
+    if arguments.mode or arguments.memory:
+        raise UserError(f"--{'mode' if arguments.mode else 'memory'}: is of the run of --activity; give that too")
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 

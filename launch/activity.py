@@ -1,0 +1,246 @@
+"""`neuronpipe profile --activity`, `--import-activity` and `--reorder`: which neurons a text wants.
+
+It is recorded through a run of the package: decode workers show what each neuron did, and while this process reads
+that, the run waits as it would for a reader of logits (services/worker/recording.py). plans/activity makes a profile of
+what was recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuronpipe.launch.formats import parse_bytes, show_bytes
+from neuronpipe.launch.planning import DEMO, add_plan_arguments, package_and_plan
+from neuronpipe.launch.progress import Progress
+from neuronpipe.plans.inspect import describe, profile_lines
+from neuronpipe.plans.package.activity import ProfileMode
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import MODES, Plan
+from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.links import CONTROL
+
+if TYPE_CHECKING:
+    import numpy as np
+    from neuronpipe.plans.activity.records import RecordingFolder, Windows
+    from neuronpipe.protocol.messages.client import Scored
+    from numpy.typing import NDArray
+
+DEFAULT_TOKENS = 2048
+MIN_TOKENS, MAX_TOKENS = 64, 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What of `profile` is about activity."""
+    group = parser.add_argument_group("activity", "how often neurons are wanted, instead of a predictor")
+    group.add_argument(
+        "--activity",
+        action="store_true",
+        help="run the package on the text, token by token, and keep in it how often each neuron and expert is wanted "
+        f"and what a cache would miss; goes on where it was interrupted (default: {DEFAULT_TOKENS:,} --tokens)",
+    )
+    group.add_argument("--mode", choices=MODES, help="of the run (default: exact); each mode has its own profile")
+    group.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="limit for the run, e.g. 4GiB")
+    group.add_argument(
+        "--import-activity",
+        type=Path,
+        metavar="DIR",
+        help="take PowerInfer's counts, activation_N.pt for each layer N, instead of measuring",
+    )
+    group.add_argument(
+        "--import-tokens",
+        type=int,
+        metavar="N",
+        help="tokens on which these were counted (default: the greatest count, as if that neuron had fired for each)",
+    )
+    group.add_argument(
+        "--reorder",
+        action="store_true",
+        help="rewrite the package with the neurons first that are wanted most often, by its profile of exact mode; may "
+        "be given with --activity or --import-activity",
+    )
+
+
+def is_asked(arguments: argparse.Namespace) -> bool:
+    """Whether `profile` is to do this instead of fitting a predictor."""
+    return bool(arguments.activity or arguments.import_activity or arguments.reorder or arguments.import_tokens)
+
+
+def refuse_others(arguments: argparse.Namespace, given: Set[str]) -> None:
+    """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
+    if arguments.activity and arguments.import_activity:
+        raise UserError("--activity and --import-activity: measure or import; leave one of the two out")
+    if arguments.import_tokens is not None and not arguments.import_activity:
+        raise UserError("--import-tokens: says something about --import-activity; give that too")
+    if arguments.import_tokens is not None and arguments.import_tokens < 1:
+        raise UserError(f"--import-tokens {arguments.import_tokens}: expected 1 or more")
+    about = {"activity", "import_activity", "reorder"} & given
+    known = {"package", "json", "reorder"}
+    known |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
+    known |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
+    if others := given - known:
+        first, second = (f"--{min(names).replace('imported', 'import').replace('_', '-')}" for names in (about, others))
+        raise UserError(f"{first} and {second}: have nothing to do with each other; leave one of the two out")
+
+
+def main(arguments: argparse.Namespace, package: Package) -> int:
+    """Measure or import, then reorder, whatever was asked for."""
+    if arguments.activity:
+        package = _measured(arguments, package)
+    if arguments.import_activity:
+        package = _imported(arguments, package)
+    if arguments.reorder:
+        package = _reordered(arguments, package)
+    found = describe(package)
+    result = {name: found[name] for name in ("path", "id", "profiles")} | {
+        "neuron_order": found["layout"]["neuron_order"],
+        "activity_by_layer": found["activity_by_layer"],
+        "trigger_fired_by_layer": found["trigger_fired_by_layer"],
+    }
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(profile_lines(found["profiles"])))
+        if arguments.reorder:
+            print(f"{package.path}: stored hot-first now, as {package.manifest.id[:12]}; plans made before are refused")
+            if any(one["misses"] is None and one["source"] == "measured" for one in found["profiles"]):
+                print("what a cache misses of its new clusters is not known yet; --activity measures it again")
+    return 0
+
+
+def _measured(arguments: argparse.Namespace, package: Package) -> Package:
+    from neuronpipe.plans.activity.keep import keep
+    from neuronpipe.plans.activity.measure import measure
+    from neuronpipe.plans.activity.records import RecordingFolder
+
+    name, windows = _windows(arguments, package)
+    package, plan = package_and_plan(_plan_arguments(arguments))
+    mode: ProfileMode = plan.compute.mode
+    with RecordingFolder(package, mode, windows) as folder:
+        if folder.windows_done:
+            print(f"neuronpipe: goes on after {folder.windows_done} of {len(windows)} texts", file=sys.stderr)
+        with Progress("recording", "tokens", plain=arguments.json) as progress:
+            record(package, plan, mode, windows, folder, progress)
+        with Progress("counting", "checks", plain=arguments.json) as progress:
+            package = keep(package, measure(package.manifest, folder.recorded(), mode, name, progress))
+        folder.remove()
+    return package
+
+
+def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Windows]:
+    """The text by its name, and what of it is computed from a start of its own."""
+    from neuronpipe.plans.predictor import texts
+
+    tokens = DEFAULT_TOKENS if arguments.tokens is None else arguments.tokens
+    if not MIN_TOKENS <= tokens <= MAX_TOKENS:
+        raise UserError(f"--tokens {tokens}: between {MIN_TOKENS} and {MAX_TOKENS:,}")
+    if arguments.text is not None:
+        found, name = texts.from_file(package, arguments.text, tokens), named(arguments.text.name)
+    elif package.manifest.name == Package.open(DEMO).manifest.name:
+        found, name = texts.from_demo(package, tokens), "the demo's corpus"
+    else:
+        found, name = None, "the package's own workload"
+    return name, texts.activity_windows(package, found, tokens)
+
+
+def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    wished = parser.parse_args([])
+    wished.package, wished.mode, wished.memory = arguments.package, arguments.mode, arguments.memory
+    return wished
+
+
+def _imported(arguments: argparse.Namespace, package: Package) -> Package:
+    from neuronpipe.plans.activity.imported import import_activity
+    from neuronpipe.plans.activity.keep import keep
+
+    measured = import_activity(package, arguments.import_activity, arguments.import_tokens)
+    if arguments.import_tokens is None:
+        print(
+            f"neuronpipe: the counts are taken to be of {measured.profile.tokens:,} tokens, the greatest of them; "
+            "--import-tokens N says better",
+            file=sys.stderr,
+        )
+    return keep(package, measured)
+
+
+def _reordered(arguments: argparse.Namespace, package: Package) -> Package:
+    from neuronpipe.plans.activity.reorder import needed_bytes, reorder
+
+    print(
+        f"neuronpipe: the package is written anew beside the old one, {show_bytes(needed_bytes(package))}",
+        file=sys.stderr,
+    )
+    with Progress("reordering", "bytes", plain=arguments.json) as progress:
+        return reorder(package, progress)
+
+
+def record(
+    package: Package,
+    plan: Plan,
+    mode: ProfileMode,
+    windows: Windows,
+    folder: RecordingFolder,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Score the context windows that the folder lacks, token by token on the decode path, and add what they wanted.
+    progress: in tokens."""
+    from neuronpipe.launch.client import Client
+    from neuronpipe.launch.planning import implementations
+    from neuronpipe.launch.scoring import score
+    from neuronpipe.launch.supervisor.start import started_run
+    from neuronpipe.plans.activity.records import token_record
+    from neuronpipe.services.worker.recording import RECORDING, activity_file
+
+    total, done = sum(map(len, windows)), sum(map(len, windows[: folder.windows_done]))
+    progress(done, total)
+    if folder.windows_done == len(windows):
+        return
+    with (
+        started_run(package, plan, None, stays=False, uses=implementations([f"decode={RECORDING}"], plan)) as live,
+        Client(live.directory.endpoint(CONTROL), live.failed) as client,
+        contextlib.ExitStack() as maps,
+    ):
+        shown: list[mmap.mmap] = []
+
+        def flags() -> NDArray[np.uint8]:
+            if not shown:  # the workers are there, since a token has been computed
+                for worker in plan.compute.decode_workers():
+                    shown.append(maps.enter_context(_mapped(activity_file(live.directory.path, worker.index))))
+            return _union(shown, package)
+
+        for window in windows[folder.windows_done :]:
+            tokens: list[NDArray[np.void]] = []
+
+            def keep(first: int, scored: Scored, tokens: list[NDArray[np.void]] = tokens, before: int = done) -> None:
+                if (scored.position, scored.rows) != (len(tokens), 1):
+                    raise UserError(f"the run scored {scored.rows} tokens from {scored.position} on, not one by one")
+                tokens.append(token_record(flags(), package.manifest.model, mode))
+                progress(before + len(tokens), total)
+
+            score(client, window, window_tokens=len(window), path="decode", keep=keep)
+            folder.add(tokens)
+            done += len(window)
+
+
+@contextlib.contextmanager
+def _mapped(file: Path) -> Iterator[mmap.mmap]:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as shown:
+        yield shown
+
+
+def _union(shown: list[mmap.mmap], package: Package) -> NDArray[np.uint8]:
+    """What the neurons of all workers' blocks did, [layers * experts, neurons, padding included]."""
+    import numpy as np
+
+    together = np.frombuffer(shown[0], np.uint8).copy()
+    for other in shown[1:]:
+        together |= np.frombuffer(other, np.uint8)
+    return together.reshape(package.manifest.model.ffns, -1)
