@@ -7,14 +7,14 @@ and not in their last bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from neuronpipe.plans.activity.keep import Stored, write_profiles
 from neuronpipe.plans.activity.measure import Frequencies, binned, hottest_first
-from neuronpipe.plans.package.activity import ALWAYS, BATCHES, ActivityProfile, ProfileMode
+from neuronpipe.plans.package.activity import ALWAYS, BATCHES, ActivityProfile, Points, Policy, ProfileMode, Unit
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import CHAT_TEMPLATE, Manifest
 from neuronpipe.plans.package.reader import Package
@@ -82,7 +82,9 @@ def _without_stale(profile: ActivityProfile, manifest: Manifest) -> ActivityProf
     """A cluster of several neurons has others in it now: what a cache misses of clusters is to be measured again."""
     if manifest.layout.cluster_neurons == 1 or profile.misses is None:
         return profile
-    kept = {unit: policies for unit, policies in profile.misses.items() if unit == "expert"}
+    kept: dict[Unit, Mapping[Policy, Points]] = {
+        unit: policies for unit, policies in profile.misses.items() if unit == "expert"
+    }
     return replace(profile, misses=kept or None)
 
 
