@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode, encode
-from neuronpipe.plans.package import predictor_writer
+from neuronpipe.plans.package import optional_file
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Predictor, PredictorQuality, Side, identity
 from neuronpipe.plans.package.parse import parse_manifest
@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_leaves_the_predictor_that_was_there(
         path.write_bytes(content[:100])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(predictor_writer, "_write", full)  # the factors found room, the manifest does not
+    monkeypatch.setattr(optional_file, "_write", full)  # the factors found room, the manifest does not
     with pytest.raises(UserError, match=r"predictor\.safetensors: cannot be written: No space left"):
         with_predictor(Package.open(package.path), "q4", "gate", "up")
     assert {path.name: path.read_bytes() for path in package.path.iterdir()} == before
@@ -120,7 +120,7 @@ def test_a_killed_replacement_leaves_a_package_without_predictor(
 ) -> None:
     with_predictor(package, "q8", "gate")
 
-    rename, renamed = predictor_writer._rename, []
+    rename, renamed = optional_file._rename, []
 
     def killed(path: Path, name: Path) -> None:
         if len(renamed) == 2:  # the new file is there, its manifest is not
@@ -128,7 +128,7 @@ def test_a_killed_replacement_leaves_a_package_without_predictor(
         renamed.append(name.name)
         rename(path, name)
 
-    monkeypatch.setattr(predictor_writer, "_rename", killed)
+    monkeypatch.setattr(optional_file, "_rename", killed)
     with pytest.raises(KeyboardInterrupt):
         with_predictor(Package.open(package.path), "q4", "gate", "up")
     assert renamed == ["manifest.json", "predictor.safetensors"]
