@@ -8,6 +8,7 @@ hottest first within each layer; a pool starts filled with the most frequent one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,20 +69,32 @@ class Static(Policy):
 
 
 class Lru(Policy):
-    """The least recently used goes. Too dear for a word per cluster; the measure of the others."""
+    """The least recently used goes. Too dear for a word per cluster; the measure of the others. A queue of uses: those
+    that were followed by another one are passed over."""
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
         super().__init__(order, slots, pinned_share)
         self._used = np.empty(len(order), dtype=np.int64)
         self._used[order] = -np.arange(len(order))  # as if the hottest had been used last
+        self._queue: deque[tuple[int, Ids]] = deque((0, part) for part in np.array_split(order[::-1], 64))
         self._now = 0
 
     def _look(self, wanted: Ids) -> None:
         self._now += 1
         self._used[wanted] = self._now
+        self._queue.append((self._now, wanted))
 
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
-        return least(np.where(free, self._used, NEVER), min(count, int(free.sum())))
+        chosen: list[Ids] = []
+        while count and self._queue and self._queue[0][0] < self._now:
+            when, uses = self._queue.popleft()
+            latest = self._used[uses] == when if when else self._used[uses] <= 0
+            last = uses[latest & free[uses]]
+            chosen.append(last[:count])
+            if len(last) > count:
+                self._queue.appendleft((when, last[count:]))
+            count -= min(count, len(last))
+        return np.concatenate(chosen) if chosen else np.empty(0, dtype=np.intp)
 
 
 class Lfu(Policy):

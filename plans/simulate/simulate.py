@@ -1,0 +1,177 @@
+"""A device, a model, a system and wishes -> speeds. Pure and seeded: the same every time, on every machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from neuronpipe.plans.simulate.caching import Traffic, traffic
+from neuronpipe.plans.simulate.decode import Decoded, Situation, decode
+from neuronpipe.plans.simulate.device_file import DeviceModel
+from neuronpipe.plans.simulate.models import SimulatedModel
+from neuronpipe.plans.simulate.prefill import prefill_s
+from neuronpipe.plans.simulate.recording import Recording
+from neuronpipe.plans.simulate.systems import System
+from neuronpipe.plans.simulate.workload import Workload, generated, recorded
+from neuronpipe.plans.synth.trajectory import PRESETS
+from neuronpipe.protocol.errors import UserError
+
+SKIPPED_TOKENS = 64
+MAX_TOKENS, MAX_BATCH, MAX_PROMPT_TOKENS = 4096, 8, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """memory_bytes or resident (of the feed-forward); neither: everything is in memory."""
+
+    memory_bytes: float | None = None
+    resident: float | None = None
+    batch: int = 1
+    prompt_tokens: int = 64
+    tokens: int = 160
+    context_tokens: int = 576  # on average: a prompt of 64 and half of 1024
+    preset: str = "default"
+    seed: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of it. Shares are of the time of all tokens; `cpu` is the mean over the computing cores."""
+
+    device: str
+    model: str
+    policy: str
+    resident: float
+    batch: int
+    memory_bytes: float
+    tokens_per_s: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    prefill_tokens_per_s: float
+    miss_rate: float
+    p99_miss_rate: float
+    looked_miss_rate: float
+    dram_bytes_per_token: float
+    flash_bytes_per_token: float
+    flash_reads_per_token: float
+    exposed_io: float
+    busy: dict[str, float]
+    limit_tokens_per_s: float
+
+
+def resident_share(model: SimulatedModel, wishes: Wishes) -> float:
+    """Of the feed-forward. Raises UserError where memory does not hold what always stays."""
+    if wishes.memory_bytes is None:
+        return 1.0 if wishes.resident is None else wishes.resident
+    if wishes.resident is not None:
+        raise UserError("--memory and --ffn-resident: one decides the other; leave one of the two out")
+    spare = wishes.memory_bytes - model.fixed_bytes
+    if spare < 0:
+        raise UserError(
+            f"--memory {wishes.memory_bytes / 1e9:.2f} GB: {model.name} needs {model.fixed_bytes / 1e9:.2f} GB before "
+            "anything is cached (attention, output, predictors, scales)"
+        )
+    return min(1.0, spare / model.cacheable_bytes)
+
+
+def simulate(
+    device: DeviceModel,
+    model: SimulatedModel,
+    system: System,
+    wishes: Wishes,
+    *,
+    recording: Recording | None = None,
+    traced_tokens: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[Result, Decoded]:
+    """Raises UserError for wishes that cannot be met."""
+    _check(wishes)
+    system = system.on(device)
+    resident = resident_share(model, wishes)
+    progress(0, 3)
+    work = _workload(model, wishes, recording)
+    progress(1, 3)
+    seen = traffic(work, system, resident, wishes.batch, min(SKIPPED_TOKENS, len(work.tokens) // 2))
+    progress(2, 3)
+    situation = Situation(
+        device, model, system, wishes.context_tokens, resident, wishes.batch, _repeat(model, seen, wishes.batch)
+    )
+    decoded = decode(situation, seen, traced_tokens)
+    result = _result(situation, seen, decoded, prefill_s(situation, wishes.prompt_tokens), wishes)
+    progress(3, 3)
+    return result, decoded
+
+
+def _check(wishes: Wishes) -> None:
+    for name, value, most in (
+        ("--batch", wishes.batch, MAX_BATCH),
+        ("--tokens", wishes.tokens, MAX_TOKENS),
+        ("--prompt", wishes.prompt_tokens, MAX_PROMPT_TOKENS),
+    ):
+        if not 1 <= value <= most:
+            raise UserError(f"{name} {value}: between 1 and {most}")
+    if wishes.preset not in PRESETS:
+        raise UserError(f"--preset {wishes.preset}: is none of {', '.join(PRESETS)}")
+
+
+def _workload(model: SimulatedModel, wishes: Wishes, recording: Recording | None) -> Workload:
+    count = wishes.tokens + SKIPPED_TOKENS
+    if recording is not None:
+        return recorded(recording, count)
+    return _generated(model, wishes.preset, count, wishes.seed, wishes.batch)
+
+
+@functools.lru_cache(maxsize=2)
+def _generated(model: SimulatedModel, preset: str, tokens: int, seed: int, batch: int) -> Workload:
+    return generated(model, PRESETS[preset], tokens, seed, batch)
+
+
+def _repeat(model: SimulatedModel, seen: Traffic, batch: int) -> float:
+    """Texts that want a neuron, of those that one text wants, on average."""
+    spec = model.spec
+    one = model.active * spec.neurons * spec.experts_per_token
+    union = float(seen.all_fire.mean())
+    return max(1.0, batch * one / union) if union and batch > 1 else 1.0
+
+
+def _result(situation: Situation, seen: Traffic, decoded: Decoded, first_s: float, wishes: Wishes) -> Result:
+    model, device, use = situation.model, situation.device, decoded.use
+    milliseconds = 1e3 * np.array(decoded.token_s)
+    cores, total = situation.system.compute_cores(device), device.dram_total_gb_per_s.value * 1e9
+    limit_s = max(
+        decoded.dram_bytes_per_token / total,
+        decoded.flash_bytes_per_token / device.sequential_bytes_per_s(),
+    )
+    return Result(
+        device=device.name,
+        model=model.name,
+        policy=situation.system.name,
+        resident=round(situation.resident, 4),
+        batch=situation.batch,
+        memory_bytes=model.fixed_bytes + situation.resident * model.cacheable_bytes,
+        tokens_per_s=situation.batch * len(milliseconds) / sum(decoded.token_s),
+        p50_ms=float(np.percentile(milliseconds, 50)),
+        p90_ms=float(np.percentile(milliseconds, 90)),
+        p99_ms=float(np.percentile(milliseconds, 99)),
+        prefill_tokens_per_s=wishes.prompt_tokens / first_s,
+        miss_rate=seen.miss_rate,
+        p99_miss_rate=float(np.percentile(seen.miss_rates(), 99)),
+        looked_miss_rate=seen.looked_miss_rate,
+        dram_bytes_per_token=decoded.dram_bytes_per_token,
+        flash_bytes_per_token=decoded.flash_bytes_per_token,
+        flash_reads_per_token=decoded.flash_reads_per_token,
+        exposed_io=use.exposed_io_s / use.total_s,
+        busy={
+            "cpu": use.busy_s["cpu"] / use.total_s / cores,
+            "npu": use.busy_s["npu"] / use.total_s,
+            "flash": use.busy_s["flash"] / use.total_s,
+            "dram": decoded.dram_bytes_per_token
+            * len(milliseconds)
+            / use.total_s
+            / (device.dram_total_gb_per_s.value * 1e9),
+        },
+        limit_tokens_per_s=situation.batch / limit_s if limit_s else float("inf"),
+    )
