@@ -17,7 +17,8 @@ Counts = NDArray[np.float64]
 
 class NativeClock(Policy):
     """The services' own replacement: residency words, and native/residency/clock.c takes from them. What a layer wants
-    is not taken meanwhile, as a worker's window ensures."""
+    is referenced by then, and the hand spares it. There is no window: one around a whole layer would push the hand
+    along with the layers, so that it only ever sees their first words, the hottest."""
 
     def __init__(self, order: Ids, slots: int, pinned_share: float = 0.0) -> None:
         super().__init__(order, slots, pinned_share)
@@ -26,21 +27,13 @@ class NativeClock(Policy):
         self._words[self.pinned] |= np.uint32(lib.NP_ENTRY_PINNED)
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
-        self._window: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
-
-    def step(self, wanted: Ids) -> int:
-        """As every policy's."""
-        if len(wanted):
-            self._window = np.array([int(wanted[0]) << 32 | int(wanted[-1]) + 1], dtype=np.uint64)
-        return super().step(wanted)
 
     def _look(self, wanted: Ids) -> None:
         self._words[wanted] |= np.uint32(lib.NP_ENTRY_REFERENCED)
 
     def _choose(self, free: NDArray[np.bool_], count: int) -> Ids:
         slots: Any = ffi.new("uint32_t[]", count)
-        windows = ffi.from_buffer("uint64_t[]", self._window)
-        taken = lib.np_clock_take(self._pointer, len(self._words), self._hand, windows, len(self._window), count, slots)
+        taken = lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
         self._slots = np.frombuffer(ffi.buffer(slots), dtype=np.uint32)[:taken].copy()
         gone = self.resident & (self._words & lib.NP_ENTRY_STATE_MASK != lib.NP_ENTRY_PRESENT)
         return np.flatnonzero(gone)

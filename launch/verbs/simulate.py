@@ -1,0 +1,151 @@
+"""`neuronpipe simulate DEVICE PACKAGE|SHAPE [--policy NAME] [--memory BYTES] [--json] [--trace FILE]`: how fast a model
+would be on a device that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
+from neuronpipe.launch.planning import open_package
+from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.trace.chrome import write_chrome
+from neuronpipe.launch.trace.picture import write_picture
+from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.pull.packages import package_path
+from neuronpipe.plans.simulate.decode import Decoded
+from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
+from neuronpipe.plans.simulate.events import Done
+from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model_named, model_of
+from neuronpipe.plans.simulate.recording import Recording
+from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
+from neuronpipe.plans.simulate.systems import SYSTEMS, system_named
+from neuronpipe.plans.synth.trajectory import PRESETS
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.spans import KINDS
+from neuronpipe.services.monitor.rings import Row, Span
+
+TRACED_TOKENS = 3
+_NUMBER = {kind.name: kind.number for kind in KINDS}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("device", metavar="DEVICE", help=f"one of {', '.join(known_devices())}, or a device file")
+    parser.add_argument("model", metavar="PACKAGE|SHAPE", help=f"a package, or one of {', '.join(known_models())}")
+    parser.add_argument("--policy", choices=SYSTEMS, default="ours", help="whose work is simulated (default: ours)")
+    parser.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="limit for the whole run, e.g. 7GB")
+    parser.add_argument(
+        "--ffn-resident", type=parse_share, metavar="SHARE", help="share of feed-forward bytes, e.g. 50%%"
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="texts at once (default: 1)")
+    parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="of the prefill (default: 512)")
+    parser.add_argument("--tokens", type=int, default=192, metavar="N", help="to decode and count (default: 192)")
+    parser.add_argument("--preset", choices=PRESETS, default="default", help="of the workload (default: default)")
+    parser.add_argument("--seed", type=int, default=1, help="of the workload (default: 1)")
+    parser.add_argument("--recording", type=Path, metavar="FILE.npz", help="what a text really wanted, instead")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="the last tokens: .json for Perfetto, .svg to look at"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.trace is not None and arguments.trace.suffix not in (".json", ".svg"):
+        raise UserError(f"--trace {arguments.trace}: give a name that ends in .json or .svg")
+    model, folder = _model(arguments.model)
+    device = _device(arguments.device, folder)
+    wishes = Wishes(
+        memory_bytes=arguments.memory,
+        resident=arguments.ffn_resident,
+        batch=arguments.batch,
+        prompt_tokens=arguments.prompt,
+        tokens=arguments.tokens,
+        preset=arguments.preset,
+        seed=arguments.seed,
+    )
+    recording = None if arguments.recording is None else Recording.load(arguments.recording)
+    with Progress("simulating", "parts", plain=arguments.json, steady=True) as progress:
+        result, decoded = simulate(
+            device,
+            model,
+            system_named(arguments.policy),
+            wishes,
+            recording=recording,
+            traced_tokens=TRACED_TOKENS if arguments.trace else 0,
+            progress=progress,
+        )
+    if arguments.trace is not None:
+        _write_trace(arguments.trace, decoded, result)
+    print(json.dumps(dataclasses.asdict(result)) if arguments.json else "\n".join(_shown(result)))
+    return 0
+
+
+def _model(name: str) -> tuple[SimulatedModel, Path | None]:
+    """The model, and where its package is."""
+    path = package_path(name)
+    if not path.exists():
+        return model_named(name), None
+    package = open_package(path)
+    return model_of(package.manifest), package.path
+
+
+def _device(name: str, package: Path | None) -> DeviceModel:
+    if name != THIS_MACHINE:
+        return read_device(name)
+    if package is None:
+        raise UserError(f"{THIS_MACHINE}: flash is measured on a package's file; name a package instead of a shape")
+    return this_machine(probe(package, say=lambda line: print(f"neuronpipe: {line}", file=sys.stderr)))
+
+
+def _shown(result: Result) -> Iterator[str]:
+    yield f"{result.model} on {result.device}, {result.policy}: {result.resident:.0%} of the feed-forward resident"
+    yield f"decode     {show_number(result.tokens_per_s)} tokens/s (limit {show_number(result.limit_tokens_per_s)})"
+    times = " / ".join(show_number(ms) for ms in (result.p50_ms, result.p90_ms, result.p99_ms))
+    yield f"           {times} ms between tokens (p50 / p90 / p99)"
+    yield f"prefill    {show_number(result.prefill_tokens_per_s)} tokens/s"
+    yield (
+        f"misses     {result.miss_rate:.1%} of active neurons (p99 {result.p99_miss_rate:.1%}), "
+        f"{result.looked_miss_rate:.1%} of those looked up"
+    )
+    reads = f"{show_bytes(result.flash_bytes_per_token)} in {result.flash_reads_per_token:,.0f} reads"
+    yield f"per token  {show_bytes(result.dram_bytes_per_token)} of DRAM, {reads} from flash"
+    busy = ", ".join(f"{unit} {share:.0%}" for unit, share in result.busy.items())
+    yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
+    yield f"memory     {show_bytes(result.memory_bytes)}"
+    yield "simulated; `plans/simulate/PAPER.md` says how far such figures are off"
+
+
+def _write_trace(file: Path, decoded: Decoded, result: Result) -> None:
+    rows = rows_of(decoded.trace)
+    if file.suffix == ".svg":
+        write_picture(file, rows, f"{result.model} {result.policy}, simulated, {result.device}")
+        return
+    with whole_file(file) as place, place.open("w", encoding="utf-8") as stream:
+        write_chrome(stream, rows)
+
+
+def rows_of(traces: tuple[tuple[Done, ...], ...]) -> list[Row]:
+    """Simulated tokens as the rings of a run would show them: a computing core or an NPU is a decode worker, flash is
+    what the loader reads, and the coordinator waits for all of them."""
+    units = sorted({done.unit for token in traces for done in token}, key=lambda unit: (unit == "flash", unit))
+    workers = [unit for unit in units if unit != "flash"]
+    spans: dict[str, list[Span]] = {unit: [] for unit in ("coordinator", *units)}
+    origin_s = 0.0
+    for step, token in enumerate(traces, 1):
+        ended_s = origin_s + max((done.ended_s for done in token), default=0.0)
+        for done in token:
+            began_ns, ended_ns = (round(1e9 * (origin_s + at_s)) for at_s in (done.began_s, done.ended_s))
+            spans[done.unit].append(Span(began_ns, ended_ns, _NUMBER[done.kind], done.layer, done.value, step))
+        began_ns = round(1e9 * origin_s)
+        spans["coordinator"].append(Span(began_ns, began_ns, _NUMBER["send"], 0, len(workers), step))
+        spans["coordinator"].append(Span(began_ns, round(1e9 * ended_s), _NUMBER["await"], 0, 1, step))
+        origin_s = ended_s
+    rows = [Row("coordinator", 0, 0, spans["coordinator"], 0)]
+    rows += [Row("decode", n, 0, spans[unit], 0) for n, unit in enumerate(workers)]
+    return rows + [Row("loader", 0, 0, spans[unit], 0) for unit in units if unit == "flash"]

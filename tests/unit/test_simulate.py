@@ -1,0 +1,276 @@
+"""The simulator: what it takes from the laws of its units, what it refuses, and the paper's figures beside its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.device.cores import Core
+from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.simulate.caching import NativeClock
+from neuronpipe.plans.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
+from neuronpipe.plans.simulate.events import Simulation
+from neuronpipe.plans.simulate.models import model_named, model_of
+from neuronpipe.plans.simulate.paper import DOCUMENT, off, published, row_line, simulated
+from neuronpipe.plans.simulate.policies import Clock
+from neuronpipe.plans.simulate.recording import Recording
+from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
+from neuronpipe.plans.simulate.systems import SYSTEMS
+from neuronpipe.protocol.errors import UserError
+
+PHONE = "oneplus-12"
+SMALL = "turbosparse-100m"
+
+
+@pytest.fixture(scope="module")
+def phone() -> DeviceModel:
+    return read_device(PHONE)
+
+
+def small(phone: DeviceModel, policy: str = "ours", **wishes: Any) -> Result:
+    """A run of a small model."""
+    return simulate(phone, model_named(SMALL), SYSTEMS[policy], Wishes(**({"tokens": 24} | wishes)))[0]
+
+
+def test_what_flash_alone_takes_is_its_seconds(phone: DeviceModel) -> None:
+    simulation = Simulation(phone, 5)
+    last = None
+    for _ in range(4):
+        last = simulation.add("flash", "read", 0, seconds=0.25, bytes=1e9, after=[last] if last else [])
+    simulation.run()
+    assert simulation.now_s == pytest.approx(1.0)
+    assert simulation.use.exposed_io_s == pytest.approx(1.0)
+    assert simulation.use.dram_bytes == pytest.approx(4e9)
+
+
+def test_what_memory_alone_takes_is_bytes_over_the_units_bandwidth(phone: DeviceModel) -> None:
+    for units, speed in (
+        (("cpu",) * 5, phone.dram_cpu_gb_per_s.value),
+        (("npu",), phone.dram_npu_gb_per_s.value),
+        (("cpu",), phone.fast_cores[-1].reads_gb_per_s),
+    ):
+        simulation = Simulation(phone, 5 if len(units) > 1 else 1)
+        for unit in units:
+            simulation.add(unit, "neurons", 0, bytes=1e9)
+        simulation.run()
+        assert simulation.now_s == pytest.approx(len(units) / speed)
+
+
+def test_units_that_are_active_at_once_share_memory(phone: DeviceModel) -> None:
+    simulation = Simulation(phone, 5)
+    for _ in range(5):
+        simulation.add("cpu", "neurons", 0, bytes=1e9)
+    simulation.add("npu", "neurons", 0, bytes=1e9)
+    simulation.run()
+    assert simulation.use.most_dram_bytes_per_s == pytest.approx(phone.dram_total_gb_per_s.value * 1e9)
+
+
+def test_a_core_takes_the_next_task_and_nothing_starts_before_what_it_waits_for(phone: DeviceModel) -> None:
+    simulation = Simulation(phone, 2, keep_trace=True)
+    first = [simulation.add("cpu", "predict", 0, seconds=1.0) for _ in range(3)]
+    simulation.add("none", "", 0, seconds=0.5, after=first)
+    simulation.add("cpu", "neurons", 0, seconds=1.0, after=first)
+    simulation.run()
+    assert simulation.now_s == pytest.approx(3.0)
+    assert simulation.trace is not None
+    assert [(done.kind, round(done.began_s)) for done in simulation.trace] == [
+        ("predict", 0), ("predict", 0), ("predict", 1), ("neurons", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", SYSTEMS)
+def test_no_unit_does_more_than_it_can(phone: DeviceModel, policy: str) -> None:
+    result, decoded = simulate(phone, model_named(SMALL), SYSTEMS[policy], Wishes(resident=0.4, tokens=16))
+    assert decoded.use.most_dram_bytes_per_s <= phone.dram_total_gb_per_s.value * 1e9 * 1.0001
+    assert all(0 <= share <= 1.0001 for share in result.busy.values())
+    assert result.tokens_per_s <= result.limit_tokens_per_s
+    assert decoded.use.total_s == pytest.approx(sum(decoded.token_s))
+
+
+@pytest.mark.parametrize("policy", SYSTEMS)
+def test_more_memory_is_not_slower(phone: DeviceModel, policy: str) -> None:
+    speeds = [small(phone, policy, resident=share).tokens_per_s for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
+    assert all(more > 0.98 * less for less, more in itertools.pairwise(speeds))
+    assert speeds[-1] > 1.2 * speeds[0]
+
+
+def test_everything_in_memory_reads_no_flash_and_misses_nothing(phone: DeviceModel) -> None:
+    result = small(phone)
+    assert (result.flash_bytes_per_token, result.miss_rate, result.exposed_io) == (0, 0, 0)
+
+
+def test_the_same_seed_gives_the_same_figures(phone: DeviceModel) -> None:
+    assert small(phone, resident=0.5) == small(phone, resident=0.5)
+    assert small(phone, resident=0.5) != small(phone, resident=0.5, seed=2)
+
+
+def test_the_services_own_clock_misses_what_its_model_misses() -> None:
+    random = np.random.default_rng(3)
+    shares = np.sort(random.beta(0.5, 3.0, 4096))[::-1]
+    order = np.arange(4096)
+    native, clock = NativeClock(order, 2048, 0.25), Clock(order, 2048, 0.25, most_uses=7)
+    rates = [0, 0]
+    for _ in range(300):
+        wanted = np.flatnonzero(random.random(4096) < shares)
+        rates[0], rates[1] = rates[0] + native.step(wanted), rates[1] + clock.step(wanted)
+        assert native.resident.sum() == 2048
+        assert native.resident[native.pinned].all()
+    assert rates[0] == pytest.approx(rates[1], rel=0.03)
+
+
+def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:
+    model = model_of(Package.open(DEMO).manifest)
+    spec = model.spec
+    wanted = np.full((8, spec.layers, 1), 0b1111, dtype=np.uint8)
+    recording = Recording(wanted, np.ones((8, spec.layers, 1), dtype=bool), 8, True, "four of eight, always")
+    result, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.5, tokens=16), recording=recording)
+    assert result.miss_rate == 0.0  # the same four fit
+    less, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.25, tokens=16), recording=recording)
+    assert less.miss_rate > 0.4
+
+
+def test_this_machine_is_what_was_measured_of_it() -> None:
+    flash = FlashCurve(
+        engine="threads",
+        direct=True,
+        points=tuple(FlashPoint(request_bytes=s, depth=32, bytes_per_s=1e9 * g) for s, g in ((4096, 1), (65536, 2))),
+    )
+    memory = MemorySpeed(
+        threads=2,
+        one_thread_bytes_per_s=8e9,
+        sequential_bytes_per_s=14e9,
+        pieces=(PiecePoint(piece_bytes=4096, bytes_per_s=5e9),),
+    )
+    device = Device(
+        architecture="x86_64",
+        instruction_set="avx2",
+        cores=tuple(Core(id=n, capacity=1024, kind="big") for n in range(2)),
+        cpu_quota=None,
+        memory_total_bytes=8 << 30,
+        memory_available_bytes=6 << 30,
+        page_bytes=4096,
+        memlock_bytes=None,
+        io_uring=True,
+        flash=flash,
+        memory_speed=memory,
+    )
+    made = this_machine(device)
+    assert not made.has_npu
+    assert made.random_bytes_per_s(4096, 1 << 40, "several") == pytest.approx(1e9)
+    assert made.dram_total_gb_per_s.value == pytest.approx(14)
+    result = small(made, "powerinfer2", resident=0.5)  # without its NPU
+    assert result.busy["npu"] == 0
+    with pytest.raises(UserError, match="flash and memory were not measured"):
+        this_machine(dataclasses.replace(device, flash=None))
+
+
+def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
+        for step in path[:-1]:
+            values = values[step]
+        values[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (_set("copy_gb_per_s", "value", to=-1), "copy_gb_per_s"),
+        (_set("lookup_ns", "value", to=1e12), "lookup_ns"),
+        (_set("barrier_us", "source", to=" "), "barrier_us"),
+        (_set("barrier_us", to=10), "barrier_us"),
+        (_set("cores", to=[]), "cores"),
+        (_set("cores", 0, "count", to=0), "cores[0].count"),
+        (_set("cores", 0, "kind", to="huge"), "cores[0].kind"),
+        (_set("flash_random", "points", to=[]), "flash_random"),
+        (_set("flash_random", "points", 1, "block_kib", to=4), "flash_random"),
+        (_set("flash_ranges", "points", 0, "share", to=1.5), "flash_ranges"),
+        (_set("flash_issuers", "several", to=0), "flash_issuers.several"),
+        (_set("dram_total_gb_per_s", "value", to=10), "dram_total_gb_per_s"),
+        (_set("dram_npu_gb_per_s", "value", to=0), "dram_npu_gb_per_s"),
+        (_set("npu_tops", to=1), "npu_tops"),
+    ],
+)
+def test_a_device_file_with_an_absurd_value_names_file_and_field(
+    tmp_path: Path, change: Callable[[Any], None], field: str
+) -> None:
+    values = json.loads((FOLDER / f"{PHONE}.json").read_text())
+    change(values)
+    file = tmp_path / "phone.json"
+    file.write_text(json.dumps(values))
+    with pytest.raises(UserError) as wrong:
+        read_device(str(file))
+    assert f"{file}: " in str(wrong.value)
+    assert f"'{field}" in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("moon-phone", SMALL), "known are oneplus-12"),
+        ((PHONE, "gpt-9"), "neither a package nor a known shape"),
+        ((PHONE, SMALL, "--memory", "1GB", "--ffn-resident", "50%"), "one decides the other"),
+        ((PHONE, "bamboo-7b", "--memory", "1GB"), "bamboo-7b needs"),
+        ((PHONE, SMALL, "--batch", "0"), "--batch 0: between 1 and"),
+        ((PHONE, SMALL, "--trace", "picture.png"), "ends in .json or .svg"),
+        (("this-machine", SMALL), "name a package"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["simulate", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_trace_is_the_same_kind_of_file_as_a_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", PHONE, SMALL, "--policy", "powerinfer2", "--ffn-resident", "50%", "--tokens", "6"]
+    events, picture = tmp_path / "trace.json", tmp_path / "trace.svg"
+    assert main([*words, "--json", "--trace", str(events)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    spans = [event for event in json.loads(events.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {span["name"] for span in spans} >= {"attend", "predict", "neurons", "read", "logits", "await"}
+    last = [span["dur"] / 1000 for span in spans if span["name"] == "await"]
+    assert len(last) == 3
+    assert max(last) <= result["p99_ms"] * 1.5
+    assert main([*words, "--trace", str(picture)]) == 0
+    assert "simulated" in picture.read_text()
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_the_document_has_every_published_figure_and_lists_what_is_off() -> None:
+    text = DOCUMENT.read_text()
+    rows = [(table, row) for table in published().cells for row in table.rows]
+    for _, row in rows:
+        assert re.search(rf"\| {re.escape(f'{row.published:g}')}\??( \(fitted\))? \|", text)
+    assert sum(row.fitted for _, row in rows) == 1
+    bold = len(re.findall(r"\*\*[+-]\d+ %\*\*", text))
+    assert f"## Further off than wanted: {bold} of " in text
+
+
+@pytest.mark.parametrize("unit", ["prefill-128", "prefill-512"])
+def test_the_documents_prefill_is_the_simulators(unit: str) -> None:
+    lines = DOCUMENT.read_text().splitlines()
+    for table in (table for table in published().cells if table.unit == unit):
+        for row in table.rows:
+            assert row_line(row, table, simulated(row, table.unit)) in lines
+
+
+def test_the_documents_first_figure_is_the_simulators_and_near_what_was_published() -> None:
+    table = published().cells[0]
+    row = table.rows[0]
+    value = simulated(row, table.unit)
+    assert row_line(row, table, value) in DOCUMENT.read_text().splitlines()
+    assert not off(row, table, value)
