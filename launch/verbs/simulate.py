@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
-    with Progress("simulating", "parts", plain=arguments.json, steady=True) as progress:
+    with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
         result, decoded = simulate(
             device,
             model,

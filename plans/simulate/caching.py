@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.simulate.policies import Ids, Lru, Policy
+from neuronpipe.plans.simulate.policies import Ids, Lru, Policy, Static
 from neuronpipe.plans.simulate.systems import System
 from neuronpipe.plans.simulate.workload import Wanted, Workload
 from numpy.typing import NDArray
 
 Counts = NDArray[np.float64]
+VALUE_ROWS = 2  # of a neuron with a gate: Up and Down
 
 
 class NativeClock(Policy):
@@ -71,11 +72,14 @@ class Traffic:
         return rates
 
 
-def traffic(workload: Workload, system: System, resident: float, batch: int, skipped_tokens: int) -> Traffic:
-    """resident: share of all neurons that memory holds, hot ones among them. The first tokens are not counted."""
+def traffic(
+    workload: Workload, system: System, resident: float, batch: int, skipped_tokens: int, *, exact: bool = False
+) -> Traffic:
+    """resident: share of all neurons that memory holds, hot ones among them. The first tokens are not counted. exact:
+    the first part of every neuron is looked up."""
     hot_share = system.hot_share(resident, batch)
     hot = _hot(workload, hot_share)
-    cache = _cache(workload, system, resident, hot)
+    cache = _cache(workload, system, resident, hot, exact)
     layers = len(workload.tokens[0])
     counts = np.zeros((6, len(workload.tokens), layers))
     for n, token in enumerate(workload.tokens):
@@ -136,7 +140,7 @@ class _Parts(_Nothing):
         return self._triggers.step(wanted.looked), values, values
 
 
-def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_]) -> _Nothing:
+def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.bool_], exact: bool) -> _Nothing:
     order = workload.order
     if resident >= 1:
         return _Everything()
@@ -146,6 +150,9 @@ def _cache(workload: Workload, system: System, resident: float, hot: NDArray[np.
     if slots == 0:
         return _Nothing()
     if system.cache == "clock":
+        if exact:  # as the planner fills memory: first parts first, since each that stays saves its read in every token
+            triggers = min(len(order), (1 + VALUE_ROWS) * slots)
+            return _Parts(Static(order, triggers, 1.0), NativeClock(order, slots - (triggers - slots) // VALUE_ROWS))
         return _Parts(NativeClock(order, slots), NativeClock(order, slots))
     cold_first = np.concatenate((order[~hot[order]], order[hot[order]]))
     return _Neurons(Lru(cold_first, slots), len(order))

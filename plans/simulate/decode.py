@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from neuronpipe.plans.simulate.caching import Traffic
 from neuronpipe.plans.simulate.device_file import DeviceModel
@@ -72,7 +72,12 @@ def _spanned(size_bytes: float) -> float:
     return (1 + (size_bytes - 1) / PAGE) * PAGE
 
 
-def decode(situation: Situation, traffic: Traffic, traced_tokens: int = 0) -> Decoded:
+def decode(
+    situation: Situation,
+    traffic: Traffic,
+    traced_tokens: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Decoded:
     """All tokens of the traffic; of the last ones with a trace."""
     tokens = len(traffic.looked)
     seconds, traces, whole = [], [], Use(busy_s={"cpu": 0.0, "npu": 0.0, "flash": 0.0})
@@ -85,6 +90,7 @@ def decode(situation: Situation, traffic: Traffic, traced_tokens: int = 0) -> De
         _add(whole, one.simulation.use)
         if one.simulation.trace is not None:
             traces.append(tuple(one.simulation.trace))
+        progress(n + 1, tokens)
     count = max(1, tokens)
     return Decoded(
         tuple(seconds), whole, whole.dram_bytes / count, flash_bytes / count, flash_reads / count, tuple(traces)

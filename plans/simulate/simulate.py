@@ -89,20 +89,25 @@ def simulate(
 ) -> tuple[Result, Decoded]:
     """Raises UserError for wishes that cannot be met."""
     _check(wishes)
-    system = system.on(device)
+    system, model = system.on(device), _as_computed(model, system)
     resident = resident_share(model, wishes)
-    progress(0, 3)
     work = _workload(model, wishes, recording)
-    progress(1, 3)
-    seen = traffic(work, system, resident, wishes.batch, min(SKIPPED_TOKENS, len(work.tokens) // 2))
-    progress(2, 3)
+    progress(0, wishes.tokens)
+    seen = traffic(
+        work, system, resident, wishes.batch, min(SKIPPED_TOKENS, len(work.tokens) // 2), exact=model.predicted >= 1
+    )
     situation = Situation(
         device, model, system, wishes.context_tokens, resident, wishes.batch, _repeat(model, seen, wishes.batch)
     )
-    decoded = decode(situation, seen, traced_tokens)
+    decoded = decode(situation, seen, traced_tokens, progress)
     result = _result(situation, seen, decoded, prefill_s(situation, wishes.prompt_tokens), wishes)
-    progress(3, 3)
     return result, decoded
+
+
+def _as_computed(model: SimulatedModel, system: System) -> SimulatedModel:
+    """Without a predictor we compute exactly: every neuron's first row. Others cannot do without one."""
+    exact = system.name == "ours" and not model.predictor_rank
+    return dataclasses.replace(model, predicted=1.0) if exact else model
 
 
 def _check(wishes: Wishes) -> None:

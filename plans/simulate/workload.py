@@ -111,6 +111,8 @@ class Predictor:
 
 def _predictor(model: SimulatedModel, preset: Preset, cuts: Floats, random: np.random.Generator) -> Predictor:
     """One that finds RECALL of what fires and names as many as the model's does; without false positives, all."""
+    if model.predicted >= 1:
+        return Predictor(cut=-np.inf)
     if model.predicted <= model.active:
         return Predictor()
     margins = next(stretches(preset, FITTED_TOKENS, len(cuts), random)) - cuts

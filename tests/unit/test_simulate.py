@@ -128,6 +128,15 @@ def test_the_services_own_clock_misses_what_its_model_misses() -> None:
     assert rates[0] == pytest.approx(rates[1], rel=0.03)
 
 
+def test_a_package_without_a_predictor_is_computed_exactly_and_keeps_first_parts_first(phone: DeviceModel) -> None:
+    model = dataclasses.replace(model_named(SMALL), predictor_rank=0)
+    half, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.5, tokens=12))
+    assert half.looked_miss_rate == 0  # a third of the bytes
+    assert half.miss_rate > 0.05
+    quarter, _ = simulate(phone, model, SYSTEMS["ours"], Wishes(resident=0.25, tokens=12))
+    assert quarter.looked_miss_rate == pytest.approx(0.25, abs=0.01)
+
+
 def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:
     model = model_of(Package.open(DEMO).manifest)
     spec = model.spec
