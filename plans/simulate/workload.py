@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from neuronpipe.plans.predictor.fit import quantile
@@ -16,6 +17,7 @@ from neuronpipe.plans.simulate.models import SimulatedModel
 from neuronpipe.plans.simulate.policies import Ids
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.synth.firing import active_shares
+from neuronpipe.plans.synth.routing import routing_of
 from neuronpipe.plans.synth.trajectory import Preset, stretches
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -80,6 +82,7 @@ class _Text:
     def tokens(self, count: int, random: np.random.Generator) -> Iterator[tuple[Mask, Mask]]:
         """Of all neurons, those named and those that fire."""
         spec, width = self._model.spec, len(self._cuts)
+        own = routing_of(spec).own  # of a router's values, what comes from the token and not from the state
         noise = stretches(NOISE, count, width, random)
         routes = stretches(
             self._preset, count, spec.layers * spec.experts, random
@@ -90,11 +93,12 @@ class _Text:
             for margin, score, route in zip(margins, scores, next(routes), strict=True):
                 named = score > self._predictor.cut
                 if spec.experts > 1:
-                    named &= _chosen(route.reshape(spec.layers, spec.experts), spec.experts_per_token, width)
+                    values = route * np.sqrt(1 - own) + np.sqrt(own) * random.standard_normal(len(route))
+                    named &= _chosen(values.reshape(spec.layers, spec.experts), spec.experts_per_token, width)
                 yield named, (margin > 0) & named
 
 
-def _chosen(route: Floats, count: int, width: int) -> Mask:
+def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
     """Neurons of the experts with the greatest values."""
     here = np.zeros(route.shape, dtype=bool)
     np.put_along_axis(here, np.argsort(-route, axis=1)[:, :count], True, axis=1)
