@@ -24,6 +24,7 @@ def planned(manifest: Manifest, plan: Plan, device: Device, case: Case, batch: i
         plan.flash,
         device.flash,
         device.memory_speed,
+        device.profile,
         batch=batch,
         position_tokens=case.prompt_tokens + case.decode_tokens // 2,
         prompt_tokens=case.prompt_tokens,

@@ -74,10 +74,11 @@ def _expectation(plan: Plan) -> list[str]:
     terms = (
         ("memory, end to end", e.sequential_bytes_per_token, e.sequential_ms_per_token, ""),
         ("memory, in pieces", e.neuron_bytes_per_token, e.neuron_ms_per_token, f"of {e.piece_bytes:,} bytes"),
+        ("reads, barriers", None, e.overhead_ms_per_token, "processor time"),
         ("flash", e.flash_bytes_per_token, e.flash_ms_per_token, f"{e.flash_reads_per_token:,} reads"),
         ("  exposed", None, e.exposed_flash_ms_per_token, "that computing does not hide"),
     )
-    lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up at most"]
+    lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up"]
     for name, size, time_ms, note in terms:
         shown = " " * 13 if size is None else _size(size)
         lines.append(f"  {name:<19}{shown}  {'-' if time_ms is None else f'{time_ms:.2f}':>9} ms  {note}".rstrip())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from neuronpipe.plans.package.activity import Points, interpolated
+from neuronpipe.plans.package.activity import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.plan import Mode
 
@@ -28,6 +28,11 @@ HOTTEST: Points = (
     (0.70, 0.925),
     (1.0, 1.0),
 )
+# Of the wanted units, those absent, by the share of all that is resident: CLOCK with uses, where the package was not
+# measured. Bundles of a dense model and whole experts by simulation (plans/simulate), bundles of experts by a run.
+ASSUMED_MISSES: Points = ((0.0, 1.0), (0.1, 0.45), (0.25, 0.125), (0.5, 0.04), (0.75, 0.014), (1.0, 0.0))
+ASSUMED_EXPERT_MISSES: Points = ((0.0, 1.0), (0.15, 0.5), (0.3, 0.26), (0.55, 0.115), (1.0, 0.0))
+ASSUMED_ROUTED_MISSES: Points = ((0.0, 1.0), (0.15, 0.28), (0.3, 0.15), (0.55, 0.035), (1.0, 0.0))
 ASSUMED_FIRED = 0.1  # when the package does not state a measurement
 ASSUMED_PREDICTED = 1.3  # neurons predicted per active one, of a predictor that was never measured
 UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
@@ -98,6 +103,18 @@ def ranks(predictor: Predictor) -> str:
         return f"rank {predictor.rank:,}"
     mean = sum(predictor.ranks) / len(predictor.ranks)
     return f"ranks {min(predictor.ranks):,} to {predictor.rank:,}, mean {mean:,.0f}"
+
+
+def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_experts: bool = False) -> float:
+    """Of the bundles (in exact mode: value parts; or whole experts) that a token wants, those that are not resident
+    when so many of all are: by the package's activity profile, else as assumed."""
+    unit: Unit = "expert" if whole_experts else "bundle" if mode == "predicted" else "value"
+    profile = manifest.profile(mode) or manifest.profile("exact")
+    measured = profile.miss_rate(unit, resident_share) if profile is not None else None
+    if measured is not None:
+        return measured
+    routed = ASSUMED_ROUTED_MISSES if manifest.model.experts > 1 else ASSUMED_MISSES
+    return interpolated(ASSUMED_EXPERT_MISSES if whole_experts else routed, resident_share)
 
 
 def touched(share: float, neurons: int) -> float:

@@ -143,6 +143,7 @@ class Expected:
     flash_bytes_per_token: int
     sequential_ms_per_token: float | None
     neuron_ms_per_token: float | None
+    overhead_ms_per_token: float  # processor time of reads, barriers, messages
     flash_ms_per_token: float | None
     exposed_flash_ms_per_token: float | None  # what computing does not hide
     tokens_per_s: float | None

@@ -224,7 +224,14 @@ class _Planning:
             memory=memory,
             flash=flash,
             expected=expected(
-                manifest, self._rates, compute, memory, flash, self._device.flash, self._device.memory_speed
+                manifest,
+                self._rates,
+                compute,
+                memory,
+                flash,
+                self._device.flash,
+                self._device.memory_speed,
+                self._device.profile,
             ),
             reasons=(*self._mode_reasons(), *regions.reasons, *read.reasons, self._chunk_reason(chunk, others)),
         )

@@ -1,20 +1,22 @@
-"""What tokens should cost: bytes over measured speeds. An expectation to compare a measurement with.
+"""What tokens should cost, from bytes, rows and reads. An expectation to compare a measurement with.
 
-    step = sequential bytes / sequential speed + neuron bytes / speed of pieces + flash time that nothing hides
+    step = fixed matrices, keys and values + neurons + reading and meetings + flash time that nothing hides
 
-Computing is taken to keep up with memory. Misses are those of a cache that always holds the hottest neurons and nothing
-else: a policy that follows the text misses less. The texts of a batch and the tokens of a prompt are taken to choose
-their neurons independently of each other.
+`cost.py` says what each takes on a device, `firing.py` what a cache misses. The texts of a batch and the tokens of a
+prompt are taken to choose their neurons independently of each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
-from neuronpipe.plans.plan.firing import Rates, touched
+from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.plans.plan.firing import Rates, miss_rate, touched
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
@@ -28,6 +30,7 @@ def expected(
     flash: Flash,
     curve: FlashCurve | None,
     speed: MemorySpeed | None,
+    profile: DeviceProfile | None = None,
     *,
     batch: int = 1,
     position_tokens: int | None = None,
@@ -39,7 +42,11 @@ def expected(
     position_tokens: tokens of each text before the one that is decoded (default: half of the context)
     prompt_tokens: length of the prompt (default: one prefill chunk)
     """
-    run = _Run(manifest, rates, compute, memory, flash, curve, speed)
+    workers = compute.decode_workers()
+    loader_core = next(process.core for process in compute.processes if process.role == "loader")
+    shares_core = loader_core is None or loader_core in {worker.core for worker in workers}
+    cost = Cost(manifest, len(workers), shares_core, curve, speed, profile)
+    run = _Run(manifest, rates, compute, memory, flash, cost)
     step = run.decode_step(batch, compute.context_tokens // 2 if position_tokens is None else position_tokens)
     prompt = compute.prefill_chunk_tokens if prompt_tokens is None else prompt_tokens
     prompt_ms = run.prompt_ms(prompt)
@@ -53,6 +60,7 @@ def expected(
         flash_bytes_per_token=step.read_bytes // batch,
         sequential_ms_per_token=_rounded(step.sequential_ms, 1 / batch),
         neuron_ms_per_token=_rounded(step.pieces_ms, 1 / batch),
+        overhead_ms_per_token=round(step.overhead_ms / batch, 3),
         flash_ms_per_token=_rounded(step.flash_ms, 1 / batch),
         exposed_flash_ms_per_token=_rounded(step.exposed_ms, 1 / batch),
         tokens_per_s=_per_second(batch, step.ms),
@@ -62,35 +70,39 @@ def expected(
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Step:
     """What one step moves, and its times; None where the device was not measured."""
 
-    sequential_bytes: int
-    pieces_bytes: int
-    piece_bytes: int
-    reads: int
-    read_bytes: int
-    miss_rate: float
+    sequential_bytes: int = 0
+    pieces_bytes: int = 0
+    piece_bytes: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    miss_rate: float = 0.0
     sequential_ms: float | None
     pieces_ms: float | None
+    overhead_ms: float = 0.0  # processor time of reads, barriers, messages
     flash_ms: float | None
-    hides_behind: tuple[bool, bool]  # whether reads do: behind what is read from end to end, behind pieces
+    hidden_ms: float | None  # of flash time, what work goes on meanwhile
+    in_bursts: bool  # reads are known layer by layer, and each layer has others
 
     @property
     def exposed_ms(self) -> float | None:
-        """Of the flash time, what nothing hides."""
-        if self.sequential_ms is None or self.pieces_ms is None or self.flash_ms is None:
+        """Of the flash time, what nothing hides. Reads that come in bursts are now many, now few: with a time spread as
+        widely as its mean (exponentially), what exceeds the time to hide it is the mean times exp(-hidden / mean)."""
+        if self.flash_ms is None or self.hidden_ms is None:
             return None
-        behind_sequential, behind_pieces = self.hides_behind
-        return max(0.0, self.flash_ms - self.sequential_ms * behind_sequential - self.pieces_ms * behind_pieces)
+        if not self.in_bursts or not self.flash_ms:
+            return max(0.0, self.flash_ms - self.hidden_ms)
+        return self.flash_ms * math.exp(-self.hidden_ms / self.flash_ms)
 
     @property
     def ms(self) -> float | None:
         """The whole step."""
         if self.sequential_ms is None or self.pieces_ms is None or self.exposed_ms is None:
             return None
-        return self.sequential_ms + self.pieces_ms + self.exposed_ms
+        return self.sequential_ms + self.pieces_ms + self.overhead_ms + self.exposed_ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +120,7 @@ class _Run:
     compute: Compute
     memory: Memory
     flash: Flash
-    curve: FlashCurve | None
-    speed: MemorySpeed | None
+    cost: Cost
 
     # ---- steps -----------------------------------------------------------------------------------------------
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
@@ -118,10 +129,8 @@ class _Run:
         rates, layout, flash = self.rates, self.manifest.layout, self.flash
         in_order = rates.trigger_read == 1.0  # all triggers, one after the other
         triggers, values = self._triggers(batch), self._values(batch, rates.value_read)
-        rows = self._rows(batch, rates.trigger_read), self._value_rows(batch)
-        sequential = self._fixed_bytes(batch) + batch * self._kv_bytes(position_tokens)
-        sequential += int(rows[0]) if in_order else 0
-        pieces = int(rows[1]) if in_order else int(rows[0] + rows[1])
+        trigger_bytes, value_bytes = self._rows(batch, rates.trigger_read), self._value_rows(batch)
+        fixed_bytes, kv_bytes = self._fixed_bytes(batch), batch * self._kv_bytes(position_tokens)
         # The size of a piece is that of one text: others read the same ones, or others of the same size.
         one_bytes = self._value_rows(1) + (0.0 if in_order else self._rows(1, rates.trigger_read))
         one_pieces = self._values(1, rates.value_read).wanted + (0.0 if in_order else self._triggers(1).wanted)
@@ -135,7 +144,44 @@ class _Run:
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         missed, wanted = sum(part.missed for part in looked_up), sum(part.wanted for part in looked_up)
         piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else self._row_bytes
-        return self._step(sequential, pieces, piece_bytes, reads, read_bytes, missed / max(1.0, wanted))
+        fixed_ms, kv_ms = self.cost.fixed_ms(fixed_bytes), self.cost.read_from_end_to_end_ms(kv_bytes)
+        if in_order:
+            triggers_ms = self.cost.triggers_ms(trigger_bytes)
+            pieces_ms = self.cost.values_ms(value_bytes, rates.value_read, piece_bytes)
+        else:
+            triggers_ms = 0.0
+            pieces_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
+        ffns = self.manifest.model.layers
+        ahead = in_order and self.manifest.model.experts == 1  # the same for every token, and asked for in time
+        sequential_ms = _sum(fixed_ms, kv_ms, triggers_ms)
+        return _Step(
+            sequential_bytes=int(fixed_bytes + kv_bytes + (trigger_bytes if in_order else 0)),
+            pieces_bytes=int(value_bytes + (0 if in_order else trigger_bytes)),
+            piece_bytes=piece_bytes,
+            reads=reads,
+            read_bytes=read_bytes,
+            miss_rate=missed / max(1.0, wanted),
+            sequential_ms=sequential_ms,
+            pieces_ms=pieces_ms,
+            overhead_ms=self.cost.reading_ms(reads, read_bytes) + self.cost.meetings_ms(),
+            flash_ms=self.cost.flash_ms(reads, read_bytes, reads if ahead else reads / ffns, flash.depth),
+            hidden_ms=self._hidden_ms(_sum(fixed_ms, kv_ms), _sum(triggers_ms, pieces_ms), ahead),
+            in_bursts=not ahead,
+        )
+
+    def _hidden_ms(self, attention_ms: float | None, neurons_ms: float | None, ahead: bool) -> float | None:
+        """What goes on while a layer's reads do. Without prefetch, or where attention decides which neurons are wanted,
+        only neurons are computed meanwhile."""
+        if attention_ms is None or neurons_ms is None:
+            return None
+        if not self.compute.pipeline:
+            return 0.0
+        return neurons_ms + attention_ms * (self.compute.prefetch and (ahead or self._known_before_attention()))
+
+    def _known_before_attention(self) -> bool:
+        if self.compute.mode == "predicted" and self.manifest.predictor is not None:
+            return self.manifest.predictor.reads == "attention"
+        return self.manifest.model.router_reads == "layer"
 
     def prompt_ms(self, tokens: int) -> float | None:
         """A prompt, a chunk at a time: every weight that one of a chunk's tokens wants is read once."""
@@ -149,45 +195,40 @@ class _Run:
         return total_ms
 
     def _prefill_step(self, tokens: int, before: int) -> _Step:
-        rates, layout = self.rates, self.manifest.layout
-        in_order = rates.trigger_read == 1.0
+        """A layer's weights stream in while the one before is computed. A prompt is computed without a predictor."""
+        rates, layout, model = self.rates, self.manifest.layout, self.manifest.model
         value_rate = rates.trigger_read if tokens >= DENSE_TOKENS else rates.value_read
         triggers, values = self._triggers(tokens), self._values(tokens, value_rate)
         cluster_bytes = layout.cluster_neurons * self._row_bytes
-        matrices = 2 if self.manifest.model.gated else 1  # of the value part
+        matrices = 2 if model.gated else 1  # of the value part
         neuron_bytes = int((triggers.wanted + values.wanted * matrices) * cluster_bytes)
         read_bytes = triggers.missed * layout.trigger_part_bytes + values.missed * layout.value_part_bytes
-        reads = -(-read_bytes // self.flash.most_read_bytes) if in_order else max(triggers.missed, values.missed)
-        sequential = self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
-        missed = triggers.missed / max(1.0, triggers.wanted)
-        return self._step(sequential, 0, self._row_bytes, reads, read_bytes, missed)
-
-    def _step(
-        self, sequential_bytes: int, pieces_bytes: int, piece_bytes: int, reads: int, read_bytes: int, miss_rate: float
-    ) -> _Step:
-        speed, curve = self.speed, self.curve
-        sequential_ms, pieces_ms, flash_ms = None, None, None
-        if speed is not None:
-            share = _share_of_speed(speed, len(self.compute.decode_workers()))
-            sequential_ms = 1e3 * sequential_bytes / (share * speed.sequential_bytes_per_s)
-            pieces_ms = 1e3 * pieces_bytes / (share * speed.piece_bytes_per_s(piece_bytes))
-        if reads == 0:
-            flash_ms = 0.0
-        elif curve is not None:
-            flash_ms = 1e3 * read_bytes / curve.bytes_per_s(read_bytes // reads, self.flash.depth)
-        # Without prefetch a layer's reads hide behind its own resident neurons only; with it, behind everything.
-        behind = self.compute.pipeline and self.compute.prefetch, self.compute.pipeline
+        reads = -(-read_bytes // self.flash.most_read_bytes)
+        moved_ms = self.cost.read_from_end_to_end_ms(
+            self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
+        )
+        computed_ms = self._prefill_compute_ms(tokens)
+        work_ms = moved_ms if computed_ms is None or moved_ms is None else max(moved_ms, computed_ms)
         return _Step(
-            sequential_bytes,
-            pieces_bytes,
-            piece_bytes,
-            reads,
-            read_bytes,
-            miss_rate,
-            sequential_ms,
-            pieces_ms,
-            flash_ms,
-            behind,
+            sequential_ms=work_ms,
+            pieces_ms=0.0,
+            overhead_ms=self.cost.reading_ms(reads, read_bytes),
+            flash_ms=self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth),
+            hidden_ms=work_ms,
+            in_bursts=False,
+        )
+
+    def _prefill_compute_ms(self, tokens: int) -> float | None:
+        """Of the kernels; None where they were not measured."""
+        model, rates = self.manifest.model, self.rates
+        attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
+        each = max(1, round(tokens * rates.chosen))  # tokens of an expert
+        gates = _union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
+        values = tokens * rates.chosen * rates.value_read * model.ffns * model.neurons * model.width
+        return _sum(
+            self.cost.panel_ms(tokens, attention),
+            self.cost.panel_ms(each, gates),
+            self.cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read),
         )
 
     # ---- bytes -----------------------------------------------------------------------------------------------
@@ -222,17 +263,29 @@ class _Run:
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int) -> _Parts:
-        return self._parts(self.rates.trigger_read, self.memory.trigger_slots, tokens, self.compute.mode != "predicted")
+        predicted, memory = self.compute.mode == "predicted", self.memory
+        return self._parts(
+            self.rates.trigger_read, memory.trigger_slots, memory.pinned_triggers_per_layer, tokens, not predicted
+        )
 
     def _values(self, tokens: int, share: float) -> _Parts:
-        return self._parts(share, self.memory.value_slots, tokens, share == 1.0)
+        memory = self.memory
+        return self._parts(share, memory.value_slots, memory.pinned_values_per_layer, tokens, share == 1.0)
 
-    def _parts(self, share: float, slots: int, tokens: int, all_wanted: bool) -> _Parts:
-        """Of a token that wants this share of the neurons of chosen experts. all_wanted: hot ones or not."""
-        clusters = self.manifest.clusters
+    def _parts(self, share: float, slots: int, pinned_per_ffn: int, tokens: int, all_wanted: bool) -> _Parts:
+        """Of a token that wants this share of the neurons of chosen experts. all_wanted: all of theirs."""
+        clusters, mixture = self.manifest.clusters, self.manifest.model.experts > 1
         resident = slots / clusters
         wanted = touched(share, self.manifest.layout.cluster_neurons) * self.rates.chosen * clusters
-        missed = wanted * (1 - (resident if all_wanted else self.rates.activations_within(resident)))
+        together = clusters * _union(min(1.0, wanted / clusters), tokens)
+        if resident >= 1.0:
+            return _Parts(together, 0)
+        if all_wanted and not mixture:
+            return _Parts(together, int(together * (1 - resident)))
+        if together >= slots:  # what a step brings is gone before the next one, but for what is pinned
+            stays = self.rates.activations_within(pinned_per_ffn / self.manifest.layout.clusters)
+            return _Parts(together, int(together * (1 - stays)))
+        missed = wanted * miss_rate(self.manifest, self.compute.mode, resident, whole_experts=all_wanted)
         if tokens > 1:  # wanted by one of them; those with a slot and those without are each taken to be alike
             hit = slots * _union(min(1.0, (wanted - missed) / max(1, slots)), tokens)
             missed = (clusters - slots) * _union(min(1.0, missed / max(1, clusters - slots)), tokens)
@@ -250,11 +303,9 @@ def _union(share: float, tokens: int) -> float:
     return 1 - (1 - share) ** tokens
 
 
-def _share_of_speed(speed: MemorySpeed, workers: int) -> float:
-    """What so many workers reach of the speed that was measured with `speed.threads`."""
-    if workers >= speed.threads:
-        return 1.0
-    return min(1.0, workers * speed.one_thread_bytes_per_s / speed.sequential_bytes_per_s)
+def _sum(*times_ms: float | None) -> float | None:
+    """None where one of them is not known."""
+    return None if any(time_ms is None for time_ms in times_ms) else sum(time_ms or 0.0 for time_ms in times_ms)
 
 
 def _per_second(tokens: int, time_ms: float | None) -> float | None:

@@ -1,0 +1,171 @@
+"""What work costs on a device: milliseconds for bytes, rows and reads.
+
+From a device profile, which has the run's own kernels, where there is one; else from how fast memory is read, which
+computing is then taken to keep up with. None where nothing was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.points import DecodeKind
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.manifest import Manifest
+
+# Of the loader, where it was not measured: submitting and reaping a read, and checking and copying its bytes.
+ASSUMED_READ_US = 6.0
+ASSUMED_READ_US_PER_KIB = 0.25
+BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and where layers meet
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of so many decode workers together, for one package's matrices. shares_core: the loader runs on one of their
+    cores, so that its work is theirs."""
+
+    manifest: Manifest
+    workers: int
+    shares_core: bool
+    curve: FlashCurve | None
+    speed: MemorySpeed | None
+    profile: DeviceProfile | None = None
+
+    # ---- decode ----------------------------------------------------------------------------------------------
+    def fixed_ms(self, size_bytes: float) -> float | None:
+        """Fixed matrices times a token's vectors."""
+        return self._kernel_ms("matrix", size_bytes, 1.0)
+
+    def triggers_ms(self, size_bytes: float) -> float | None:
+        """The trigger rows of whole blocks."""
+        return self._kernel_ms("triggers", size_bytes, 1.0)
+
+    def values_ms(self, size_bytes: float, share: float, piece_bytes: int) -> float | None:
+        """Up and Down rows of this share of the neurons, wherever they lie."""
+        if (speed := self._values_bytes_per_s(share, predicted=False)) is not None:
+            return 1e3 * size_bytes / speed
+        return self._pieces_ms(size_bytes, piece_bytes)
+
+    def predicted_ms(self, trigger_bytes: float, value_bytes: float, share: float, piece_bytes: int) -> float | None:
+        """Rows of this share of the neurons, which a predictor has named."""
+        triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share, measured_only=True)
+        if triggers_ms is not None and (speed := self._values_bytes_per_s(share, predicted=True)) is not None:
+            return triggers_ms + 1e3 * value_bytes / speed
+        return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
+
+    def read_from_end_to_end_ms(self, size_bytes: float) -> float | None:
+        """Memory that is read and hardly computed on, as keys and values are."""
+        if self.profile is not None and self.profile.dram:
+            return 1e3 * size_bytes / self.profile.dram_bytes_per_s(self.workers)
+        if self.speed is None:
+            return None
+        return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.sequential_bytes_per_s)
+
+    def meetings_ms(self) -> float:
+        """Barriers of a step, and its messages; 0 where they were not measured."""
+        if self.profile is None:
+            return 0.0
+        barriers = BARRIERS_PER_LAYER * self.manifest.model.layers if self.workers > 1 else 0
+        return (barriers * self.profile.barrier_us(self.workers) + self.profile.message_us(self.workers)) / 1e3
+
+    # ---- prefill ---------------------------------------------------------------------------------------------
+    def panel_ms(self, tokens: int, weights: float) -> float | None:
+        """So many weights times the vectors of so many tokens; None where it was not measured."""
+        if self.profile is None:
+            return None
+        try:
+            speed = self.profile.panel_token_weights_per_s(
+                tokens, self.workers, quantization=self.manifest.quantization, row_weights=self.manifest.model.width
+            )
+        except KeyError:
+            return None
+        return 1e3 * tokens * weights / speed
+
+    def reused_values_ms(self, token_weights: float, share: float) -> float | None:
+        """Value rows of neurons that fired for this share of the tokens, each row for each token by itself."""
+        if self.profile is None:
+            return None
+        try:
+            up, down = (
+                self.profile.reused_token_weights_per_s(
+                    kind,
+                    self.workers,
+                    share,
+                    quantization=self.manifest.quantization,
+                    row_weights=self.manifest.model.width,
+                )
+                for kind in ("ups", "downs")
+            )
+        except KeyError:
+            return None
+        return 1e3 * token_weights * (0.5 / up + 0.5 / down)
+
+    # ---- flash -----------------------------------------------------------------------------------------------
+    def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
+        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer."""
+        if not reads:
+            return 0.0
+        if self.curve is None:
+            return None
+        under_way = max(1, min(depth, math.ceil(at_once)))
+        return 1e3 * read_bytes / self.curve.bytes_per_s(max(1, read_bytes // reads), under_way)
+
+    def reading_ms(self, reads: int, read_bytes: int) -> float:
+        """The processor time of reads, as it delays the workers: spread over their cores, or on a core of its own."""
+        if not self.shares_core or not reads:
+            return 0.0
+        mean_bytes = read_bytes / reads
+        if self.profile is not None and self.profile.flash is not None and self.profile.flash.costs:
+            each_us = self.profile.read_cpu_us(int(mean_bytes))
+        else:
+            each_us = ASSUMED_READ_US + ASSUMED_READ_US_PER_KIB * mean_bytes / 1024
+        return reads * each_us / 1e3 / self.workers
+
+    # ---- speeds ----------------------------------------------------------------------------------------------
+    def _kernel_ms(
+        self, kind: DecodeKind, size_bytes: float, share: float, *, measured_only: bool = False
+    ) -> float | None:
+        speed = self._kernel_bytes_per_s(kind, share)
+        if speed is None:
+            return None if measured_only else self.read_from_end_to_end_ms(size_bytes)
+        return 1e3 * size_bytes / speed
+
+    def _kernel_bytes_per_s(self, kind: DecodeKind, share: float) -> float | None:
+        if self.profile is None:
+            return None
+        try:
+            return self.profile.decode_bytes_per_s(
+                kind,
+                self.workers,
+                share,
+                quantization=self.manifest.quantization,
+                row_weights=self.manifest.model.width,
+            )
+        except KeyError:
+            return None
+
+    def _values_bytes_per_s(self, share: float, *, predicted: bool) -> float | None:
+        if self.profile is None:
+            return None
+        try:
+            return self.profile.values_bytes_per_s(
+                self.workers,
+                share,
+                predicted=predicted,
+                quantization=self.manifest.quantization,
+                row_weights=self.manifest.model.width,
+            )
+        except KeyError:
+            return None
+
+    def _pieces_ms(self, size_bytes: float, piece_bytes: int) -> float | None:
+        if self.speed is None:
+            return None
+        return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.piece_bytes_per_s(piece_bytes))
+
+    def _share_of_speed(self, speed: MemorySpeed) -> float:
+        """What so many workers reach of the speed that was measured with `speed.threads`."""
+        if self.workers >= speed.threads:
+            return 1.0
+        return min(1.0, self.workers * speed.one_thread_bytes_per_s / speed.sequential_bytes_per_s)
