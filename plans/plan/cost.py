@@ -35,11 +35,11 @@ class Cost:
     # ---- decode ----------------------------------------------------------------------------------------------
     def fixed_ms(self, size_bytes: float) -> float | None:
         """Fixed matrices times a token's vectors."""
-        return self._kernel_ms("matrix", size_bytes, 1.0)
+        return self._in_order_ms("matrix", size_bytes)
 
     def triggers_ms(self, size_bytes: float) -> float | None:
         """The trigger rows of whole blocks."""
-        return self._kernel_ms("triggers", size_bytes, 1.0)
+        return self._in_order_ms("triggers", size_bytes)
 
     def values_ms(self, size_bytes: float, share: float, piece_bytes: int) -> float | None:
         """Up and Down rows of this share of the neurons, wherever they lie."""
@@ -49,7 +49,7 @@ class Cost:
 
     def predicted_ms(self, trigger_bytes: float, value_bytes: float, share: float, piece_bytes: int) -> float | None:
         """Rows of this share of the neurons, which a predictor has named."""
-        triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share, measured_only=True)
+        triggers_ms = self._kernel_ms("predicted_triggers", trigger_bytes, share)
         if triggers_ms is not None and (speed := self._values_bytes_per_s(share, predicted=True)) is not None:
             return triggers_ms + 1e3 * value_bytes / speed
         return self._pieces_ms(trigger_bytes + value_bytes, piece_bytes)
@@ -123,13 +123,14 @@ class Cost:
         return reads * each_us / 1e3 / self.workers
 
     # ---- speeds ----------------------------------------------------------------------------------------------
-    def _kernel_ms(
-        self, kind: DecodeKind, size_bytes: float, share: float, *, measured_only: bool = False
-    ) -> float | None:
+    def _in_order_ms(self, kind: DecodeKind, size_bytes: float) -> float | None:
+        """The slower of kernel and memory: what a kernel was measured on may have stayed in a large cache in part."""
+        times_ms = self._kernel_ms(kind, size_bytes, 1.0), self.read_from_end_to_end_ms(size_bytes)
+        return max((time_ms for time_ms in times_ms if time_ms is not None), default=None)
+
+    def _kernel_ms(self, kind: DecodeKind, size_bytes: float, share: float) -> float | None:
         speed = self._kernel_bytes_per_s(kind, share)
-        if speed is None:
-            return None if measured_only else self.read_from_end_to_end_ms(size_bytes)
-        return 1e3 * size_bytes / speed
+        return None if speed is None else 1e3 * size_bytes / speed
 
     def _kernel_bytes_per_s(self, kind: DecodeKind, share: float) -> float | None:
         if self.profile is None:
