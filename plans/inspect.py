@@ -225,6 +225,12 @@ def _predictor_lines(predictor: dict[str, Any], ranks: str) -> list[str]:
         ratio = layer["recall"] / layer["precision"] if layer["precision"] else 0.0
         shares = f"{layer['recall']:>8.1%} {layer['precision']:>10.1%} {layer['predicted']:>10.1%}"
         lines.append(f"  {number:>5} {shares} {ratio:>11.2f}")
+    if (exact := predictor["exact_perplexity"]) is not None:
+        predicted = predictor["predicted_perplexity"]
+        lines.append(
+            f"  perplexity {predicted:.4g} instead of {exact:.4g} exact ({predicted / exact - 1:+.2%}), on "
+            f"{predictor['held_out_tokens']:,} held-out tokens of {predictor['text']}"
+        )
     return lines
 
 

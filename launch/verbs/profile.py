@@ -128,6 +128,7 @@ def main(arguments: argparse.Namespace) -> int:
             imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
             imported_reads_normed=arguments.import_reads_normed,
             calibrate=arguments.calibrate,
+            text=_text_name(arguments),
             progress=progress,
         )
     manifest = profiled.package.manifest
@@ -173,6 +174,11 @@ def _texts(arguments: argparse.Namespace, package: Package) -> Texts:
     return texts.from_workload(package.manifest, tokens)
 
 
+def _text_name(arguments: argparse.Namespace) -> str:
+    """What the package calls the text that it was measured on."""
+    return named(arguments.text.name if arguments.text else "the package's own workload")
+
+
 def _given(arguments: argparse.Namespace) -> set[str]:
     """The arguments that are not what they are by default."""
     parser = argparse.ArgumentParser()
@@ -192,10 +198,13 @@ def _silent(arguments: argparse.Namespace) -> int:
     if arguments.silent == "off":
         package = silent.remove_thresholds(package)
     else:
-        name = arguments.text.name if arguments.text else "the package's own workload"
         with Progress("setting thresholds", "tokens", plain=arguments.json, steady=True) as progress:
             package = silent.set_thresholds(
-                package, _texts(arguments, package), share=arguments.silent, text=named(name), progress=progress
+                package,
+                _texts(arguments, package),
+                share=arguments.silent,
+                text=_text_name(arguments),
+                progress=progress,
             )
     found = describe(package)
     result = {name: found[name] for name in ("path", "id", "silent")}

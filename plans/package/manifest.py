@@ -31,6 +31,8 @@ MANIFEST, TOKENIZER, FIXED, BUNDLES, CHECKSUMS, PREDICTOR, CHAT_TEMPLATE, ACTIVI
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_SILENT_SHARE = 0.95
+MAX_PERPLEXITY = 1e300
+MAX_TEXT_TOKENS = 1 << 50
 DEFAULT_RECALL = 0.98  # of the active neurons, the share that `profile` aims to predict
 ERROR_KINDS = ("embedding", "output", "attention", "gate", "up", "down", "predictor")
 
@@ -71,7 +73,8 @@ class Predictor:
     rank: the greatest. reads: the normed input of the layer's attention, or of its feed-forward, or what the
     feed-forward's norm gets. sides: whose signs are predicted; both must be positive. hidden: what happens to the
     rank-vector before it is prepared as an activation. by_layer: empty where it was never measured. ranks: of each
-    feed-forward, layer * experts + expert, where they differ.
+    feed-forward, layer * experts + expert, where they differ. The last four, all or none: what mode predicted costs,
+    measured on so many held-out tokens of a text.
     """
 
     rank: int
@@ -82,6 +85,17 @@ class Predictor:
     calibration_tokens: int
     by_layer: tuple[PredictorQuality, ...]
     ranks: tuple[int, ...] | None = None
+    text: str | None = None
+    held_out_tokens: int | None = None
+    exact_perplexity: float | None = None
+    predicted_perplexity: float | None = None
+
+    @property
+    def loss_share(self) -> float | None:
+        """By how much perplexity grows in mode predicted; None where it was never measured."""
+        if self.exact_perplexity is None or self.predicted_perplexity is None:
+            return None
+        return self.predicted_perplexity / self.exact_perplexity - 1
 
     def rank_of(self, ffn: int) -> int:
         """The rank of one feed-forward's predictor."""
@@ -121,12 +135,16 @@ class Silent:
     exact_perplexity: float
     thresholded_perplexity: float
 
+    @property
+    def loss_share(self) -> float:
+        """By how much perplexity grows in mode thresholded."""
+        return self.thresholded_perplexity / self.exact_perplexity - 1
+
     def loss(self) -> str:
         """For a person."""
-        change = self.thresholded_perplexity / self.exact_perplexity - 1
         return (
             f"perplexity {self.thresholded_perplexity:.4g} instead of {self.exact_perplexity:.4g} exact "
-            f"({change:+.2%}), on {self.held_out_tokens:,} held-out tokens of {self.text}"
+            f"({self.loss_share:+.2%}), on {self.held_out_tokens:,} held-out tokens of {self.text}"
         )
 
 

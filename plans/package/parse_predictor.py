@@ -8,7 +8,9 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.manifest import (
+    MAX_PERPLEXITY,
     MAX_RANK,
+    MAX_TEXT_TOKENS,
     QUANTIZATIONS,
     Hidden,
     Predictor,
@@ -23,15 +25,20 @@ def parse_predictor(record: Record, model: ModelSpec) -> Predictor:
     """The predictor, checked against the model. Raises UserError naming the file and the field."""
     if model.activation == "silu":
         record.fail("sides", "silu neurons always fire; there is nothing to predict")
+    measured = record.has("exact_perplexity")
     predictor = Predictor(
         rank=record.integer("rank", GROUP_WEIGHTS, MAX_RANK),
         quantization=cast(Quantization, record.choice("quantization", *QUANTIZATIONS)),
         reads=cast(PredictorInput, record.choice("reads", "attention", "feed_forward", "residual")),
         sides=_parse_sides(record, model),
         hidden=cast(Hidden, record.choice("hidden", "none", "relu")),
-        calibration_tokens=record.integer("calibration_tokens", 0, 1 << 50),
+        calibration_tokens=record.integer("calibration_tokens", 0, MAX_TEXT_TOKENS),
         by_layer=_parse_quality(record, model.layers),
         ranks=_parse_ranks(record, model) if record.has("ranks") else None,
+        text=record.line("text") if measured else None,
+        held_out_tokens=record.integer("held_out_tokens", 1, MAX_TEXT_TOKENS) if measured else None,
+        exact_perplexity=record.number("exact_perplexity", 1.0, MAX_PERPLEXITY) if measured else None,
+        predicted_perplexity=record.number("predicted_perplexity", 1.0, MAX_PERPLEXITY) if measured else None,
     )
     record.finish()
     if predictor.rank % GROUP_WEIGHTS:

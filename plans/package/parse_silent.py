@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from neuronpipe.plans.models.spec import MAX_THRESHOLD, ModelSpec
 from neuronpipe.plans.package.fields import Record
-from neuronpipe.plans.package.manifest import MAX_SILENT_SHARE, Silent, SilentLayer
-
-MAX_PERPLEXITY = 1e300
-MAX_TEXT_TOKENS = 1 << 50
+from neuronpipe.plans.package.manifest import MAX_PERPLEXITY, MAX_SILENT_SHARE, MAX_TEXT_TOKENS, Silent, SilentLayer
 
 
 def parse_silent(record: Record, model: ModelSpec) -> Silent:

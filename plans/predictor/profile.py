@@ -4,14 +4,22 @@ every layer's predictor is fitted on the one and judged on the other."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from neuronpipe.plans.activity.keep import forget
 from neuronpipe.plans.convert.quantize import encode
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
-from neuronpipe.plans.package.manifest import DEFAULT_RECALL, Hidden, Predictor, PredictorInput, PredictorQuality, Side
+from neuronpipe.plans.package.manifest import (
+    DEFAULT_RECALL,
+    MAX_PERPLEXITY,
+    Hidden,
+    Predictor,
+    PredictorInput,
+    PredictorQuality,
+    Side,
+)
 from neuronpipe.plans.package.predictor_writer import (
     FiringShares,
     LayerFactors,
@@ -123,12 +131,13 @@ def profile(
     imported: ImportedPredictor | None = None,
     imported_reads_normed: bool = False,
     calibrate: bool = False,
+    text: str = "a text without a name",
     progress: Progress | None = None,
 ) -> Profiled:
     """Fit, judge and write a predictor. sides: `trigger`, `both` or `auto`: with drelu both are tried, and the trigger
     alone with the bytes of both; what predicts fewer neurons at this recall is kept. An imported predictor, or with
     calibrate the package's own, is taken instead, and only its thresholds are fitted; imported_reads_normed: it was
-    trained on normed vectors, not on the residual stream. Raises UserError."""
+    trained on normed vectors, not on the residual stream. text: what the texts are called. Raises UserError."""
     model = package.manifest.model
     if model.activation == "silu":
         raise UserError(
@@ -204,19 +213,34 @@ def profile(
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
+    exact_perplexity = perplexity(exact, hidden[cut:], texts.held_out)
+    predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out)
     return Profiled(
         forget(
             write_predictor(
                 package,
-                predictor,
+                _with_loss(predictor, text, held_out, exact_perplexity, predicted_perplexity),
                 [best.factors[ffn] for ffn in range(model.ffns)],
                 FiringShares(fired.shares(), trigger_fired.shares()),
             ),
             "predicted",  # it was measured with another predictor
         ),
         candidates,
-        perplexity(exact, hidden[cut:], texts.held_out),
-        perplexity(exact, predicted_hidden, texts.held_out),
+        exact_perplexity,
+        predicted_perplexity,
+    )
+
+
+def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: float, predicted: float) -> Predictor:
+    """With what it costs; as it is where a model that was never trained makes that no number."""
+    if not (exact <= MAX_PERPLEXITY and predicted <= MAX_PERPLEXITY):
+        return predictor
+    return replace(
+        predictor,
+        text=text,
+        held_out_tokens=held_out_tokens,
+        exact_perplexity=max(1.0, round(exact, 6)),
+        predicted_perplexity=max(1.0, round(predicted, 6)),
     )
 
 

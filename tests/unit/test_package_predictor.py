@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -81,6 +82,20 @@ def test_a_predictor_is_read_back_as_it_was_written(quantization: Quantization, 
     assert parse_manifest(data, "manifest.json").to_bytes() == data
 
 
+def test_what_a_predictor_costs_is_read_back_and_packages_without_it_count_as_unmeasured(package: Package) -> None:
+    older = with_predictor(package, "q8", "gate").manifest
+    assert older.predictor is not None
+    assert older.predictor.loss_share is None
+    assert b"perplexity" not in older.to_bytes()
+    measured = dataclasses.replace(
+        older.predictor, text="a text", held_out_tokens=250, exact_perplexity=10.0, predicted_perplexity=10.2
+    )
+    sealed = dataclasses.replace(older, predictor=measured).sealed()
+    again = parse_manifest(sealed.to_bytes(), "manifest.json").predictor
+    assert again == measured
+    assert again.loss_share == pytest.approx(0.02)
+
+
 def test_one_changed_bit_of_a_predictor_is_found(package: Package) -> None:
     predicted = with_predictor(package, "q8", "gate")
     data = bytearray(predicted.predictor_path.read_bytes())
@@ -149,6 +164,15 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "a recall above one": (
         lambda m: m["predictor"]["by_layer"][1].update(recall=1.5),
         r"predictor\.by_layer\[1\]\.recall: 1\.5 is outside",
+    ),
+    "a loss without its text": (
+        lambda m: m["predictor"].update(exact_perplexity=10.0, predicted_perplexity=10.1, held_out_tokens=5),
+        r"predictor\.text: missing",
+    ),
+    "a text without its loss": (lambda m: m["predictor"].update(text="t"), r"predictor\.text: unknown field"),
+    "a perplexity below one": (
+        lambda m: m["predictor"].update(exact_perplexity=0.5, predicted_perplexity=10.1, held_out_tokens=5, text="t"),
+        r"predictor\.exact_perplexity: 0\.5 is outside",
     ),
     "a model whose neurons always fire": (lambda m: m["model"].update(activation="silu"), r"predictor\.sides: silu"),
     "an up side that decides nothing": (

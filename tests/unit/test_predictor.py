@@ -175,13 +175,20 @@ def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], 
     random, model = np.random.default_rng(3), package.manifest.model
     length = min(64, model.context_tokens)
     windows = random.integers(0, model.vocabulary, (10, length)).tolist()
-    profiled = profile(package, Texts(windows[:8], windows[8:]), rank=32, quantization="q8", sides="both")
+    profiled = profile(
+        package, Texts(windows[:8], windows[8:]), rank=32, quantization="q8", sides="both", text="a story"
+    )
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
     profiled.package.verify_fixed()
     assert predictor.calibration_tokens == 8 * length
     assert predictor.sides == ("gate", "up")
     assert all(layer.recall > 0.7 for layer in predictor.by_layer)
+    assert (predictor.text, predictor.held_out_tokens) == ("a story", 2 * length)
+    assert predictor.loss_share == pytest.approx(
+        profiled.predicted_perplexity / profiled.exact_perplexity - 1, abs=1e-6
+    )
+    assert Package.open(profiled.package.path).manifest.predictor == predictor
     active: list[float] = []
 
     def observe(run: LayerRun) -> None:
