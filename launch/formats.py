@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
+from collections.abc import Iterable
 
 MAX_BYTES = 1 << 60
 UNITS = {
@@ -42,6 +44,39 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 50% or 0.5")
     return share
+
+
+def parse_speed(text: str) -> float:
+    """`10`, in tokens per second. For argparse: raises ArgumentTypeError."""
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed; write tokens per second, e.g. 10")
+    return speed
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`0,2-3`. For argparse: raises ArgumentTypeError."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of cores; write 0,2-3")
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(cores))
+
+
+def show_cores(cores: Iterable[int]) -> str:
+    """`0-3, 6`, of numbers that rise."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def show_bytes(size: float) -> str:

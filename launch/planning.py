@@ -4,18 +4,22 @@ that start a run or plan one."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
+from neuronpipe.launch.formats import parse_bytes, parse_cores, parse_share, parse_speed, show_bytes, show_cores
+from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Plan, read_plan
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique, Wanted, device_facts, plan
+from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Mode, Plan, read_plan
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, DeviceFacts, Technique, Wanted, device_facts
+from neuronpipe.plans.plan.quality import Quality, allowed_modes, show_quality
+from neuronpipe.plans.plan.search import Found, Search, Space
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.plans.pull.packages import package_path, refuse_unknown
@@ -57,6 +61,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit for the whole run, e.g. 512MiB, interpreters included",
     )
     group.add_argument(
+        "--target-speed",
+        type=parse_speed,
+        metavar="TOKENS_PER_S",
+        help="the smallest limit, up to --memory, with which one text is expected to reach this speed",
+    )
+    group.add_argument(
+        "--quality",
+        type=_parse_quality,
+        metavar="exact|predicted|LOSS",
+        help="which modes may be chosen: exact (default); predicted where there is a predictor; or what the package "
+        "measured to raise perplexity by no more than LOSS, e.g. 1%%",
+    )
+    group.add_argument(
         "--ffn-resident",
         type=parse_share,
         metavar="SHARE",
@@ -71,7 +88,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"most texts generated at once (default: 1; up and serve: up to {MAX_SEQUENCES}, as long as one text "
         f"keeps {1 - MAX_LOSS:.0%}% of its expected speed)",
     )
-    group.add_argument("--workers", type=int, metavar="N", help="decode workers (default: one per fast core)")
+    group.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="decode workers (default: one per fast core, or fewer if that is faster)",
+    )
+    group.add_argument(
+        "--cores", type=parse_cores, metavar="LIST", help="cores that processes may be pinned to, e.g. 0,2-3"
+    )
     group.add_argument(
         "--mode",
         choices=MODES,
@@ -119,6 +144,18 @@ def _parse_techniques(text: str) -> frozenset[Technique]:
     return known
 
 
+def _parse_quality(text: str) -> Quality:
+    words: dict[str, Quality] = {"exact": "exact", "predicted": "predicted"}
+    if text in words:
+        return words[text]
+    try:
+        return parse_share(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write exact, predicted, or by how much perplexity may grow, e.g. 1%"
+        ) from None
+
+
 def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
     """The options by which a plan was asked for."""
     parser = argparse.ArgumentParser()
@@ -127,9 +164,24 @@ def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(arguments, name) != default]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan, and the search that it came out of; None where a file was given."""
+
+    package: Package
+    plan: Plan
+    search: tuple[Search, Found] | None = None
+
+
 def package_and_plan(
     arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False
 ) -> tuple[Package, Plan]:
+    """The package and its plan, as `planned` makes it."""
+    made = planned(arguments, several=several, gateway=gateway)
+    return made.package, made.plan
+
+
+def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False) -> Planned:
     """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
 
     several: unless the arguments say how many texts there is room for, as many as cost one text hardly any speed.
@@ -137,19 +189,38 @@ def package_and_plan(
     """
     if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
         raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
+    _refuse_contradictions(arguments)
     package = open_package(arguments.package)
     said: list[str] = []
     device = probe(package.path, say=said.append)
     if arguments.plan is None:
         made = _made_plan(arguments, package, device, several, gateway)
     else:
-        made = _given_plan(arguments.plan, package, device, gateway)
-    _check_backends(made, package)
-    if (warning := memory_warning(made, device)) is not None:
+        made = Planned(package=package, plan=_given_plan(arguments.plan, package, device, gateway))
+    _check_backends(made.plan, package)
+    if (warning := memory_warning(made.plan, device)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
-    return package, made
+    return made
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a quality beside what decides the mode itself."""
+    if arguments.quality is None:
+        return
+    others = {
+        f"--mode {arguments.mode}": arguments.mode,
+        f"--baseline {arguments.baseline}": arguments.baseline,
+        "--hints": arguments.hints and arguments.quality != "exact",
+        "--without predictor": "predictor" in arguments.without and arguments.quality != "exact",
+    }
+    for other, given in others.items():
+        if given:
+            raise UserError(
+                f"{other} and --quality {show_quality(arguments.quality)}: the former decides the mode; "
+                "leave one of the two out"
+            )
 
 
 def _check_backends(plan: Plan, package: Package) -> None:
@@ -176,25 +247,75 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
     return given
 
 
-def _made_plan(arguments: argparse.Namespace, package: Package, device: Device, several: bool, gateway: bool) -> Plan:
-    if arguments.workers is not None and not 1 <= arguments.workers <= 64:
-        raise UserError(f"--workers {arguments.workers}: between 1 and 64")
+def _made_plan(
+    arguments: argparse.Namespace, package: Package, device: Device, several: bool, gateway: bool
+) -> Planned:
+    """What the search finds. Room for further texts is only made where no speed is asked for: each takes memory."""
     wanted = Wanted(
-        memory_bytes=arguments.memory,
         ffn_resident_share=arguments.ffn_resident,
         context_tokens=arguments.context,
         sequences=1 if arguments.sequences is None else arguments.sequences,
-        mode=arguments.mode,
         without=arguments.without,
         baseline=arguments.baseline,
         hints=arguments.hints,
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    facts = device_facts(device, arguments.workers, gateway=gateway, backends=dict(arguments.backend))
-    if several and arguments.sequences is None:
-        return plan_for_several(package.manifest, facts, wanted)
-    return plan(package.manifest, facts, wanted)
+    search = Search(package.manifest, _space(arguments, package, device, gateway), wanted)
+    target = arguments.target_speed
+    if target is None:
+        found = search.within(arguments.memory)
+    else:
+        most_bytes = search.space.place(search.space.workers[0]).memory_bytes
+        found = search.reaching(target, most_bytes if arguments.memory is None else arguments.memory)
+    chosen, made = found.chosen, found.chosen.plan
+    if several and arguments.sequences is None and target is None:
+        made = plan_for_several(package.manifest, chosen.device, chosen.wanted)
+    said = [reason] if (reason := found.reason()) is not None else []
+    if target is not None:
+        said.append(f"the limit is the smallest that is expected to reach {target:g} tokens/s, to within 1 %")
+    made = dataclasses.replace(made, reasons=(*made.reasons, *said))
+    return Planned(package=package, plan=made, search=(search, found))
+
+
+def _space(arguments: argparse.Namespace, package: Package, device: Device, gateway: bool) -> Space:
+    """What may be chosen: all that the arguments leave open."""
+    if arguments.workers is not None and not 1 <= arguments.workers <= 64:
+        raise UserError(f"--workers {arguments.workers}: between 1 and 64")
+    cores = device.cores if arguments.cores is None else restricted(device.cores, _allowed(arguments.cores, device))
+    backends, quota = dict(arguments.backend), device.cpu_quota
+    if arguments.baseline is not None:
+        modes: tuple[Mode, ...] = ("predicted",)
+    elif arguments.mode is not None:
+        modes = (arguments.mode,)
+    else:
+        modes = allowed_modes(package.manifest, arguments.quality or "exact")
+    if arguments.workers is not None:
+        workers: tuple[int, ...] = (arguments.workers,)
+    else:
+        usual = default_decode_workers(cores, quota)
+        others = range(1, most_decode_workers(cores, quota) + 1) if arguments.baseline is None else ()
+        workers = tuple(dict.fromkeys((usual, *others)))
+
+    def more(count: int) -> DeviceFacts | None:
+        if count > most_decode_workers(device.cores, quota):
+            return None
+        return device_facts(device, count, gateway=gateway, backends=backends)
+
+    return Space(
+        modes=modes,
+        workers=workers,
+        place=lambda count: device_facts(device, count, gateway=gateway, backends=backends, cores=cores),
+        more=more,
+    )
+
+
+def _allowed(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
+    """The cores that were asked for. Raises UserError for one that is not there, or not for this process."""
+    allowed = [core.id for core in device.cores if core.allowed]
+    if (missing := next((core for core in cores if core not in allowed), None)) is not None:
+        raise UserError(f"--cores: core {missing} is none that this process may use; these are {show_cores(allowed)}")
+    return cores
 
 
 def memory_warning(plan: Plan, device: Device) -> str | None:

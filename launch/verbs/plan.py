@@ -1,12 +1,15 @@
-"""`neuronpipe plan [PACKAGE] [-o FILE] [--diff FILE] [--json]`: show, compare or write the plan."""
+"""`neuronpipe plan [PACKAGE] [-o FILE] [--diff FILE] [--json]`: show the plan and what else could be had, compare it or
+write it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
+from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, planned
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.plan import tradeoffs
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import read_plan
 
@@ -22,12 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    _, made = package_and_plan(arguments, several=arguments.gateway, gateway=arguments.gateway)
+    found = planned(arguments, several=arguments.gateway, gateway=arguments.gateway)
+    made = found.plan
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
             place.write_text(made.to_json(), encoding="utf-8")
     if arguments.diff is not None:
         print(difference(read_plan(arguments.diff), made), end="")
+        return 0
+    others = None if found.search is None else tradeoffs.describe(*found.search)
+    if arguments.json:
+        print(json.dumps(json.loads(made.to_json()) | {"search": others}, indent=2))
     else:
-        print(made.to_json() if arguments.json else explain(made), end="")
+        print(explain(made), end="" if others is None else f"\n{tradeoffs.render(others)}")
     return 0

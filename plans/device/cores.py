@@ -8,7 +8,7 @@ core to give away, so there such roles stay unpinned (None) and the kernel finds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["big", "mid", "little"]
@@ -61,6 +61,18 @@ def default_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None
     fast, _ = _by_speed(cores)
     workers = len(fast) - 1 if len(fast) >= SPARE_LOADER_CORE_FROM else len(fast)
     return max(1, workers if cpu_quota is None else min(workers, int(cpu_quota)))
+
+
+def most_decode_workers(cores: Sequence[Core], cpu_quota: float | None = None) -> int:
+    """As many as there are fast cores; no more than the quota (in cores). More would share cores."""
+    fast, _ = _by_speed(cores)
+    return max(1, len(fast) if cpu_quota is None else min(len(fast), int(cpu_quota)))
+
+
+def restricted(cores: Sequence[Core], ids: Iterable[int]) -> tuple[Core, ...]:
+    """The same cores, of which only these may be used."""
+    wanted = frozenset(ids)
+    return tuple(replace(core, allowed=core.allowed and core.id in wanted) for core in cores)
 
 
 def assign_cores(cores: Sequence[Core], decode_workers: int) -> dict[str, int | None]:

@@ -192,6 +192,7 @@ def parse_plan(data: bytes, where: str) -> Plan:
             found = quoted(values.get("version"))
             raise UserError(f"{where}: field 'version': {found}, this program reads {VERSION}")
         plan_id = values.pop("id", None)
+        values.pop("search", None)  # what `plan --json` prints beside the plan
         plan = from_json(Plan, values, where)
         if plan_id != plan.id:
             raise UserError(f"{where}: field 'id' does not match the content")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from neuronpipe.plans.device.cores import assign_cores, default_decode_workers
+from neuronpipe.plans.device.cores import Core, assign_cores, default_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
@@ -44,6 +44,10 @@ BASELINES: tuple[Baseline, ...] = ("llm-in-a-flash",)
 class LimitTooSmall(UserError):
     """The memory limit is below the least possible for what is wanted."""
 
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -58,6 +62,7 @@ class Wanted:
     without: frozenset[Technique] = frozenset()
     baseline: Baseline | None = None
     hints: bool = False  # of the package's predictor or routers, in exact mode
+    bundle: bool | None = None  # whether both parts of a cluster are read together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,16 +84,18 @@ def device_facts(
     *,
     gateway: bool = False,
     backends: Mapping[str, str] | None = None,
+    cores: Sequence[Core] | None = None,
 ) -> DeviceFacts:
     """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for.
-    backends: who computes, by role, where it is not the default."""
-    count = workers or default_decode_workers(device.cores, device.cpu_quota)
-    cores = assign_cores(device.cores, count)
+    backends: who computes, by role, where it is not the default. cores: instead of all that the device has."""
+    cores = device.cores if cores is None else cores
+    count = workers or default_decode_workers(cores, device.cpu_quota)
+    places = assign_cores(cores, count)
     processes = [
-        ProcessSpec(role=role, index=0, core=cores[role]) for role in ("coordinator", "loader", "cache", "prefill")
+        ProcessSpec(role=role, index=0, core=places[role]) for role in ("coordinator", "loader", "cache", "prefill")
     ]
-    processes += [ProcessSpec(role="decode", index=n, core=cores[f"decode.{n}"]) for n in range(count)]
-    processes += [ProcessSpec(role=GATEWAY, index=0, core=cores[GATEWAY])] if gateway else []
+    processes += [ProcessSpec(role="decode", index=n, core=places[f"decode.{n}"]) for n in range(count)]
+    processes += [ProcessSpec(role=GATEWAY, index=0, core=places[GATEWAY])] if gateway else []
     asked = backends or {}
     processes = [dataclasses.replace(spec, backend=asked.get(spec.role, spec.backend)) for spec in processes]
     return DeviceFacts(
@@ -248,7 +255,7 @@ class _Planning:
             manifest.layout,
             self._device.flash,
             demand=Demand.of(manifest, self._rates, slots_bytes),
-            bundle="bundle" not in wanted.without,
+            bundle=False if "bundle" in wanted.without else wanted.bundle,
             prefetch="prefetch" not in wanted.without,
             staging_most_bytes=least.staging_bytes + min(spare_bytes, int(STAGING_SHARE * self._usable_bytes)),
         )
@@ -310,7 +317,8 @@ class _Planning:
             f"--memory {self._limit_bytes:,}{chosen}: "
             f"the least for this package is {limit:,} bytes ({limit / MIB:.0f} MiB): "
             f"{least.total_bytes():,} for interpreters, fixed tensors, KV cache and exchange, "
-            f"{least_slots:,} for the neurons being computed; a smaller --context needs less"
+            f"{least_slots:,} for the neurons being computed; a smaller --context needs less",
+            limit,
         )
 
     def _mode_reasons(self) -> list[str]:

@@ -122,19 +122,19 @@ def reading(
     curve: FlashCurve | None,
     *,
     demand: Demand,
-    bundle: bool,
+    bundle: bool | None,
     prefetch: bool,
     staging_most_bytes: int,
 ) -> Reading:
-    """bundle: False when bundles are out of the question. staging_most_bytes: at least MIN_DEPTH times the longest read
-    of one cluster."""
+    """bundle: whether both parts are read together; None: where the curve says that it pays.
+    staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster."""
     reasons = []
     depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
-    if bundle and curve:
+    if bundle is None and curve:
         cost = Cost.of(layout, curve, demand, depth)
         bundle = cost.whole
         reasons.append(_reason(cost, demand))
-    elif bundle:
+    elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
     least = largest_read_bytes(layout, bundle=bundle)
     long = curve is not None and bundle and demand.in_order

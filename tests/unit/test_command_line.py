@@ -110,6 +110,9 @@ def test_a_pipe_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], m
     "asked",
     [
         ("--memory", "1GiB"),
+        ("--target-speed", "10"),
+        ("--quality", "predicted"),
+        ("--cores", "0"),
         ("--ffn-resident", "50%"),
         ("--context", "64"),
         ("--sequences", "2"),
@@ -125,6 +128,41 @@ def test_a_plan_and_what_contradicts_it_are_refused_together(
     needed = {"run": ("-p", "x"), "perplexity": ("--text", "corpus.txt")}.get(verb, ())
     said = refused(capsys, verb, *needed, "--plan", "plan.json", *asked)
     assert said == f"{asked[0]} and --plan plan.json: the plan decides that; leave one of the two out"
+
+
+@pytest.mark.parametrize(
+    ("asked", "other"),
+    [
+        (("--mode", "exact"), "--mode exact"),
+        (("--mode", "predicted"), "--mode predicted"),
+        (("--baseline", "llm-in-a-flash"), "--baseline llm-in-a-flash"),
+        (("--hints",), "--hints"),
+        (("--without", "predictor"), "--without predictor"),
+    ],
+)
+def test_a_quality_and_what_decides_the_mode_are_refused_together(
+    capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], other: str
+) -> None:
+    said = refused(capsys, "plan", "--quality", "1%", *asked)
+    assert said == f"{other} and --quality 1%: the former decides the mode; leave one of the two out"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--target-speed", "0"), "'0' is no speed; write tokens per second, e.g. 10"),
+        (("--target-speed", "nan"), "'nan' is no speed"),
+        (("--quality", "best"), "'best': write exact, predicted, or by how much perplexity may grow, e.g. 1%"),
+        (("--cores", "1-0"), "'1-0' is no list of cores; write 0,2-3"),
+        (("--cores", "a"), "'a' is no list of cores"),
+        (("--cores", "9999"), "--cores: core 9999 is none that this process may use; these are 0"),
+        (("--target-speed", "1e12"), "--target-speed 1e+12: "),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_told_what_can(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, str], complaint: str
+) -> None:
+    assert complaint in refused(capsys, "plan", *words)
 
 
 def test_a_size_beyond_all_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,42 @@
+"""Which modes may compute, from how much of the output's quality may be lost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.protocol.errors import UserError
+
+Quality = Literal["exact", "predicted"] | float
+"""A number: the share by which the perplexity of the package's held-out text may grow."""
+
+
+def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
+    """The modes, exact first. `predicted` asks for no measurement; a loss does.
+
+    Raises UserError where a loss was never measured, with the command that measures it.
+    """
+    predictor, silent = manifest.predictor, manifest.silent
+    modes: list[Mode] = ["exact"]
+    if quality == "exact":
+        return tuple(modes)
+    if predictor is not None and (quality == "predicted" or _within(predictor.loss_share, quality, manifest)):
+        modes.append("predicted")
+    if silent is not None and quality != "predicted" and silent.loss_share <= quality:
+        modes.append("thresholded")
+    return tuple(modes)
+
+
+def _within(loss_share: float | None, most: float, manifest: Manifest) -> bool:
+    if loss_share is None:
+        raise UserError(
+            f"--quality {show_quality(most)}: what the predictor of the package {manifest.name!r} costs was never "
+            "measured, or by an older release; `neuronpipe profile PACKAGE --calibrate` measures it"
+        )
+    return loss_share <= most
+
+
+def show_quality(quality: Quality) -> str:
+    """As it is typed: `predicted`, `1%`."""
+    return quality if isinstance(quality, str) else f"{100 * quality:g}%"

@@ -1,0 +1,134 @@
+"""What the search tried and what else could be had, as JSON values and as a page for a person.
+
+All speeds are those expected of one text. `describe` makes some hundred plans; only `neuronpipe plan` asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.plan.budget import MIB
+from neuronpipe.plans.plan.plan import Expected
+from neuronpipe.plans.plan.search import MIN_GAIN, Candidate, Found, Search
+from neuronpipe.protocol.errors import UserError
+
+GIB = 1 << 30
+BAR_CHARACTERS = 40
+SHOWN_CANDIDATES = 8
+
+
+def binds(expected: Expected) -> str | None:
+    """What a token waits for most: `DRAM`, `flash`, or `compute`, which is what neither explains. None where it was not
+    measured."""
+    e = expected
+    if e.sequential_ms_per_token is None or e.neuron_ms_per_token is None or e.exposed_flash_ms_per_token is None:
+        return None
+    dram_ms = e.sequential_ms_per_token + e.neuron_ms_per_token
+    token_ms = 1e3 / e.tokens_per_s if e.tokens_per_s else 0.0
+    times_ms = {
+        "DRAM": dram_ms,
+        "flash": (e.flash_ms_per_token or 0.0) if e.exposed_flash_ms_per_token else 0.0,
+        "compute": token_ms - dram_ms - e.exposed_flash_ms_per_token,
+    }
+    return max(times_ms, key=lambda name: times_ms[name])
+
+
+def describe(search: Search, found: Found) -> dict[str, Any]:
+    """The candidates within the limit of what was found, fastest first; what a GiB or a core more would buy; speed over
+    memory."""
+    chosen = found.chosen
+    candidates = sorted(found.candidates, key=lambda one: (-(one.tokens_per_s or 0.0), one.workers))
+    return {
+        "rules_kept": found.rules is chosen,
+        "candidates": [_row(one) | {"chosen": one is chosen, "by_rules": one is found.rules} for one in candidates],
+        "one_more_gib": _row(search.within(chosen.plan.memory.limit_bytes + GIB).chosen),
+        "one_more_core": None if (more := search.one_more_worker(chosen)) is None else _row(more),
+        "speed_over_memory": _speed_over_memory(search),
+    }
+
+
+def _speed_over_memory(search: Search) -> list[dict[str, Any]]:
+    rows = []
+    for limit in search.limits_bytes():
+        try:
+            rows.append(_row(search.within(limit).chosen))
+        except UserError:  # an --ffn-resident that only some choices can obey
+            continue
+    return rows
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    made = one.plan
+    return {
+        "mode": made.compute.mode,
+        "workers": one.workers,
+        "reads": one.reads,
+        "limit_bytes": made.memory.limit_bytes,
+        "memory_bytes": made.memory.total_bytes(),
+        "expected_tokens_per_s": one.tokens_per_s,
+        "binds": binds(made.expected),
+    }
+
+
+def render(described: dict[str, Any]) -> str:
+    """Several lines."""
+    rows = described["candidates"]
+    chosen = next(row for row in rows if row["chosen"])
+    lines = [
+        "tried, for one text",
+        f"  {'mode':<12}{'workers':>7}  {'reads':<14}{'memory':>12}  {'tokens/s':>9}  binds",
+    ]
+    shown = [n for n, row in enumerate(rows) if n < SHOWN_CANDIDATES or row["chosen"] or row["by_rules"]]
+    lines += [_candidate_line(rows[n]) for n in shown]
+    if len(shown) < len(rows):
+        lines.append(f"  and {len(rows) - len(shown)} slower ones")
+    if chosen["expected_tokens_per_s"] is None:
+        lines.append("  memory or flash was not measured, so nothing can be compared: the rules decide")
+    elif described["rules_kept"]:
+        lines.append(f"  what the rules choose stays unless another is over {MIN_GAIN:.0%} faster")
+    lines += ["", "what more would buy"]
+    lines.append(f"  1 GiB more memory   {_gain(chosen, described['one_more_gib'])}")
+    lines.append(f"  1 core more         {_gain(chosen, described['one_more_core'])}")
+    return "\n".join([*lines, "", *_curve(described["speed_over_memory"], chosen)]) + "\n"
+
+
+def _candidate_line(row: dict[str, Any]) -> str:
+    mark = "  <- chosen" if row["chosen"] else "  by the rules" if row["by_rules"] else ""
+    return (
+        f"  {row['mode']:<12}{row['workers']:>7}  {row['reads']:<14}{_size(row['memory_bytes']):>12}  "
+        f"{_speed(row):>9}  {row['binds'] or '-'}{mark}"
+    )
+
+
+def _gain(now: dict[str, Any], more: dict[str, Any] | None) -> str:
+    if more is None:
+        return "there is none that computes as fast"
+    before, after = now["expected_tokens_per_s"], more["expected_tokens_per_s"]
+    if before is None or after is None:
+        return "not measured"
+    return f"{_speed(more)} tokens/s ({100 * (after / before - 1):+.1f} %)"
+
+
+def _curve(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
+    """Speed over memory; the plan's own point between the others."""
+    others = [row for row in rows if row["limit_bytes"] != chosen["limit_bytes"]]
+    points = sorted([*others, chosen], key=lambda row: int(row["limit_bytes"]))
+    most = max((row["expected_tokens_per_s"] or 0.0 for row in points), default=0.0)
+    lines = ["speed over memory, from the least limit to everything resident"]
+    for row in points:
+        bar = "█" * round(BAR_CHARACTERS * (row["expected_tokens_per_s"] or 0.0) / most) if most else ""
+        mark = "  <- this plan" if row is chosen else ""
+        lines.append(
+            f"  {_size(row['limit_bytes']):>12}  {bar:<{BAR_CHARACTERS}}  {_speed(row):>7}  {row['binds'] or '-'}{mark}"
+        )
+    return lines
+
+
+def _speed(row: dict[str, Any]) -> str:
+    speed = row["expected_tokens_per_s"]
+    return "-" if speed is None else show_number(speed)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:,.0f} MiB"
