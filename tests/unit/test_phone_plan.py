@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device.cores import classify
+from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -66,3 +66,19 @@ def test_an_app_out_of_sight_is_planned_on_the_slow_cores_it_is_left_with() -> N
 def test_a_quota_of_less_than_the_fast_cores_means_fewer_workers() -> None:
     processes = cores(planned(dataclasses.replace(PHONE, cpu_quota=2.5)))
     assert [name for name in processes if name.startswith("decode")] == ["decode.0", "decode.1"]
+
+
+def test_cores_that_were_named_are_the_only_ones_that_processes_are_pinned_to() -> None:
+    allowed = restricted(PHONE.cores, {0, 3, 4, 7})
+    facts = device_facts(PHONE, cores=allowed)
+    assert facts.id == PHONE.id  # the same machine: plans and profiles made for it still hold
+    pinned = {process.core for process in facts.processes}
+    assert pinned == {0, 3, 4, 7}
+    assert sum(process.role == "decode" for process in facts.processes) == 3
+    assert most_decode_workers(allowed) == 3
+    assert most_decode_workers(PHONE.cores, 2.5) == 2
+
+
+def test_a_core_that_is_not_allowed_stays_so() -> None:
+    left = classify(CAPACITIES, "capacity", {0, 1, 2})
+    assert [core.id for core in restricted(left, {2, 7}) if core.allowed] == [2]
