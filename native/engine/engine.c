@@ -103,6 +103,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         np_engine_destroy(engine);
         return NULL;
     }
+    np_long_store(engine->shared.window, 0); /* whoever was this participant before may have died with a window open */
     return engine;
 }
 

@@ -1,4 +1,4 @@
-"""A worker that had to leave a step says so, and begins the next one afresh."""
+"""A worker that had to leave a step says so, and begins the next one afresh; so does the one after a killed worker."""
 
 from __future__ import annotations
 
@@ -55,3 +55,19 @@ def test_a_demand_waits_for_room_in_the_ring_until_the_epoch_changes_and_leaves_
     assert isinstance(done, StepDone)
     assert done.counters["trigger_missed"] == 0
     assert done.counters["trigger_clusters"] == package.manifest.clusters
+
+
+def test_a_worker_closes_the_window_that_a_killed_one_left_open(
+    converted: Callable[..., Package], tmp_path: Path
+) -> None:
+    """It is in no step yet, and the others may wait for the slots that this window keeps."""
+    job, memory = make_job("decode", converted("relu2", "q8"), tmp_path)
+    windows, loaded = memory.view("residency", "windows"), memory.view("residency", "loaded")
+    loaded[0] = 1
+    windows[0] = 3 << 32 | 9
+    others = list(windows[1:])
+    worker = Worker(job, CpuBackend())
+    worker.load()
+    assert windows[0] == 0
+    assert list(windows[1:]) == others
+    worker.close()
