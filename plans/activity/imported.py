@@ -10,6 +10,7 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 MAX_PICKLE_BYTES = 1 << 16
 MAX_MEMBERS = 64
+MAX_STORAGE_BYTES = 1 << 28  # a layer's counts may be a part of what all layers have
 MAX_NUMBER = 1 << 40
 DTYPES = {
     "DoubleStorage": "<f8",
@@ -104,6 +106,11 @@ def _counts(path: Path, archive: zipfile.ZipFile, neurons: int) -> NDArray[np.fl
     storage = tensor.storage
     data = members.get(f"{folder}data/{storage.key}")
     wide = np.dtype(storage.dtype).itemsize
+    if storage.values * wide > MAX_STORAGE_BYTES:
+        raise UserError(
+            f"{path}: data/{one_line(storage.key)[:20]}: {storage.values * wide:,} bytes, at most "
+            f"{MAX_STORAGE_BYTES:,} are read; save the tensor's clone()"
+        )
     if data is None or data.file_size != storage.values * wide:
         raise UserError(f"{path}: data/{one_line(storage.key)[:20]}: missing, or not {storage.values} values long")
     strides = [step for step, length in zip(tensor.stride, tensor.shape, strict=True) if length != 1]
@@ -117,19 +124,28 @@ def _counts(path: Path, archive: zipfile.ZipFile, neurons: int) -> NDArray[np.fl
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most_bytes: int) -> bytes:
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size > most_bytes:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.file_size > most_bytes:
         raise UserError(f"{path}: {one_line(info.filename)[:40]}: is packed, or larger than {most_bytes:,} bytes")
     return archive.read(info)
 
 
 def _unpickled(path: Path, data: bytes) -> _Tensor:
     try:
+        _require_small_memo(data)
         tensor = _Unpickler(io.BytesIO(data)).load()
     except Exception as wrong:  # a damaged pickle raises nearly anything
         raise UserError(f"{path}: data.pkl: {one_line(str(wrong))[:160] or type(wrong).__name__}") from None
     if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage) and _is_plain(tensor)):
         raise UserError(f"{path}: data.pkl: expected one tensor, as torch.save writes it")
     return tensor
+
+
+def _require_small_memo(data: bytes) -> None:
+    """Raises UnpicklingError. Python's own reader makes a list as long as the largest index, which a few bytes may put
+    at thousands of millions. Who writes a pickle counts from 0 on."""
+    for opcode, place, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "LONG_BINPUT") and isinstance(place, int) and place > len(data):
+            raise pickle.UnpicklingError(f"its memo has place {place}, in {len(data)} bytes")
 
 
 def _is_plain(tensor: _Tensor) -> bool:

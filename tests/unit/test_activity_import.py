@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.plans.activity.imported import import_activity, read_counts
+from neuronpipe.plans.activity.imported import MAX_STORAGE_BYTES, import_activity, read_counts
 from neuronpipe.plans.activity.keep import keep
 from neuronpipe.plans.activity.reorder import reorder
 from neuronpipe.plans.package.activity import ALWAYS
@@ -135,6 +136,41 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     for values in (np.array([1, np.nan, 3, 4], "<f4"), np.array([1, -2, 3, 4], "<f4")):
         with pytest.raises(UserError, match=r"a\.pt: data/0: has counts that are negative or no finite numbers"):
             read_counts(write_pt(tmp_path / "a.pt", values), 4)
+
+
+def test_a_pickle_cannot_make_the_reader_take_memory(tmp_path: Path) -> None:
+    """A memo index is four bytes, and the memo a list as long as the largest one: gigabytes for a few bytes."""
+    for huge in (b"\x80\x02Nr" + (1 << 28).to_bytes(4, "little") + b".", b"\x80\x02Np268435456\n."):
+        write_pt(tmp_path / "a.pt", np.ones(4, "<f4"), huge)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(UserError, match=r"a\.pt: data\.pkl: its memo has place 268435456"):
+            read_counts(tmp_path / "a.pt", 4)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+def test_a_storage_that_is_larger_than_any_models_counts_is_not_read(tmp_path: Path) -> None:
+    values = MAX_STORAGE_BYTES // 4 + 1
+    file = write_pt(tmp_path / "a.pt", np.ones(4, "<f4"), pickled(b"FloatStorage", values, shape=4))
+    patched_sizes(file, b"activation/data/0", values * 4, values * 4)
+    with pytest.raises(UserError, match=r"a\.pt: data/0: .* bytes, at most"):
+        read_counts(file, 4)
+
+
+def test_a_storage_that_ends_before_it_should_is_refused(tmp_path: Path) -> None:
+    """The archive says one length for the file and another one for what is stored of it."""
+    file = write_pt(tmp_path / "a.pt", np.ones(4, "<f4"), pickled(b"FloatStorage", 8))
+    patched_sizes(file, b"activation/data/0", 16, 32)
+    with pytest.raises(UserError, match=r"a\.pt: activation/data/0: is packed, or"):
+        read_counts(file, 8)
+
+
+def patched_sizes(file: Path, member: bytes, packed: int, whole: int) -> None:
+    """Have the archive's directory say other lengths of a member."""
+    data = bytearray(file.read_bytes())
+    at = data.rindex(member) - 46  # its entry in the central directory
+    assert data[at : at + 4] == b"PK\x01\x02"
+    data[at + 20 : at + 28] = packed.to_bytes(4, "little") + whole.to_bytes(4, "little")
+    file.write_bytes(data)
 
 
 def test_folders_that_do_not_fit_the_model_are_refused(package: Package, folder: Path, tmp_path: Path) -> None:
