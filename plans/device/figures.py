@@ -11,6 +11,7 @@ from typing import TypeVar
 
 Case = TypeVar("Case")
 
+MIN_FIGURE = 1e-9
 MAX_FIGURE = 1e15  # bytes or weights a second, or microseconds: beyond what any machine has
 MAX_SPREAD = 10.0
 
@@ -23,8 +24,8 @@ class Figure:
     spread: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.median <= MAX_FIGURE:
-            raise ValueError(f"a median of {self.median:g} is outside 0..{MAX_FIGURE:g}")
+        if not MIN_FIGURE <= self.median <= MAX_FIGURE:
+            raise ValueError(f"a median of {self.median:g} is outside {MIN_FIGURE:g}..{MAX_FIGURE:g}")
         if not 0 <= self.spread <= MAX_SPREAD:
             raise ValueError(f"a spread of {self.spread:g} is outside 0..{MAX_SPREAD:g}")
 

@@ -38,6 +38,8 @@ from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 1
 MAX_PROFILE_BYTES = 16 << 20
+MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
+MAX_TIME_S = 1 << 36  # since 1970: the year 4147
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,9 @@ class FlashProfile:
 
     def __post_init__(self) -> None:
         positive(self, "file_bytes")
+        sizes = [cost.request_bytes for cost in self.costs]
+        if twice := next((size for size in sizes if sizes.count(size) > 1), None):
+            raise ValueError(f"costs: {twice} bytes twice")
         whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
         if not any(read.core is None and not read.sequential for read in whole):
             raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
@@ -111,7 +116,12 @@ class DeviceProfile:
     messages: tuple[Wait, ...]
 
     def __post_init__(self) -> None:
-        positive(self, "taken_at", "decode_workers")
+        positive(self, "decode_workers")
+        if not 0 < self.taken_at <= MAX_TIME_S:
+            raise ValueError(f"taken_at {self.taken_at!r} is outside 0..{MAX_TIME_S}")
+        for name, points in self._lists().items():
+            if len(points) > MAX_POINTS:
+                raise ValueError(f"{name}: {len(points)} points, {MAX_POINTS} at most")
         if not 0 <= self.busy <= 1:
             raise ValueError(f"busy {self.busy!r} is outside 0..1")
         if self.cache_bytes < 0 or self.arena_bytes < 0:
@@ -127,8 +137,17 @@ class DeviceProfile:
 
     def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
         """Every figure, under what it is of: the name of its list, then the values of its point."""
+        for name, points in self._lists().items():
+            for point in points:
+                values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
+                plain = tuple((key, value) for key, value in values.items() if not isinstance(value, Figure))
+                for key, value in values.items():
+                    if isinstance(value, Figure):
+                        yield (name, *plain, key), value
+
+    def _lists(self) -> dict[str, tuple[Any, ...]]:
         flash = self.flash
-        lists: dict[str, tuple[Any, ...]] = {
+        return {
             "dram": self.dram,
             "decode": self.decode,
             "panels": self.panels,
@@ -139,13 +158,6 @@ class DeviceProfile:
             "barriers": self.barriers,
             "messages": self.messages,
         }
-        for name, points in lists.items():
-            for point in points:
-                values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
-                plain = tuple((key, value) for key, value in values.items() if not isinstance(value, Figure))
-                for key, value in values.items():
-                    if isinstance(value, Figure):
-                        yield (name, *plain, key), value
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
         """Of all workers together. Raises KeyError where there was too little memory to measure."""

@@ -32,7 +32,7 @@ from neuronpipe.plans.device.points import (
     Sharing,
     Wait,
 )
-from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile, parse_profile
+from neuronpipe.plans.device.profile import MAX_POINTS, VERSION, DeviceProfile, FlashProfile, parse_profile
 from neuronpipe.plans.plan.planner import device_facts
 from neuronpipe.protocol.errors import UserError
 
@@ -192,6 +192,10 @@ def changed(**values: Any) -> bytes:
     return json.dumps(json.loads(profile().to_json()) | values).encode()
 
 
+def changed_flash(**values: Any) -> bytes:
+    return changed(flash=json.loads(profile().to_json())["flash"] | values)
+
+
 def absurd_median() -> bytes:
     values = json.loads(profile().to_json())
     values["flash"]["reads"][2]["bytes_per_s"]["median"] = -4.0
@@ -210,6 +214,16 @@ def absurd_median() -> bytes:
         (changed(panels=7), "p: field 'panels': expected array, found 7"),
         (changed(surprise=1), "p: field 'surprise': unknown field"),
         (changed(sharing=[{"same_core": 1}]), r"p: field 'sharing\[0\].same_core': expected bool"),
+        (changed(taken_at=1e300), r"p: taken_at 1e\+300 is outside"),
+        (changed(barriers=[{"workers": 1, "us": {"median": 1e-300, "spread": 0}}]), "a median of 1e-300 is outside"),
+        (
+            changed_flash(costs=2 * [{"request_bytes": 4096, "cpu_us": {"median": 5.0, "spread": 0}}]),
+            "p: field 'flash': costs: 4096 bytes twice",
+        ),
+        (
+            changed(messages=[{"workers": n + 1, "us": {"median": 5.0, "spread": 0}} for n in range(MAX_POINTS + 1)]),
+            f"p: messages: {MAX_POINTS + 1} points, {MAX_POINTS} at most",
+        ),
         (absurd_median(), r"p: field 'flash.reads\[2\].bytes_per_s': a median of -4 is outside"),
         (b'{"version": NaN}', "NaN is not a number"),
     ],
