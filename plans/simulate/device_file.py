@@ -21,9 +21,10 @@ from neuronpipe.protocol.schema import from_json, json_object
 FOLDER = Path(__file__).with_name("devices")
 THIS_MACHINE = "this-machine"
 MAX_FILE_BYTES = 1 << 20
-MAX_VALUE = 1e6
+MIN_VALUE, MAX_VALUE = 1e-6, 1e6  # beyond, times are infinite or none
 MAX_CORES = 1024
 LOADER_DEPTH = 32
+POSSIBLE = f"{MIN_VALUE:g}..{MAX_VALUE:g}"
 WITHOUT_NPU = ("npu_tflop_per_s", "npu_start_us", "dram_npu_gb_per_s")  # may be 0
 Issuer = Literal["big", "mid", "little", "several"]
 
@@ -201,22 +202,23 @@ def checked(device: DeviceModel, where: str) -> DeviceModel:
 
     for field, value in ((field.name, getattr(device, field.name)) for field in dataclasses.fields(device)):
         if isinstance(value, Sourced):
-            least = value.value >= 0 if field in WITHOUT_NPU else value.value > 0
-            require(field, least and value.value <= MAX_VALUE, f"{value.value:g} is not above 0, at most {MAX_VALUE:g}")
+            none = value.value == 0 and field in WITHOUT_NPU
+            require(field, none or _is_possible(value.value), f"{value.value:g} is outside {POSSIBLE}")
             require(field, bool(value.source.strip()), "has no source; write where it comes from, or assumed")
     require("cores", 1 <= sum(core.count for core in device.cores) <= MAX_CORES, f"there are 1 to {MAX_CORES} cores")
     for n, core in enumerate(device.cores):
         for name in ("count", "reads_gb_per_s", "computes_gb_per_s"):
             value = getattr(core, name)
-            require(f"cores[{n}].{name}", 0 < value <= MAX_VALUE, f"{value:g} is not above 0, at most {MAX_VALUE:g}")
+            require(f"cores[{n}].{name}", _is_possible(value), f"{value:g} is outside {POSSIBLE}")
     for name in ("flash_sequential", "flash_random"):
         line = [(point.block_kib, point.gb_per_s) for point in getattr(device, name).points]
-        require(name, _rising(line), "needs points, with larger blocks later and all figures above 0")
+        require(name, _rising(line), f"needs points, with larger blocks later and all figures within {POSSIBLE}")
     line = [(point.range_mib, point.share) for point in device.flash_ranges.points]
     shares = all(share <= 1 for _, share in line)
     require("flash_ranges", _rising(line) and shares, "needs points, with larger ranges later and shares from 0 to 1")
     for name in ("big", "mid", "little", "several"):
-        require(f"flash_issuers.{name}", 0 < getattr(device.flash_issuers, name) <= 10, "is not between 0 and 10")
+        share = getattr(device.flash_issuers, name)
+        require(f"flash_issuers.{name}", MIN_VALUE <= share <= 10, f"{share:g} is outside {MIN_VALUE:g}..10")
     cpu, npu, total = device.dram_cpu_gb_per_s.value, device.dram_npu_gb_per_s.value, device.dram_total_gb_per_s.value
     require("dram_total_gb_per_s", total >= max(cpu, npu), f"{total:g} is less than one unit reads alone")
     require("dram_npu_gb_per_s", not device.has_npu or npu > 0, "an NPU reads memory")
@@ -225,7 +227,11 @@ def checked(device: DeviceModel, where: str) -> DeviceModel:
 
 def _rising(line: Sequence[tuple[float, float]]) -> bool:
     rising = all(a < b for (a, _), (b, _) in itertools.pairwise(line))
-    return bool(line) and rising and all(0 < x <= MAX_VALUE and 0 < y <= MAX_VALUE for x, y in line)
+    return bool(line) and rising and all(map(_is_possible, itertools.chain(*line)))
+
+
+def _is_possible(value: float) -> bool:
+    return MIN_VALUE <= value <= MAX_VALUE
 
 
 def this_machine(device: Device) -> DeviceModel:

@@ -14,10 +14,13 @@ The mode says what is wanted: `predicted`, clusters with a predicted neuron; `ex
 from __future__ import annotations
 
 import dataclasses
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
@@ -26,6 +29,20 @@ from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 Ids = NDArray[np.intp]
+MAX_RECORDING_BYTES = 1 << 30  # unpacked: 9,000 tokens of a 47B mixture
+
+
+_NO_ARCHIVE = (  # whatever a file that numpy did not write may raise
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +84,9 @@ class Recording:
     def load(cls, file: Path) -> Recording:
         """Raises UserError when this is no recording."""
         try:
-            with np.load(file, allow_pickle=False) as arrays:
+            with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+                if sum(one.file_size for one in arrays.zip.infolist()) > MAX_RECORDING_BYTES:
+                    raise UserError(f"{file}: larger than the {MAX_RECORDING_BYTES} bytes a recording may have")
                 made = cls(
                     wanted=arrays["wanted"],
                     chosen=arrays["chosen"],
@@ -75,11 +94,27 @@ class Recording:
                     ordered=bool(arrays["ordered"]),
                     package=str(arrays["package"]),
                 )
-        except (OSError, ValueError, KeyError) as wrong:
-            raise UserError(f"{file}: is no recording ({wrong}); make one with `record`") from wrong
-        if made.chosen.ndim != 3 or made.wanted.shape[:2] != made.chosen.shape[:2]:
-            raise UserError(f"{file}: wanted and chosen disagree about tokens and layers")
+        except UserError:
+            raise
+        except _NO_ARCHIVE as wrong:
+            why = one_line(str(wrong))[:80]
+            raise UserError(
+                f"{file}: is no recording ({why}); make one with `python -m neuronpipe.plans.simulate record`"
+            ) from None
+        made._check(file)
         return made
+
+    def _check(self, file: Path) -> None:
+        """Raises UserError naming the array that is wrong."""
+        if self.chosen.ndim != 3 or self.chosen.dtype != bool:
+            raise UserError(f"{file}: chosen: expected bool [tokens, layers, experts]")
+        if self.clusters < 1:
+            raise UserError(f"{file}: clusters: {self.clusters}, expected 1 or more")
+        if self.wanted.ndim != 3 or self.wanted.shape[:2] != self.chosen.shape[:2]:
+            raise UserError(f"{file}: wanted and chosen disagree about tokens and layers")
+        wide = -(-self.chosen.shape[2] * self.clusters // 8)
+        if self.wanted.dtype != np.uint8 or self.wanted.shape[2] != wide:
+            raise UserError(f"{file}: wanted: expected uint8, {wide} bytes for a layer's clusters")
 
 
 def _bits(token: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:

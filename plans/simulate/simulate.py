@@ -125,6 +125,9 @@ def _check(wishes: Wishes) -> None:
 def _workload(model: SimulatedModel, wishes: Wishes, recording: Recording | None) -> Workload:
     count = wishes.tokens + SKIPPED_TOKENS
     if recording is not None:
+        layers = recording.chosen.shape[1]
+        if layers != model.spec.layers:
+            raise UserError(f"--recording: of {layers} layers, but {model.name} has {model.spec.layers}")
         return recorded(recording, count)
     return _generated(model, wishes.preset, count, wishes.seed, wishes.batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -148,6 +149,64 @@ def test_a_recording_is_simulated_as_it_was(phone: DeviceModel) -> None:
     assert less.miss_rate > 0.4
 
 
+def _recorded(**changed: Any) -> dict[str, Any]:
+    """The arrays of a recording of the small model, and what is wrong with them."""
+    layers = model_named(SMALL).spec.layers
+    arrays = {
+        "wanted": np.ones((3, layers, 1), np.uint8),
+        "chosen": np.ones((3, layers, 1), bool),
+        "clusters": np.array(8),
+        "ordered": np.array(True),
+        "package": np.array("p"),
+    }
+    return arrays | changed
+
+
+def _one_array() -> bytes:
+    written = io.BytesIO()
+    np.save(written, np.ones(3))
+    return written.getvalue()
+
+
+WRONG_RECORDINGS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a cut archive": (lambda file: file.write_bytes(b"PK\x03\x04 and no more"), "is no recording"),
+    "an empty file": (lambda file: file.write_bytes(b""), "is no recording"),
+    "one array": (lambda file: file.write_bytes(_one_array()), "is no recording"),
+    "no clusters": (lambda file: np.savez(file, **_recorded(clusters=np.array(0))), "clusters: 0"),
+    "several clusters": (lambda file: np.savez(file, **_recorded(clusters=np.ones(3))), "is no recording"),
+    "wide bits": (lambda file: np.savez(file, **_recorded(wanted=np.ones((3, 1, 2), np.uint8))), "disagree"),
+    "other bits": (lambda file: np.savez(file, **_recorded(clusters=np.array(80))), "wanted: "),
+    "floats": (lambda file: np.savez(file, **_recorded(wanted=_recorded()["wanted"] * 1.5)), "wanted: "),
+    "numbers": (lambda file: np.savez(file, **_recorded(chosen=_recorded()["chosen"] * 2)), "chosen: "),
+    "other layers": (
+        lambda file: np.savez(file, **_recorded(wanted=np.ones((3, 1, 1), np.uint8), chosen=np.ones((3, 1, 1), bool))),
+        "of 1 layers, but turbosparse-100m has",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RECORDINGS)
+def test_a_recording_that_is_none_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "r.npz"
+    make, said = WRONG_RECORDINGS[name]
+    make(file)
+    assert main(["simulate", PHONE, SMALL, "--ffn-resident", "50%", "--tokens", "4", "--recording", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file) in line or "--recording" in line
+    assert said in line
+
+
+def test_a_recording_that_swells_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuronpipe.plans.simulate.recording.MAX_RECORDING_BYTES", 1000)
+    np.savez_compressed(tmp_path / "r.npz", **_recorded(wanted=np.zeros((3, 1000, 1), np.uint8)))
+    with pytest.raises(UserError, match=r"r\.npz: larger than the 1000 bytes"):
+        Recording.load(tmp_path / "r.npz")
+
+
 def test_this_machine_is_what_was_measured_of_it() -> None:
     flash = FlashCurve(
         engine="threads",
@@ -209,6 +268,12 @@ def _set(*path: str | int, to: Any) -> Callable[[Any], None]:
         (_set("dram_total_gb_per_s", "value", to=10), "dram_total_gb_per_s"),
         (_set("dram_npu_gb_per_s", "value", to=0), "dram_npu_gb_per_s"),
         (_set("npu_tops", to=1), "npu_tops"),
+        (_set("dram_cpu_gb_per_s", "value", to=5e-324), "dram_cpu_gb_per_s"),
+        (_set("npu_tflop_per_s", "value", to=1e-300), "npu_tflop_per_s"),
+        (_set("flash_random", "points", 0, "gb_per_s", to=1e-300), "flash_random"),
+        (_set("flash_ranges", "points", 0, "share", to=1e-300), "flash_ranges"),
+        (_set("flash_issuers", "big", to=1e-300), "flash_issuers.big"),
+        (_set("cores", 0, "reads_gb_per_s", to=1e-300), "cores[0].reads_gb_per_s"),
     ],
 )
 def test_a_device_file_with_an_absurd_value_names_file_and_field(
