@@ -7,7 +7,9 @@ one layer after the other, so that memory stays small.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +90,7 @@ class RecordingFolder:
     def __init__(self, package: Package, mode: ProfileMode, windows: Windows) -> None:
         place = package.path.absolute()
         self.path = place.with_name(f".{place.name}.activity-{mode}")
+        self._locked = package.path
         self._model, self._windows = package.manifest.model, windows
         text = sha256(json.dumps([list(window) for window in windows]).encode()).hexdigest()
         self._of = json.dumps({"package": package.manifest.id, "mode": mode, "text": text})
@@ -95,6 +98,25 @@ class RecordingFolder:
         self.windows_done = 0
 
     def __enter__(self) -> RecordingFolder:
+        self._lock()
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock_descriptor)
+            raise
+        return self
+
+    def _lock(self) -> None:
+        """The package is this command's: another one would write into the same recording, and the profile that is kept
+        first would be lost."""
+        self._lock_descriptor = os.open(self._locked, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock_descriptor)
+            raise UserError(f"{self._locked}: is being profiled by another command; wait for it, or end it") from None
+
+    def _open(self) -> None:
         try:
             if not self._is_ours():
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -105,12 +127,12 @@ class RecordingFolder:
             self._require_space()
         except OSError as error:
             raise UserError(f"{self.path}: what is recorded cannot be written: {error.strerror}") from None
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        os.close(self._lock_descriptor)
 
     @property
     def bytes(self) -> int:

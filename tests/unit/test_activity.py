@@ -108,6 +108,24 @@ def test_an_interrupted_recording_goes_on_after_its_last_whole_text(package: Pac
         assert tokens["wanted"].tobytes() == np.stack([t for w in records for t in w])["wanted"].tobytes()
 
 
+@pytest.mark.parametrize("windows", [WINDOWS, WINDOWS[:1]])
+def test_two_recordings_of_a_package_do_not_write_into_each_other(
+    package: Package, windows: Sequence[Sequence[int]]
+) -> None:
+    """The same text twice, or another one, whose folder would take the place of the first."""
+    shown = flags_of(package, WINDOWS)[0]
+    with RecordingFolder(package, "exact", WINDOWS) as folder:
+        with (
+            pytest.raises(UserError, match="is being profiled by another command"),
+            RecordingFolder(package, "exact", windows),
+        ):
+            pass
+        folder.add([token_record(token, package.manifest.model, "exact") for token in shown])
+        assert (folder.path / "tokens.bin").stat().st_size == folder.bytes * 40 // 128
+    with RecordingFolder(package, "exact", windows):  # it has ended
+        pass
+
+
 def test_a_recording_of_another_text_or_package_is_not_gone_on_with(package: Package) -> None:
     first = [token_record(token, package.manifest.model, "exact") for token in flags_of(package, WINDOWS)[0]]
     for windows, other in (([WINDOWS[0], [5, 6]], package), (WINDOWS, _resealed(package))):
