@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neuronpipe.plans.demo.corpus import documents
+from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
@@ -77,13 +80,13 @@ class Prompts:
         if workload is None:
             if preset is not None:
                 raise UserError(f"--workload {preset}: {package.path} has no workload; `neuronpipe synth` makes some")
-            self._tokens = _corpus_tokens(package)
+            self._tokens: Sequence[int] = _corpus_tokens(package)
             return
         self.preset = DEFAULT_PRESET if preset is None else preset
         if self.preset not in workload.presets:
             raise UserError(f"--workload {self.preset}: this package has {', '.join(sorted(workload.presets))}")
         first, tokens = workload.presets[self.preset]
-        self._tokens = list(range(first, first + tokens))
+        self._tokens = range(first, first + tokens)
 
     def take(self, number: int, length_tokens: int, room_tokens: int) -> tuple[int, ...]:
         """Prompt `number`, `length_tokens` long; `room_tokens`: positions that prompt and answer take together.
@@ -93,13 +96,19 @@ class Prompts:
         return tuple(itertools.islice(itertools.cycle(self._tokens), start, start + length_tokens))
 
 
-def _corpus_tokens(package: Package) -> list[int]:
-    text = ""
-    for document in documents(held_out=True):
-        text += document
-        if len(text) > MAX_CHARACTERS:
-            break
-    tokens = FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])
+def _corpus_tokens(package: Package) -> Sequence[int]:
+    """In a process of its own: it takes 20 MiB, which all processes of the run would inherit, and which would count in
+    the run's memory."""
+
+    def encoded(_: Member) -> Iterator[Sequence[int]]:
+        text = ""
+        for document in documents(held_out=True):
+            text += document
+            if len(text) > MAX_CHARACTERS:
+                break
+        yield FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])
+
+    [[tokens]] = measured_together([None], encoded)
     if not tokens:
         raise UserError(f"{package.tokenizer_path}: makes no tokens of Python source text; nothing to measure with")
-    return tokens
+    return array("I", map(int, tokens))
