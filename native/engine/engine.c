@@ -103,7 +103,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
         np_engine_destroy(engine);
         return NULL;
     }
-    np_long_store(engine->shared.window, 0); /* whoever was this participant before may have died with a window open */
+    if (shared->window) /* whoever was this participant before may have died with a window open */
+        np_long_store(shared->window, 0);
     return engine;
 }
 
