@@ -289,7 +289,9 @@ def test_calibrating_keeps_the_factors_and_measures_them(tmp_path: Path, capsys:
     old, new = package.manifest.predictor, measured.manifest.predictor
     assert old is not None
     assert new is not None
-    assert replace(new, calibration_tokens=0, by_layer=()) == old
+    losses = ("text", "held_out_tokens", "exact_perplexity", "predicted_perplexity")
+    assert all(getattr(new, name) is not None for name in losses)
+    assert replace(new, calibration_tokens=0, by_layer=(), **dict.fromkeys(losses)) == old
     assert len(new.by_layer) == MIXTURE.layers
     for name, entry in (measured.predictor or {}).items():
         same = measured.predictor_path.read_bytes()[entry.start : entry.stop] == before[name]

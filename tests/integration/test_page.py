@@ -27,7 +27,7 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
 
 @pytest.fixture(scope="module")
 def server(long_shell: Shell) -> Iterator[Server]:
-    with served(long_shell, "--ffn-resident", "50%") as one:
+    with served(long_shell, "--ffn-resident", "50%", "--workers", "2") as one:
         yield one
 
 

@@ -102,7 +102,7 @@ def test_without_measurements_the_rules_decide_and_it_is_said() -> None:
     assert "so nothing can be compared: the rules decide" in render(describe(one, found))
 
 
-@pytest.mark.parametrize(("slower", "kept"), [(1 - 0.9 * MIN_GAIN, True), (1 - 1.5 * MIN_GAIN, False)])
+@pytest.mark.parametrize(("slower", "kept"), [(1 / (1 + 0.9 * MIN_GAIN), True), (1 / (1 + 1.5 * MIN_GAIN), False)])
 def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, slower: float, kept: bool
 ) -> None:
@@ -120,8 +120,9 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
     assert (found.reason() is None) is kept
 
 
-def test_of_choices_that_are_alike_the_one_with_fewer_workers_is_taken() -> None:
+def test_of_choices_that_are_alike_the_one_with_fewer_workers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reaches 28 of the 33 GB/s that two reach; a third and a fourth add nothing."""
+    monkeypatch.setattr(searching, "MIN_GAIN", 0.1)
     found = Search(manifest(), space(1, 2, 3, 4), Wanted()).within(GIB)
     speeds = {one.workers: one.tokens_per_s for one in found.candidates}
     assert speeds[2] == speeds[3] == speeds[4]
@@ -146,7 +147,7 @@ def test_how_clusters_are_read_is_tried_both_ways_unless_it_was_left_out() -> No
         assert {one.plan.flash.bundle for one in search(wanted=wanted).within(None).candidates} == {False}
 
 
-def test_the_best_of_all_candidates_is_within_three_percent() -> None:
+def test_no_candidate_is_faster_by_more_than_it_takes_to_leave_the_rules() -> None:
     one = search(modes=("exact", "predicted"), made_for=predicted(LARGE))
     for limit in one.limits_bytes():
         found = one.within(limit)
