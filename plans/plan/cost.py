@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.points import DecodeKind
@@ -72,34 +74,18 @@ class Cost:
     # ---- prefill ---------------------------------------------------------------------------------------------
     def panel_ms(self, tokens: int, weights: float) -> float | None:
         """So many weights times the vectors of so many tokens; None where it was not measured."""
-        if self.profile is None:
-            return None
-        try:
-            speed = self.profile.panel_token_weights_per_s(
-                tokens, self.workers, quantization=self.manifest.quantization, row_weights=self.manifest.model.width
-            )
-        except KeyError:
-            return None
-        return 1e3 * tokens * weights / speed
+        speed = self._measured(lambda profile: profile.panel_token_weights_per_s(tokens, self.workers, **self._rows))
+        return None if speed is None else 1e3 * tokens * weights / speed
 
     def reused_values_ms(self, token_weights: float, share: float) -> float | None:
         """Value rows of neurons that fired for this share of the tokens, each row for each token by itself."""
-        if self.profile is None:
-            return None
-        try:
-            up, down = (
-                self.profile.reused_token_weights_per_s(
-                    kind,
-                    self.workers,
-                    share,
-                    quantization=self.manifest.quantization,
-                    row_weights=self.manifest.model.width,
-                )
-                for kind in ("ups", "downs")
-            )
-        except KeyError:
-            return None
-        return 1e3 * token_weights * (0.5 / up + 0.5 / down)
+
+        def seconds_per_weight(profile: DeviceProfile) -> float:
+            up = profile.reused_token_weights_per_s("ups", self.workers, share, **self._rows)
+            return 0.5 / up + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, share, **self._rows)
+
+        each_s = self._measured(seconds_per_weight)
+        return None if each_s is None else 1e3 * token_weights * each_s
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
@@ -133,32 +119,24 @@ class Cost:
         return None if speed is None else 1e3 * size_bytes / speed
 
     def _kernel_bytes_per_s(self, kind: DecodeKind, share: float) -> float | None:
-        if self.profile is None:
-            return None
+        return self._measured(lambda profile: profile.decode_bytes_per_s(kind, self.workers, share, **self._rows))
+
+    def _values_bytes_per_s(self, share: float, *, predicted: bool) -> float | None:
+        return self._measured(
+            lambda profile: profile.values_bytes_per_s(self.workers, share, predicted=predicted, **self._rows)
+        )
+
+    def _measured(self, figure: Callable[[DeviceProfile], float]) -> float | None:
+        """A figure of the profile; None where there is none, or this was not measured."""
         try:
-            return self.profile.decode_bytes_per_s(
-                kind,
-                self.workers,
-                share,
-                quantization=self.manifest.quantization,
-                row_weights=self.manifest.model.width,
-            )
+            return None if self.profile is None else figure(self.profile)
         except KeyError:
             return None
 
-    def _values_bytes_per_s(self, share: float, *, predicted: bool) -> float | None:
-        if self.profile is None:
-            return None
-        try:
-            return self.profile.values_bytes_per_s(
-                self.workers,
-                share,
-                predicted=predicted,
-                quantization=self.manifest.quantization,
-                row_weights=self.manifest.model.width,
-            )
-        except KeyError:
-            return None
+    @property
+    def _rows(self) -> dict[str, Any]:
+        """Which rows the package's matrices have."""
+        return {"quantization": self.manifest.quantization, "row_weights": self.manifest.model.width}
 
     def _pieces_ms(self, size_bytes: float, piece_bytes: int) -> float | None:
         if self.speed is None:
