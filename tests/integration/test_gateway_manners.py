@@ -206,7 +206,8 @@ def test_a_reader_who_takes_nothing_holds_little_memory_and_nobody_up(server: Se
 
 def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
     with server.connect() as line:
-        many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 40, "ignore_eos": True}  # all that may be under way
+        # All that may be under way; so long that none of them ends, and makes room, meanwhile.
+        many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 400, "ignore_eos": True}
         line.sendall(request("POST", "/v1/completions", many))
         assert eventually(lambda: server.run.status().sequences_waiting > 50)
         assert re.search(r"^neuronpipe_texts_waiting 9\d\d\.0$", server.call("GET", "/metrics").body.decode(), re.M)
