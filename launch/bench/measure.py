@@ -53,6 +53,7 @@ class Bench:
     prompts: Prompts
     client: Client
     batch: int = 1  # texts at once
+    measured: list[Case] = field(default_factory=list)
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
         """The row of one test. Raises UserError when a text ends before there is anything to measure."""
@@ -63,7 +64,9 @@ class Bench:
         for number in range(1, repetitions + 1):
             done.append(self.ask(case, number))
             progress()
-        return self.row(case, warm_up, done, energy.joules())
+        row = self.row(case, warm_up, done, energy.joules())
+        self.measured.append(case)
+        return row
 
     def ask(self, case: Case, number: int) -> Repetition:
         """The requests of one repetition, with texts that no other has. Raises UserError when one ends with nothing to
@@ -146,7 +149,7 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
-        figures = planned(self.package.manifest, plan, self.device, case, self.batch)
+        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured)
         return row | {"planned": figures, "error": errors(row, figures)}
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.budget import held_bytes
 from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.speed import expected
 
 
-def planned(manifest: Manifest, plan: Plan, device: Device, case: Case, batch: int) -> dict[str, float]:
-    """For the texts that this test has, at the positions where it decodes. A figure that is not planned, or that
-    nothing was measured for, is absent: what a prompt reads is not planned, only its time."""
+def planned(
+    manifest: Manifest, plan: Plan, device: Device, case: Case, batch: int, before: Sequence[Case] = ()
+) -> dict[str, float]:
+    """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, which
+    count for its memory. A figure that is not planned, or that nothing was measured for, is absent: what a prompt reads
+    is not planned, only its time."""
     one = expected(
         manifest,
         rates(manifest, plan.compute.mode),
@@ -32,7 +36,7 @@ def planned(manifest: Manifest, plan: Plan, device: Device, case: Case, batch: i
     figures: dict[str, float | None] = {
         "tokens_per_s": _tokens_per_s(case, one),
         "first_token_ms": one.first_token_ms,
-        "peak_memory_bytes": plan.memory.total_bytes(),
+        "peak_memory_bytes": max(_held_bytes(manifest, plan, one, batch) for one in (case, *before)),
     }
     if case.prefill_tokens:
         figures["prefill_tokens_per_s"] = one.prefill_tokens_per_s
@@ -45,6 +49,12 @@ def planned(manifest: Manifest, plan: Plan, device: Device, case: Case, batch: i
             "exposed_io_share": _exposed_share(one),
         }
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def _held_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
+    return held_bytes(
+        manifest, plan, texts=batch, text_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens
+    )
 
 
 def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, float | None]:

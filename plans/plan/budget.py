@@ -5,9 +5,11 @@ It is the sum of the layouts that sizes.py makes, and of what has none.
 
 from __future__ import annotations
 
-from neuronpipe.plans.package.layout import Layout
+import dataclasses
+
+from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.plan import MemoryBudget
+from neuronpipe.plans.plan.plan import MemoryBudget, Plan
 from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, slots_layout
 
 MIB = 1 << 20
@@ -62,6 +64,18 @@ def memory_budget(
         + NATIVE_BYTES,
         staging_bytes=staging_bytes,
     )
+
+
+def held_bytes(manifest: Manifest, plan: Plan, *, texts: int, text_tokens: int, prompt_tokens: int) -> int:
+    """What a run with this plan holds at most while so many texts of so many tokens, with such prompts, are the longest
+    it has had: pages of the KV cache and of a prompt's stage count when they are first written, all others at once."""
+    shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
+    page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.head_width))  # of one head's keys or values
+    held_tokens = min(shape.context_tokens, -(-text_tokens // page_tokens) * page_tokens)
+    held = dataclasses.replace(shape, sequences=min(texts, shape.sequences), context_tokens=held_tokens)
+    (stage,) = own_layouts(manifest, shape, min(chunk, prompt_tokens)).values()
+    unused_bytes = plan.memory.kv_bytes - fixed_layouts(manifest, held)["kv"].total_bytes
+    return plan.memory.total_bytes() - unused_bytes - (plan.memory.prefill_stage_bytes - stage.total_bytes)
 
 
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:

@@ -135,12 +135,13 @@ class _Run:
         one_bytes = self._value_rows(1) + (0.0 if in_order else self._rows(1, rates.trigger_read))
         one_pieces = self._values(1, rates.value_read).wanted + (0.0 if in_order else self._triggers(1).wanted)
         if flash.bundle:
-            reads, read_bytes = triggers.missed, triggers.missed * layout.cluster_stride_bytes
+            reads, read_bytes = self._reads(triggers.missed, layout.cluster_stride_bytes)
             if in_order:
                 reads = -(-read_bytes // flash.most_read_bytes)
         else:
-            reads = triggers.missed + values.missed
-            read_bytes = triggers.missed * layout.trigger_part_bytes + values.missed * layout.value_part_bytes
+            trigger_reads, trigger_read_bytes = self._reads(triggers.missed, layout.trigger_part_bytes)
+            value_reads, value_read_bytes = self._reads(values.missed, layout.value_part_bytes)
+            reads, read_bytes = trigger_reads + value_reads, trigger_read_bytes + value_read_bytes
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         missed, wanted = sum(part.missed for part in looked_up), sum(part.wanted for part in looked_up)
         piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else self._row_bytes
@@ -261,6 +262,11 @@ class _Run:
         up = self._rows(tokens, self.rates.value_read) if self.manifest.model.gated else 0.0
         return up + self._rows(tokens, self.rates.down_read)
 
+    # ---- reads -----------------------------------------------------------------------------------------------
+    def _reads(self, missed: int, part_bytes: int) -> tuple[int, int]:
+        clusters = self.rates.chosen * self.manifest.clusters
+        return joined_reads(missed, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
+
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int) -> _Parts:
         predicted, memory = self.compute.mode == "predicted", self.memory
@@ -291,6 +297,18 @@ class _Run:
             missed = (clusters - slots) * _union(min(1.0, missed / max(1, clusters - slots)), tokens)
             wanted = hit + missed
         return _Parts(wanted, int(missed))
+
+
+def joined_reads(missed: int, of: float, part_bytes: int, stride_bytes: int, flash: Flash) -> tuple[int, int]:
+    """Reads of so many parts that miss, and their bytes, gaps included: neighbours no further apart than the merge gap
+    are read together. They are taken to lie anywhere among `of` clusters, independently of each other."""
+    density = min(1.0, missed / max(1.0, of))
+    reach = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # clusters to a neighbour that is read with it
+    gap_bytes = sum(
+        density * (1 - density) ** (apart - 1) * (apart * stride_bytes - part_bytes) for apart in range(1, reach + 1)
+    )
+    read_bytes = int(missed * (part_bytes + gap_bytes))
+    return max(math.ceil(missed * (1 - density) ** reach), -(-read_bytes // flash.most_read_bytes)), read_bytes
 
 
 def reads_whole(compute: Compute, flash: Flash) -> bool:

@@ -58,7 +58,7 @@ class CpuBackend:
         self._decode_workers = job.plan.compute.decode_workers()
         self._alone = job.process.role == "prefill"
         layout = private_layouts(job.package.manifest, job.plan)["prefill_stage"] if self._alone else None
-        self._stage: Stage = _private_stage(layout) if layout else lambda name: memory.view("exchange", name)
+        self._stage: Stage = private_stage(layout) if layout else lambda name: memory.view("exchange", name)
         config = _engine_config(placement, layout or job.segments["exchange"].layout)
         threads = job.plan.compute.prefill_threads if self._alone else 1
         first_window = len(self._decode_workers) + threads * job.process.index if self._alone else job.process.index
@@ -153,9 +153,9 @@ class CpuBackend:
         return {name: (fmean if name.endswith("_ms") else sum)(one[name] for one in counters) for name in counters[0]}
 
 
-def _private_stage(layout: Layout) -> Stage:
-    """Stages in memory of this process. Pages cost nothing until they are used."""
-    memory = memoryview(mmap.mmap(-1, layout.total_bytes))
+def private_stage(layout: Layout) -> Stage:
+    """Stages in memory of this process alone, so that it counts as its own. Pages cost nothing until they are used."""
+    memory = memoryview(mmap.mmap(-1, layout.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def buffer(name: str) -> memoryview:
         field = layout[name]

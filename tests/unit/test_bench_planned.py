@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, Memor
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.speed import joined_reads
 
 MANIFEST = Package.open(DEMO).manifest
 DECODED = {
@@ -85,7 +88,29 @@ def test_texts_at_once_share_what_they_read(mode: str) -> None:
     assert one["flash_bytes_per_token"] / 4 <= four["flash_bytes_per_token"] < one["flash_bytes_per_token"]
     assert one["dram_bytes_per_token"] / 4 < four["dram_bytes_per_token"] < one["dram_bytes_per_token"]
     assert one["tokens_per_s"] < four["tokens_per_s"] <= 4 * one["tokens_per_s"]
-    assert one["peak_memory_bytes"] == four["peak_memory_bytes"] == plan.memory.total_bytes()
+    assert one["peak_memory_bytes"] < four["peak_memory_bytes"] < plan.memory.total_bytes()
+
+
+def test_memory_is_planned_for_the_texts_that_a_run_has_had() -> None:
+    plan, (long,) = made(), parse_cases("pp512+tg64")
+    short, full = figures("tg64", plan, device()), planned(MANIFEST, plan, device(), long, 1)
+    (tg64,) = parse_cases("tg64")
+    after = planned(MANIFEST, plan, device(), tg64, 1, [long])
+    kv_bytes_per_token = plan.memory.kv_bytes // plan.compute.context_tokens
+    assert short["peak_memory_bytes"] + 500 * kv_bytes_per_token < full["peak_memory_bytes"]
+    assert after["peak_memory_bytes"] == full["peak_memory_bytes"] <= plan.memory.total_bytes()
+
+
+@pytest.mark.parametrize("missed", [200, 4000, 30_000])
+def test_neighbours_that_miss_are_read_together_with_the_gap_between_them(missed: int) -> None:
+    clusters, stride, part = 100_000, 8192, 4096
+    flash = dataclasses.replace(made().flash, merge_gap_bytes=28 << 10, most_read_bytes=1 << 20)
+    places = sorted(random.Random(missed).sample(range(clusters), missed))
+    gaps = [(after - before) * stride - part for before, after in itertools.pairwise(places)]
+    joined = [gap for gap in gaps if gap <= flash.merge_gap_bytes]
+    reads, read_bytes = joined_reads(missed, clusters, part, stride, flash)
+    assert reads == pytest.approx(missed - len(joined), rel=0.05)
+    assert read_bytes == pytest.approx(missed * part + sum(joined), rel=0.05)
 
 
 def test_a_longer_text_reads_more_keys_and_values() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, proportional_bytes
+from neuronpipe.protocol.layout import Layout
+from neuronpipe.services.worker.cpu import private_stage
 
 MIB = 1 << 20
 
@@ -48,6 +50,18 @@ def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
     usage.sample([os.getpid()])
     assert usage.current_bytes == peak - 16 * MIB
     assert usage.peak_bytes == peak
+
+
+def test_the_stage_of_prompts_counts_as_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EARLY_FACTOR", 0)
+    layout = Layout.parse("stage", 1, f"residual u8 {32 * MIB} 4096", 4096 + 32 * MIB)
+    usage = MemoryUsage([])
+    usage.sample([os.getpid()])
+    before = usage.current_bytes
+    buffer = private_stage(layout)("residual")
+    buffer[:] = b"1" * len(buffer)
+    usage.sample([os.getpid()])
+    assert usage.current_bytes - before == pytest.approx(32 * MIB, abs=4 * MIB)
 
 
 def test_a_process_that_is_gone_counts_nothing() -> None:
