@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,22 @@ from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import reads_whole
 from neuronpipe.protocol.messages.request import Generate
 
+POLL_S = 0.02
+QUIET_S = 0.3
+MAX_WARM_UP_S = 60.0
 FIRST_TOKENS = 8  # what "the first tokens" are: those of the warm-up, when the cache knows nothing of the text
+
+
+def wait_until_warm(client: Client) -> None:
+    """Until the run is ready and flash has been quiet: what is loaded ahead is there."""
+    while not (status := client.status()).ready:
+        time.sleep(POLL_S)
+    quiet_since, last, began = time.monotonic(), -1, time.monotonic()
+    while time.monotonic() - quiet_since < QUIET_S and time.monotonic() - began < MAX_WARM_UP_S:
+        time.sleep(POLL_S)
+        status = client.status()
+        if status.flash_bytes != last:
+            quiet_since, last = time.monotonic(), status.flash_bytes
 
 
 @dataclass

@@ -17,9 +17,9 @@ from neuronpipe.plans.plan.speed import expected
 def planned(
     manifest: Manifest, plan: Plan, device: Device, case: Case, batch: int, before: Sequence[Case] = ()
 ) -> dict[str, float]:
-    """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, which
-    count for its memory. A figure that is not planned, or that nothing was measured for, is absent: what a prompt reads
-    is not planned, only its time."""
+    """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, as
+    these count for its memory. A figure that is not planned, or that nothing was measured for, is absent: what a
+    prompt reads is not planned, only its time."""
     one = expected(
         manifest,
         rates(manifest, plan.compute.mode),
@@ -52,9 +52,7 @@ def planned(
 
 
 def _held_bytes(manifest: Manifest, plan: Plan, case: Case, batch: int) -> int:
-    return held_bytes(
-        manifest, plan, texts=batch, text_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens
-    )
+    return held_bytes(manifest, plan, texts=batch, text_tokens=case.context_tokens, prompt_tokens=case.prompt_tokens)
 
 
 def errors(measured: Mapping[str, Any], plan: Mapping[str, float]) -> dict[str, float | None]:

@@ -198,10 +198,17 @@ def _costs(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
 def _waits(profile: DeviceProfile) -> list[str]:
     barriers = ", ".join(f"{point.us.median:.2f}" for point in profile.barriers)
     messages = ", ".join(f"{point.us.median:.0f}" for point in profile.messages)
-    return [
+    lines = [
         "",
         f"a barrier: {barriers} us with 1, 2, ... workers; a step's messages, there and back: {messages} us",
     ]
+    for step in profile.steps:
+        workers = "1 worker" if step.workers == 1 else f"{step.workers} workers"
+        lines.append(
+            f"a step of a run, {step.mode}, {workers}: {step.step_us.median / 1e3:.2f} ms, its kernels by themselves "
+            f"{step.kernels_us.median / 1e3:.2f}; {step.between_us.median / 1e3:.2f} ms to the next one"
+        )
+    return lines
 
 
 def render_difference(found: Difference, before: str, after: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 from neuronpipe.launch.bench.cases import Case, Prompts, default_cases, parse_cases
-from neuronpipe.launch.bench.measure import Bench
+from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.bench.report import compare, read_rows, render
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.planning import (
@@ -25,9 +24,6 @@ from neuronpipe.plans.device.probe import probe
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
-POLL_S = 0.02
-QUIET_S = 0.3
-MAX_WARM_UP_S = 60.0
 MAX_REPETITIONS = 1000
 MAX_BATCH = 64  # as many as a plan has sequences
 
@@ -92,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):
-        _wait_until_warm(client)
+        wait_until_warm(client)
         bench = Bench(package, plan, device, prompts, client, arguments.batch)
         requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
         done = 0
@@ -105,7 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
         if sides is None:
             rows = [bench.measure(case, arguments.repetitions, step) for case in cases]
         else:
-            versus = Versus(bench, live.directory, sides, lambda: _wait_until_warm(client))
+            versus = Versus(bench, live.directory, sides, lambda: wait_until_warm(client))
             rows = [row for case in cases for row in versus.measure(case, arguments.repetitions, step)]
         if arguments.picture:
             _draw(live, client, arguments.picture, f"{rows[0]['model']}, {cases[-1].name}, {plan.compute.mode} mode")
@@ -144,18 +140,6 @@ def _for_batch(cases: tuple[Case, ...], arguments: argparse.Namespace, sequences
             # Texts begin one after the other: only what they decode together counts.
             raise UserError(f"--batch {batch} and --tests {case.name}: too short; take tg{2 * batch} or more")
     return cases
-
-
-def _wait_until_warm(client: Client) -> None:
-    """Until the run is ready and flash has been quiet: what is loaded ahead is there."""
-    while not (status := client.status()).ready:
-        time.sleep(POLL_S)
-    quiet_since, last, began = time.monotonic(), -1, time.monotonic()
-    while time.monotonic() - quiet_since < QUIET_S and time.monotonic() - began < MAX_WARM_UP_S:
-        time.sleep(POLL_S)
-        status = client.status()
-        if status.flash_bytes != last:
-            quiet_since, last = time.monotonic(), status.flash_bytes
 
 
 def _draw(live: LiveRun, client: Client, file: Path, title: str) -> None:

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import write_picture
+from neuronpipe.launch.profile.steps import measure_steps, steps_count
 from neuronpipe.launch.progress import Progress
+from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.kept import doubt, keep_profile
 from neuronpipe.plans.device.measure import measure_profile
 from neuronpipe.plans.device.probe import profile_path, this_device
@@ -59,9 +63,32 @@ def main(arguments: argparse.Namespace) -> int:
 def _measured(directory: Path, *, plain: bool) -> DeviceProfile:
     """Measure, and keep it for starts."""
     refuse_unknown(directory)
+    device = this_device()
     with Progress("measuring", "figures", plain=plain) as progress:
-        profile = measure_profile(directory, progress=progress)
-    path = profile_path(this_device(), directory)
+        profile = _with_steps(device, lambda step: measure_profile(directory, progress=step), progress)
+    path = profile_path(device, directory)
     if not keep_profile(path, profile) and doubt(profile) is not None:
         print("neuronpipe: not kept: the profile measured before is beyond doubt, and stays", file=sys.stderr)
+    return profile
+
+
+def _with_steps(
+    device: Device, measure: Callable[[Callable[[int, int], None]], DeviceProfile], progress: Callable[[int, int], None]
+) -> DeviceProfile:
+    """The profile, and the steps of a run beside it; progress is of both."""
+    steps, done, total = steps_count(device), 0, 1
+
+    def of_profile(so_far: int, of: int) -> None:
+        nonlocal done, total
+        done, total = so_far, of + steps
+        progress(done, total)
+
+    def of_steps() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    profile = measure(of_profile)
+    profile = dataclasses.replace(profile, steps=measure_steps(profile, device, of_steps))
+    progress(total, total)
     return profile

@@ -125,6 +125,7 @@ class _Measuring:
             sharing=sharing,
             barriers=barriers,
             messages=messages,
+            steps=(),
         )
 
     def _kernels(self, arena: Arena) -> list[Point]:

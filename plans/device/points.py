@@ -17,6 +17,7 @@ fired, and their Down rows; where a predictor chooses the neurons, their trigger
 them), Ups and Downs."""
 
 ReusedKind = Literal["ups", "downs"]
+StepMode = Literal["exact", "predicted"]
 
 
 def positive(owner: object, *names: str) -> None:
@@ -148,6 +149,22 @@ class Wait:
 
     workers: int
     us: Figure
+
+    def __post_init__(self) -> None:
+        positive(self, "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPoint:
+    """A decode step of a small package in a run, everything resident. kernels_us: what the kernels' own speeds give for
+    it; step_us: what it took the workers, with all that lies between kernels, waiting for each other and what other
+    processes of the run take from their cores; between_us: from its end to the beginning of the next one."""
+
+    mode: StepMode
+    workers: int
+    kernels_us: Figure
+    step_us: Figure
+    between_us: Figure
 
     def __post_init__(self) -> None:
         positive(self, "workers")

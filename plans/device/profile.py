@@ -28,6 +28,8 @@ from neuronpipe.plans.device.points import (
     ReusedKind,
     ReusedPoint,
     Sharing,
+    StepMode,
+    StepPoint,
     Wait,
     positive,
 )
@@ -36,7 +38,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 1
+VERSION = 2
 MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
@@ -114,6 +116,7 @@ class DeviceProfile:
     sharing: tuple[Sharing, ...]
     barriers: tuple[Wait, ...]
     messages: tuple[Wait, ...]
+    steps: tuple[StepPoint, ...]
 
     def __post_init__(self) -> None:
         positive(self, "decode_workers")
@@ -157,6 +160,7 @@ class DeviceProfile:
             "sharing": self.sharing,
             "barriers": self.barriers,
             "messages": self.messages,
+            "steps": self.steps,
         }
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
@@ -250,6 +254,25 @@ class DeviceProfile:
     def message_us(self, workers: int) -> float:
         """From sending a step to so many workers to the last one's answer."""
         return between({point.workers: point.us.median for point in self.messages}, workers)
+
+    def step_factor(self, mode: str, workers: int) -> float:
+        """How much longer a step takes than its kernels do by themselves; a mode that was not measured computes as
+        exact mode does. Raises KeyError where no step was measured."""
+        return between(
+            {point.workers: point.step_us.median / point.kernels_us.median for point in self._steps(mode)}, workers
+        )
+
+    def between_us(self, mode: str, workers: int) -> float:
+        """From the end of a step to the beginning of the next one: messages, sampling, what the coordinator does.
+        Raises KeyError where no step was measured."""
+        return between({point.workers: point.between_us.median for point in self._steps(mode)}, workers)
+
+    def _steps(self, mode: str) -> list[StepPoint]:
+        found: StepMode = "predicted" if mode == "predicted" else "exact"
+        points = [point for point in self.steps if point.mode == found]
+        if not points:
+            raise KeyError(f"steps in mode {found}: not in this profile")
+        return points
 
     def _placed(self, points: list[Any], core: Kind | None) -> list[Any]:
         """Of one worker on this class; or, for None, of any number: one on the fastest class, and all."""

@@ -15,6 +15,7 @@ from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Mode
 
 # Of the loader, where it was not measured: submitting and reaping a read, and checking and copying its bytes.
 ASSUMED_READ_US = 6.0
@@ -28,6 +29,7 @@ class Cost:
     cores, so that its work is theirs."""
 
     manifest: Manifest
+    mode: Mode
     workers: int
     shares_core: bool
     curve: FlashCurve | None
@@ -64,10 +66,17 @@ class Cost:
             return None
         return 1e3 * size_bytes / (self._share_of_speed(self.speed) * self.speed.sequential_bytes_per_s)
 
+    def step_factor(self) -> float:
+        """How much longer a decode step takes than its kernels by themselves; 1 where that was not measured."""
+        return self._measured(lambda profile: profile.step_factor(self.mode, self.workers)) or 1.0
+
     def meetings_ms(self) -> float:
-        """Barriers of a step, and its messages; 0 where they were not measured."""
+        """What lies between steps; and, where no step was measured, a step's barriers. 0 where nothing was measured."""
         if self.profile is None:
             return 0.0
+        between_us = self._measured(lambda profile: profile.between_us(self.mode, self.workers))
+        if between_us is not None:
+            return between_us / 1e3
         barriers = BARRIERS_PER_LAYER * self.manifest.model.layers if self.workers > 1 else 0
         return (barriers * self.profile.barrier_us(self.workers) + self.profile.message_us(self.workers)) / 1e3
 

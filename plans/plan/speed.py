@@ -45,7 +45,7 @@ def expected(
     workers = compute.decode_workers()
     loader_core = next(process.core for process in compute.processes if process.role == "loader")
     shares_core = loader_core is None or loader_core in {worker.core for worker in workers}
-    cost = Cost(manifest, len(workers), shares_core, curve, speed, profile)
+    cost = Cost(manifest, compute.mode, len(workers), shares_core, curve, speed, profile)
     run = _Run(manifest, rates, compute, memory, flash, cost)
     step = run.decode_step(batch, compute.context_tokens // 2 if position_tokens is None else position_tokens)
     prompt = compute.prefill_chunk_tokens if prompt_tokens is None else prompt_tokens
@@ -144,14 +144,17 @@ class _Run:
             reads, read_bytes = trigger_reads + value_reads, trigger_read_bytes + value_read_bytes
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         missed, wanted = sum(part.missed for part in looked_up), sum(part.wanted for part in looked_up)
+        factor = self.cost.step_factor()
         piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else self._row_bytes
-        fixed_ms, kv_ms = self.cost.fixed_ms(fixed_bytes), self.cost.read_from_end_to_end_ms(kv_bytes)
+        fixed_ms = _times(factor, self.cost.fixed_ms(fixed_bytes))
+        kv_ms = _times(factor, self.cost.read_from_end_to_end_ms(kv_bytes))
         if in_order:
-            triggers_ms = self.cost.triggers_ms(trigger_bytes)
-            pieces_ms = self.cost.values_ms(value_bytes, rates.value_read, piece_bytes)
+            triggers_ms = _times(factor, self.cost.triggers_ms(trigger_bytes))
+            pieces_ms = _times(factor, self.cost.values_ms(value_bytes, rates.value_read, piece_bytes))
         else:
             triggers_ms = 0.0
-            pieces_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
+            neurons_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
+            pieces_ms = _times(factor, neurons_ms)
         ffns = self.manifest.model.layers
         ahead = in_order and self.manifest.model.experts == 1  # the same for every token, and asked for in time
         sequential_ms = _sum(fixed_ms, kv_ms, triggers_ms)
@@ -324,6 +327,10 @@ def _union(share: float, tokens: int) -> float:
 def _sum(*times_ms: float | None) -> float | None:
     """None where one of them is not known."""
     return None if any(time_ms is None for time_ms in times_ms) else sum(time_ms or 0.0 for time_ms in times_ms)
+
+
+def _times(factor: float, time_ms: float | None) -> float | None:
+    return None if time_ms is None else factor * time_ms
 
 
 def _per_second(tokens: int, time_ms: float | None) -> float | None:

@@ -30,6 +30,8 @@ from neuronpipe.plans.device.points import (
     ReadCost,
     ReusedPoint,
     Sharing,
+    StepMode,
+    StepPoint,
     Wait,
 )
 from neuronpipe.plans.device.profile import MAX_POINTS, VERSION, DeviceProfile, FlashProfile, parse_profile
@@ -64,6 +66,12 @@ def flash_read(size: int, depth: int, within: int, speed: float, **other: Any) -
         sequential=other.get("sequential", False),
         core=other.get("core"),
         bytes_per_s=figure(speed),
+    )
+
+
+def step_point(mode: StepMode, workers: int, step_us: float, between_us: float) -> StepPoint:
+    return StepPoint(
+        mode=mode, workers=workers, kernels_us=figure(4e3), step_us=figure(step_us), between_us=figure(between_us)
     )
 
 
@@ -126,6 +134,7 @@ def profile(**changes: Any) -> DeviceProfile:
         sharing=(Sharing(same_core=True, worker_share=figure(0.8), loader_share=figure(0.6)),),
         barriers=(Wait(workers=1, us=figure(0.2)), Wait(workers=2, us=figure(0.4))),
         messages=(Wait(workers=1, us=figure(80.0)), Wait(workers=2, us=figure(120.0))),
+        steps=(step_point("exact", 1, 8e3, 1e3), step_point("exact", 2, 5e3, 2e3)),
     )
     return dataclasses.replace(made, **changes)
 
@@ -155,6 +164,10 @@ def test_speeds_are_asked_for_by_what_a_plan_knows() -> None:
     assert p.reused_token_weights_per_s("ups", 2, 0.1) == pytest.approx(5e10)
     assert p.dram_bytes_per_s(2, 2304) == pytest.approx(9e9)
     assert (p.barrier_us(2), p.message_us(1)) == (pytest.approx(0.4), pytest.approx(80.0))
+    assert (p.step_factor("exact", 1), p.step_factor("thresholded", 4)) == (pytest.approx(2.0), pytest.approx(1.25))
+    assert p.between_us("exact", 2) == pytest.approx(2e3)
+    with pytest.raises(KeyError):
+        p.step_factor("predicted", 2)
 
 
 def test_what_was_not_measured_at_all_is_no_figure() -> None:
@@ -205,7 +218,7 @@ def absurd_median() -> bytes:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (changed(version=VERSION + 1), r"p: field 'version': 2, but this program reads 1"),
+        (changed(version=VERSION + 1), rf"p: field 'version': {VERSION + 1}, but this program reads {VERSION}"),
         (b"{}", "p: field 'version': missing"),
         (changed(busy=1.5), r"p: busy 1.5 is outside 0..1"),
         (changed(decode_workers=0), "p: decode_workers 0 is not above zero"),
