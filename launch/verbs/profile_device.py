@@ -19,7 +19,7 @@ from neuronpipe.launch.profile.steps import measure_steps, steps_count
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.kept import doubt, keep_profile
-from neuronpipe.plans.device.measure import measure_profile
+from neuronpipe.plans.device.measure import measure_flash, measure_profile
 from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there as well")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw its curves: kernels, memory, flash")
     parser.add_argument(
+        "--flash", action="store_true", help="measure flash alone again, and keep the other figures that there are"
+    )
+    parser.add_argument(
         "--show", type=Path, metavar="FILE", help="measure nothing; show, or draw, what was measured before"
     )
     parser.add_argument("--json", action="store_true", help="print the profile as one JSON object")
@@ -43,9 +46,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.show is not None:
         if arguments.output is not None:
             raise UserError("--show and --output: what is shown is in a file already; leave one of the two out")
+        if arguments.flash:
+            raise UserError("--show and --flash: one measures nothing, the other does; leave one of the two out")
         profile = read_profile(arguments.show)
     else:
-        profile = _measured(arguments.package, plain=arguments.json)
+        profile = _measured(arguments.package, flash_alone=arguments.flash, plain=arguments.json)
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
             place.write_text(profile.to_json(), encoding="utf-8")
@@ -60,15 +65,29 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(directory: Path, *, plain: bool) -> DeviceProfile:
+def _measured(directory: Path, *, flash_alone: bool, plain: bool) -> DeviceProfile:
     """Measure, and keep it for starts."""
     refuse_unknown(directory)
     device = this_device()
-    with Progress("measuring", "figures", plain=plain) as progress:
-        profile = _with_steps(device, lambda step: measure_profile(directory, progress=step), progress)
     path = profile_path(device, directory)
+    before = _kept(path, device) if flash_alone else None
+    with Progress("measuring", "figures", plain=plain) as progress:
+        if before is not None:
+            profile = measure_flash(before, directory, progress=progress)
+        else:
+            profile = _with_steps(device, lambda step: measure_profile(directory, progress=step), progress)
     if not keep_profile(path, profile) and doubt(profile) is not None:
         print("neuronpipe: not kept: the profile measured before is beyond doubt, and stays", file=sys.stderr)
+    return profile
+
+
+def _kept(path: Path, device: Device) -> DeviceProfile:
+    """What was measured before. Raises UserError where that does not hold."""
+    try:
+        profile = read_profile(path)
+        profile.check(device.id, str(path))
+    except UserError as error:
+        raise UserError(f"--flash: there is no profile to keep the rest of ({error}); leave it out once") from None
     return profile
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from neuronpipe.plans.device.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.device.read_cost import SIZES_BYTES, measure_costs, measure_sharing
 from neuronpipe.plans.device.waits import measure_barriers, measure_messages
+from neuronpipe.protocol.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("big", "mid", "little")
 ROUNDS = 5
@@ -62,6 +64,17 @@ def measure_profile(
     Raises UserError when flash cannot be read.
     """
     return _Measuring(directory, effort or Effort(), progress).profile()
+
+
+def measure_flash(
+    profile: DeviceProfile,
+    directory: Path,
+    *,
+    effort: Effort | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DeviceProfile:
+    """This profile with its flash measured again. Raises UserError where the package is too small."""
+    return _Measuring(directory, effort or Effort(), progress).with_flash(profile)
 
 
 class _Measuring:
@@ -127,6 +140,16 @@ class _Measuring:
             messages=messages,
             steps=(),
         )
+
+    def with_flash(self, profile: DeviceProfile) -> DeviceProfile:
+        if not self._reads:
+            raise UserError(f"{self._file}: too small to measure flash with; name a larger package")
+        self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(SIZES_BYTES)
+        busy = Busyness()
+        flash = self._flash()
+        self._progress(self._total, self._total)
+        busy_share = round(max(busy.processors(), busy.storage()), 3)
+        return dataclasses.replace(profile, flash=flash, busy=max(profile.busy, busy_share))
 
     def _kernels(self, arena: Arena) -> list[Point]:
         crews: list[tuple[Sequence[int | None], Kind | None]] = [([one.measured], one.kind) for one in self._classes]

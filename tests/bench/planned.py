@@ -16,6 +16,7 @@ import datetime
 import json
 import signal
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -148,13 +149,14 @@ def markdown(lines: Iterable[Row]) -> str:
     ordered = sorted(
         last.values(), key=lambda line: [line["asked"][name] for name in ("mode", "workers", "batch", "resident")]
     )
-    heads = ["resident", "mode", "workers", "texts"]
+    heads = ["resident", "mode", "workers", "texts", "disk, MB/s before, after"]
     for quantity in QUANTITIES:
         heads += [f"{quantity.title}, planned / measured", "error"]
     shown = [_table_line(heads), "|---" * len(heads) + "|"]
     for line in ordered:
         asked, row = line["asked"], line["row"]
         cell = [f"{asked['resident']} %", asked["mode"], str(asked["workers"]), str(asked["batch"])]
+        cell.append(", ".join(f"{speed:.0f}" for speed in (row or {}).get("flash_mb_per_s", ())) or "-")
         for quantity in QUANTITIES:
             cell += ["refused", "-"] if row is None else _figures(quantity, row)
         shown.append(_table_line(cell))
@@ -187,16 +189,41 @@ def _table_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+# ---- the disk -----------------------------------------------------------------------------------------------
+def measured_flash_mb_per_s(package: Path) -> float:
+    """Measure flash again, for the plans that follow; the speed of random reads of 8 KiB, 32 under way."""
+    words = [str(ROOT / "launch" / "neuronpipe"), "profile", "device", str(package), "--flash", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(done.stderr.strip())
+    flash = json.loads(done.stdout)["flash"]
+    for read in flash["reads"]:
+        place = read["request_bytes"], read["depth"], read["range_bytes"], read["sequential"], read["core"]
+        if place == (8192, 32, flash["file_bytes"], False, None):
+            return float(read["bytes_per_s"]["median"]) / 1e6
+    raise UserError("the profile has no reads of 8 KiB")
+
+
 # ---- all of it -----------------------------------------------------------------------------------------------
-def measure(package: Path, file: Path, wanted: list[Asked]) -> None:
-    """What of these cells the file does not have yet."""
+def measure(package: Path, file: Path, wanted: list[Asked], *, refresh: bool = False) -> None:
+    """What of these cells the file does not have yet. refresh: flash is measured before each cell that reads it, and
+    after, so that its row says how much the disk changed meanwhile."""
     lines = read_lines(file)
+    before: float | None = None
     for number, asked in enumerate(wanted, 1):
         if done_cell(lines, asked) is not None:
             continue
         words = words_of(asked)
         print(f"{number} of {len(wanted)}: {' '.join(words)} ...", file=sys.stderr, flush=True)
-        line = add_line(file, asked, bench(package, words))
+        reads = refresh and asked["resident"] < 100
+        if reads and before is None:
+            before = measured_flash_mb_per_s(package)
+        result = bench(package, words)
+        if reads and before is not None and not isinstance(result, str):
+            after = measured_flash_mb_per_s(package)
+            result[0]["flash_mb_per_s"] = [before, after]
+            before = after
+        line = add_line(file, asked, result)
         if line["refused"] is not None:
             print(f"refused: {line['refused']}", file=sys.stderr)
 
@@ -213,6 +240,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="(default: the package's)")
     parser.add_argument("--workload", metavar="PRESET", help="of a synthetic package (default: its default)")
+    parser.add_argument(
+        "--refresh-flash", action="store_true", help="measure flash before each cell; the profile must be there"
+    )
     parser.add_argument("--table", action="store_true", help="print what the file has and measure nothing")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the `bench` under way as well
@@ -224,7 +254,7 @@ def main() -> None:
         wanted = [{**cell, **shared, "package": manifest.id} for cell in found]
         try:
             if not given.table:
-                measure(given.package, file, wanted)
+                measure(given.package, file, wanted, refresh=given.refresh_flash)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
         lines = read_lines(file)

@@ -75,6 +75,19 @@ def test_an_interrupted_grid_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     assert len(again) == 2 * len(asked) - 1  # another test is another cell
 
 
+def test_a_cell_that_reads_flash_says_how_fast_the_disk_was_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, asked = tmp_path / "rows.jsonl", wanted("workers=2,batch=1,mode=exact,resident=50+100+75")
+    speeds = iter([100.0, 300.0, 200.0])
+    monkeypatch.setattr(planned, "bench", lambda package, words: [dict(ROW)])
+    monkeypatch.setattr(planned, "measured_flash_mb_per_s", lambda package: next(speeds))
+    planned.measure(tmp_path, file, asked, refresh=True)
+    lines = planned.read_lines(file)
+    assert [line["row"].get("flash_mb_per_s") for line in lines] == [[100, 300], None, [300, 200]]
+    assert "| 100, 300 |" in planned.markdown(lines)
+
+
 def test_a_file_that_is_no_grid_is_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("[1]\n{}\n")

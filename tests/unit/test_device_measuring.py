@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -15,7 +16,7 @@ from neuronpipe.plans.device.arena import Neurons, largest_cache_bytes, make_are
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.flash import read_cases
 from neuronpipe.plans.device.kernels import KINDS, all_cases
-from neuronpipe.plans.device.measure import Effort, measure_profile
+from neuronpipe.plans.device.measure import Effort, measure_flash, measure_profile
 from neuronpipe.plans.device.points import CoreClass
 from neuronpipe.plans.device.profile import parse_profile
 from neuronpipe.plans.package.layout import compute_layout
@@ -171,6 +172,20 @@ def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     assert {one.same_core for one in profile.sharing} >= {True}
     assert [wait.workers for wait in profile.messages] == list(range(1, profile.decode_workers + 1))
     assert profile.values_bytes_per_s(1, 0.1, row_weights=2048) > 0
+
+
+def test_flash_alone_is_measured_again_and_the_rest_stays(tmp_path: Path) -> None:
+    effort = Effort(rounds=1, flash_rounds=1, pace=0.01, kernels=all_cases((("q4", 2048),))[:1])
+    before = measure_profile(tmp_path, effort=effort)
+    with pytest.raises(UserError, match="too small to measure flash with"):
+        measure_flash(before, tmp_path, effort=effort)
+    (tmp_path / "bundles.bin").write_bytes(os.urandom(4 * MIB))
+    told: list[tuple[int, int]] = []
+    after = measure_flash(before, tmp_path, effort=effort, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    assert after.flash is not None
+    assert after.flash.costs
+    assert dataclasses.replace(after, flash=None, busy=before.busy) == before
 
 
 def test_without_a_package_there_is_all_but_flash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
