@@ -274,15 +274,21 @@ class _Run:
     def _triggers(self, tokens: int) -> _Parts:
         predicted, memory = self.compute.mode == "predicted", self.memory
         return self._parts(
-            self.rates.trigger_read, memory.trigger_slots, memory.pinned_triggers_per_layer, tokens, not predicted
+            self.rates.trigger_read,
+            memory.trigger_slots - self.flash.reserved_triggers,
+            memory.pinned_triggers_per_layer,
+            tokens,
+            not predicted,
         )
 
     def _values(self, tokens: int, share: float) -> _Parts:
         memory = self.memory
-        return self._parts(share, memory.value_slots, memory.pinned_values_per_layer, tokens, share == 1.0)
+        slots = memory.value_slots - self.flash.reserved_values
+        return self._parts(share, slots, memory.pinned_values_per_layer, tokens, share == 1.0)
 
     def _parts(self, share: float, slots: int, pinned_per_ffn: int, tokens: int, all_wanted: bool) -> _Parts:
-        """Of a token that wants this share of the neurons of chosen experts. all_wanted: all of theirs."""
+        """Of a token that wants this share of the neurons of chosen experts. slots: those that hold something, not kept
+        free. all_wanted: all of theirs."""
         clusters, mixture = self.manifest.clusters, self.manifest.model.experts > 1
         resident = slots / clusters
         wanted = touched(share, self.manifest.layout.cluster_neurons) * self.rates.chosen * clusters
