@@ -7,6 +7,7 @@ computing is then taken to keep up with. None where nothing was measured.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,13 +99,22 @@ class Cost:
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer."""
+        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer: towards
+        the end of each such burst fewer and fewer are under way, and each takes longer."""
         if not reads:
             return 0.0
         if self.curve is None:
             return None
-        under_way = max(1, min(depth, math.ceil(at_once)))
-        return 1e3 * read_bytes / self.curve.bytes_per_s(max(1, read_bytes // reads), under_way)
+        size_bytes, at_once = max(1, read_bytes // reads), max(1.0, at_once)
+        most = min(float(depth), at_once)
+
+        def each_ms(under_way: float) -> float:
+            return 1e3 * size_bytes / curve.bytes_per_s(size_bytes, max(1, round(under_way)))
+
+        curve = self.curve
+        places = [2.0**n for n in range(math.ceil(math.log2(most)))] + [most]
+        draining_ms = each_ms(1) + sum((b - a) * (each_ms(a) + each_ms(b)) / 2 for a, b in itertools.pairwise(places))
+        return (draining_ms + (at_once - most) * each_ms(most)) * reads / at_once
 
     def reading_ms(self, reads: int, read_bytes: int) -> float:
         """The processor time of reads, as it delays the workers: spread over their cores, or on a core of its own."""
