@@ -135,7 +135,7 @@ def keep(path: Path, measured: Measured) -> None:
 
 def keep_profile(path: Path, profile: DeviceProfile) -> bool:
     """Keep a device profile for later starts, unless it is doubtful and the one that is kept is not. Whether it was."""
-    before = _read_profile(path, profile.device_id)
+    before = _read_profile(path, profile.device_id, lambda line: None)
     if doubt(profile) is not None and before is not None and _why_not(before, time.time()) is None:
         return False
     with contextlib.suppress(OSError, UserError):
@@ -147,8 +147,9 @@ def keep_profile(path: Path, profile: DeviceProfile) -> bool:
 
 
 def kept_profile(path: Path, device_id: str, say: Callable[[str], None]) -> DeviceProfile | None:
-    """The device profile in the file `path`, if it holds. `say` gets a line when it did, and is too old now."""
-    profile = _read_profile(path, device_id)
+    """The device profile in the file `path`, if it holds. `say` gets a line when it did, and is too old now, and when
+    the file cannot be read."""
+    profile = _read_profile(path, device_id, say)
     if profile is None or (why := _why_not(profile, time.time())) is None:
         return profile
     if doubt(profile) is None:
@@ -156,11 +157,15 @@ def kept_profile(path: Path, device_id: str, say: Callable[[str], None]) -> Devi
     return None
 
 
-def _read_profile(path: Path, device_id: str) -> DeviceProfile | None:
+def _read_profile(path: Path, device_id: str, say: Callable[[str], None]) -> DeviceProfile | None:
+    if not path.exists():
+        return None
     try:
         profile = read_profile(path)
         profile.check(device_id, str(path))
-    except UserError:
+    except UserError as error:
+        again = "" if "`neuronpipe profile device`" in str(error) else "; `neuronpipe profile device` measures it again"
+        say(f"the device profile is not used: {error}{again}")
         return None
     return profile
 

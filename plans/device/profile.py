@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
-from neuronpipe.plans.device.figures import Figure, between, between_all
+from neuronpipe.plans.device.figures import MAX_FIGURE, Figure, between, between_all
 from neuronpipe.plans.device.points import (
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
@@ -42,6 +42,16 @@ VERSION = 2
 MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
+MAX_WORKERS = 4096
+LIMITS = {
+    "bytes_per_s": (1.0, 1e14),
+    "token_weights_per_s": (1.0, MAX_FIGURE),
+    "us": (1e-3, 1e9),
+    "cpu_us": (1e-3, 1e9),
+    "worker_share": (1e-6, 10.0),
+    "loader_share": (1e-6, 10.0),
+}
+"""What a figure can be, by its name: less and more were never measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +66,6 @@ class FlashProfile:
 
     def __post_init__(self) -> None:
         positive(self, "file_bytes")
-        sizes = [cost.request_bytes for cost in self.costs]
-        if twice := next((size for size in sizes if sizes.count(size) > 1), None):
-            raise ValueError(f"costs: {twice} bytes twice")
         whole = [read for read in self.reads if read.range_bytes == self.file_bytes]
         if not any(read.core is None and not read.sequential for read in whole):
             raise ValueError("reads: there are no random ones of the whole file, issued from anywhere")
@@ -125,6 +132,9 @@ class DeviceProfile:
         for name, points in self._lists().items():
             if len(points) > MAX_POINTS:
                 raise ValueError(f"{name}: {len(points)} points, {MAX_POINTS} at most")
+            _refuse_points(name, points)
+        if self.decode_workers > MAX_WORKERS:
+            raise ValueError(f"decode_workers {self.decode_workers}: {MAX_WORKERS} at most")
         if not 0 <= self.busy <= 1:
             raise ValueError(f"busy {self.busy!r} is outside 0..1")
         if self.cache_bytes < 0 or self.arena_bytes < 0:
@@ -323,6 +333,21 @@ class DeviceProfile:
     def to_json(self) -> str:
         """The text of a profile file: a line for each point."""
         return _lines(dataclasses.asdict(self), "") + "\n"
+
+
+def _refuse_points(name: str, points: Sequence[Any]) -> None:
+    """Raises ValueError for a point that is there twice, and for a figure that no machine has."""
+    seen = set()
+    for number, point in enumerate(points):
+        values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
+        what = tuple(value for value in values.values() if not isinstance(value, Figure))
+        if what in seen:
+            raise ValueError(f"{name}[{number}]: this point is there twice")
+        seen.add(what)
+        for key, value in values.items():
+            least, most = LIMITS.get(key, (0.0, MAX_FIGURE))
+            if isinstance(value, Figure) and not least <= value.median <= most:
+                raise ValueError(f"{name}[{number}].{key}: a median of {value.median:g} is outside {least:g}..{most:g}")
 
 
 def _lines(value: Any, indent: str) -> str:

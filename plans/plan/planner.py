@@ -11,6 +11,7 @@ from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.assumptions import assumptions
 from neuronpipe.plans.plan.budget import (
     MIB,
     MIN_CHUNK_TOKENS,
@@ -240,7 +241,13 @@ class _Planning:
                 self._device.memory_speed,
                 self._device.profile,
             ),
-            reasons=(*self._mode_reasons(), *regions.reasons, *read.reasons, self._chunk_reason(chunk, others)),
+            reasons=(
+                *self._mode_reasons(),
+                *regions.reasons,
+                *read.reasons,
+                self._chunk_reason(chunk, others),
+                *self._assumptions(memory),
+            ),
         )
 
     def _reading(self, least: MemoryBudget) -> Reading:
@@ -348,6 +355,16 @@ class _Planning:
         if wanted.ffn_resident_share is not None:
             reasons.append(f"feed-forward residency is limited to {wanted.ffn_resident_share:.0%} by request")
         return reasons
+
+    def _assumptions(self, memory: Memory) -> tuple[str, ...]:
+        return assumptions(
+            self._manifest,
+            self._shape.mode,
+            all_resident=min(memory.trigger_slots, memory.value_slots) >= self._manifest.clusters,
+            curve=self._device.flash,
+            speed=self._device.memory_speed,
+            profile=self._device.profile,
+        )
 
     def _chunk_reason(self, chunk: int, others: MemoryBudget) -> str:
         buffers_bytes = others.private_bytes + others.prefill_stage_bytes

@@ -209,6 +209,10 @@ def changed_flash(**values: Any) -> bytes:
     return changed(flash=json.loads(profile().to_json())["flash"] | values)
 
 
+def dram(bytes_per_s: float) -> dict[str, Any]:
+    return {"workers": 1, "piece_bytes": 64, "bytes_per_s": {"median": bytes_per_s, "spread": 0}}
+
+
 def absurd_median() -> bytes:
     values = json.loads(profile().to_json())
     values["flash"]["reads"][2]["bytes_per_s"]["median"] = -4.0
@@ -231,8 +235,12 @@ def absurd_median() -> bytes:
         (changed(barriers=[{"workers": 1, "us": {"median": 1e-300, "spread": 0}}]), "a median of 1e-300 is outside"),
         (
             changed_flash(costs=2 * [{"request_bytes": 4096, "cpu_us": {"median": 5.0, "spread": 0}}]),
-            "p: field 'flash': costs: 4096 bytes twice",
+            r"p: flash.costs\[1\]: this point is there twice",
         ),
+        (changed(barriers=2 * [{"workers": 1, "us": {"median": 5.0, "spread": 0}}]), r"p: barriers\[1\]: .* twice"),
+        (changed(decode_workers=10**9), "p: decode_workers 1000000000: 4096 at most"),
+        (changed(dram=[dram(1e14 * 2)]), r"p: dram\[0\].bytes_per_s: a median of 2e\+14 is outside 1..1e\+14"),
+        (changed(dram=[dram(1e-6)]), r"p: dram\[0\].bytes_per_s: a median of 1e-06 is outside"),
         (
             changed(messages=[{"workers": n + 1, "us": {"median": 5.0, "spread": 0}} for n in range(MAX_POINTS + 1)]),
             f"p: messages: {MAX_POINTS + 1} points, {MAX_POINTS} at most",
@@ -322,7 +330,7 @@ def test_a_start_uses_the_profile_instead_of_its_brief_probe(package: Path, monk
         ({"taken_at": time.time() - 31 * DAY_S}, "it is 31 days old"),
         ({"taken_at": time.time() + DAY_S}, "its date lies ahead"),
         ({"busy": 0.5}, None),  # was said when it was measured
-        ({"device_id": "another"}, None),
+        ({"device_id": "another"}, "field 'device_id': 'another' is another device"),
         ({"dram": ()}, None),
     ],
 )
@@ -338,9 +346,23 @@ def test_a_profile_that_does_not_hold_leaves_starts_to_their_brief_probe(
     assert [said in line for line in lines] == [True] if said else lines == []
 
 
-def test_a_damaged_profile_is_passed_over(package: Path) -> None:
-    kept(package).write_text("{")
-    assert probe.probe(package).profile is None
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not valid JSON"),
+        ('{"version": 9}', "field 'version': 9"),
+        (changed(busy=7).decode(), "busy 7.0 is outside"),
+    ],
+)
+def test_a_damaged_profile_is_passed_over_and_said_with_what_to_do(package: Path, text: str, said: str) -> None:
+    path = kept(package)
+    path.write_text(text)
+    lines: list[str] = []
+    assert probe.probe(package, say=lines.append).profile is None
+    (line,) = lines
+    assert str(path) in line
+    assert said in line
+    assert line.count("`neuronpipe profile device`") == 1
 
 
 def test_a_busy_measurement_does_not_replace_one_beyond_doubt(package: Path) -> None:

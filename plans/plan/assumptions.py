@@ -1,0 +1,59 @@
+"""What a plan has to assume, because nobody measured it: one line each, with the command that measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.cost import ASSUMED_READ_US, ASSUMED_READ_US_PER_KIB
+from neuronpipe.plans.plan.firing import ASSUMED_FIRED
+from neuronpipe.plans.plan.plan import Mode
+
+_ACTIVITY = "`neuronpipe profile PACKAGE --activity` measures it"
+
+
+def assumptions(
+    manifest: Manifest,
+    mode: Mode,
+    *,
+    all_resident: bool,
+    curve: FlashCurve | None,
+    speed: MemorySpeed | None,
+    profile: DeviceProfile | None,
+) -> tuple[str, ...]:
+    """Of the package, then of the device. all_resident: so that nothing is missed."""
+    return (*_of_package(manifest, mode, all_resident), *_of_device(curve, speed, profile))
+
+
+def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[str]:
+    if manifest.model.activation != "silu" and manifest.fired_by_layer is None:
+        yield f"assumed, since the package states none: {ASSUMED_FIRED:.0%} of the neurons fire"
+    if all_resident:
+        return
+    own = manifest.profile(mode)
+    found = own or manifest.profile("exact")
+    if found is None:
+        yield f"assumed, without an activity profile: it misses as other models did; {_ACTIVITY}"
+    elif not found.misses:
+        yield f"assumed, since the activity profile has no misses: it misses as other models did; {_ACTIVITY}"
+    elif own is None:
+        yield (
+            f"assumed, without an activity profile of {mode} mode: it misses as in exact mode; "
+            f"`neuronpipe profile PACKAGE --activity --mode {mode}` measures it"
+        )
+
+
+def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: DeviceProfile | None) -> Iterator[str]:
+    if profile is None:
+        yield (
+            f"assumed, without a device profile: computing keeps up with memory, a read takes {ASSUMED_READ_US:g} us "
+            f"and {ASSUMED_READ_US_PER_KIB:g} us for each KiB of a processor, barriers and messages nothing; "
+            "`neuronpipe profile device` measures these"
+        )
+    missing = [name for name, found in (("flash", curve), ("memory", speed)) if found is None]
+    if missing:
+        yield f"{' and '.join(missing)}: speed not measured, so what depends on it is not expected"
+    if curve is not None and not curve.direct:
+        yield "flash was measured through the page cache, since its file system has no direct I/O: it may be slower"

@@ -1,0 +1,66 @@
+"""What a plan assumes is said in it, with the command that measures it, and no longer once it was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from neuronpipe.plans.package.activity import ActivityProfile
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.planner import Wanted, plan
+
+from tests.unit.test_device_profile import profile
+from tests.unit.test_planner import CURVE, device, manifest, predicted
+
+TIGHT = Wanted(ffn_resident_share=0.5)
+MISSES = {"value": {"clock": ((0.0, 1.0), (1.0, 0.0))}}
+COUNTED = ActivityProfile(
+    mode="exact", source="measured", text="t", tokens=9, curve=((0.0, 0.0), (1.0, 1.0)), wanted_by_layer=(0.1,) * 8
+)
+
+
+def assumed(made_for: Manifest, wanted: Wanted = TIGHT, **facts: object) -> str:
+    """The reasons that say so."""
+    made = plan(made_for, dataclasses.replace(device(), **facts), wanted)  # type: ignore[arg-type]
+    return "\n".join(reason for reason in made.reasons if "assumed, " in reason or "was measured through" in reason)
+
+
+def test_nothing_is_assumed_of_what_was_measured() -> None:
+    measured = dataclasses.replace(
+        manifest(), fired_by_layer=(0.1,) * 8, profiles=(dataclasses.replace(COUNTED, misses=MISSES),)
+    )
+    assert assumed(measured, profile=profile()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "without an activity profile: it misses as other models did; `neuronpipe profile PACKAGE --activity`"),
+        ({"profiles": (COUNTED,)}, "since the activity profile has no misses"),
+        ({"fired_by_layer": None}, "since the package states none: 10% of the neurons fire"),
+    ],
+)
+def test_what_the_package_does_not_say_is_said_to_be_assumed(changes: dict[str, object], said: str) -> None:
+    made_for = dataclasses.replace(manifest(), **({"fired_by_layer": (0.1,) * 8} | changes))  # type: ignore[arg-type]
+    assert said in assumed(made_for, profile=profile())
+
+
+def test_another_modes_misses_are_said_to_be_taken() -> None:
+    made_for = dataclasses.replace(predicted(manifest()), profiles=(dataclasses.replace(COUNTED, misses=MISSES),))
+    said = assumed(made_for, dataclasses.replace(TIGHT, mode="predicted"))
+    assert "without an activity profile of predicted mode" in said
+    assert "`neuronpipe profile PACKAGE --activity --mode predicted` measures it" in said
+
+
+def test_where_all_is_resident_nothing_is_assumed_of_misses() -> None:
+    assert "misses" not in assumed(manifest(), Wanted())
+
+
+def test_without_a_device_profile_what_is_assumed_of_the_processor_is_said() -> None:
+    assert "without a device profile: computing keeps up with memory, a read takes 6 us" in assumed(manifest())
+
+
+def test_a_curve_of_the_page_cache_is_said_to_be_one() -> None:
+    cached = dataclasses.replace(CURVE, direct=False)
+    assert "flash was measured through the page cache" in assumed(manifest(), flash=cached)
+    assert "page cache" not in assumed(manifest())
