@@ -18,6 +18,7 @@ from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.predictor.texts import read_text
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
@@ -68,11 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _read_tokens(arguments: argparse.Namespace, package: Package) -> list[int]:
-    try:
-        text = arguments.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{arguments.text}: cannot be read as text: {error}") from None
-    tokens = FileTokenizer(package.tokenizer()).encode(text)[: arguments.tokens]
+    tokens = FileTokenizer(package.tokenizer()).encode(read_text(arguments.text))[: arguments.tokens]
     if len(tokens) < 2:
         raise UserError(f"{arguments.text}: {len(tokens)} token(s): a text needs two or more to be rated")
     return tokens

@@ -50,7 +50,7 @@ def interpolated(points: Points, x: float) -> float:
     x = min(max(x, points[0][0]), points[-1][0])
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+            return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)  # rounding must not lead below zero
     return points[-1][1]
 
 

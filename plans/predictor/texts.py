@@ -32,18 +32,27 @@ class Texts:
         return sum(map(len, self.calibration))
 
 
-def from_file(package: Package, path: Path, tokens: int) -> Texts:
-    """The first tokens of a UTF-8 text; its last context windows are held out."""
+def read_text(path: Path) -> str:
+    """A UTF-8 file. Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text: {error}") from None
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: is no UTF-8 text: {error.reason} at byte {error.start}; `iconv -t UTF-8` makes it one"
+        ) from None
+
+
+def from_file(package: Package, path: Path, tokens: int) -> Texts:
+    """The first tokens of a UTF-8 text, MIN_TOKENS at least; its last context windows are held out."""
+    text = read_text(path)
     if "\0" in text:
         raise UserError(f"{path}: has zero bytes, so it is no text")
     ids = (
         open_tokenizer(package.tokenizer(), str(package.tokenizer_path))
         .encode(text)
-        .ids[: tokens + tokens // HELD_OUT_PART]
+        .ids[: max(MIN_TOKENS, tokens + tokens // HELD_OUT_PART)]
     )
     if len(ids) < MIN_TOKENS:
         raise UserError(f"{path}: {len(ids)} tokens; profiling needs {MIN_TOKENS} or more")

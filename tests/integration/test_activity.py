@@ -123,7 +123,7 @@ def test_texts_that_cannot_be_measured_on_are_refused(shell: Shell, demo: Path, 
         (b"", "0 tokens; profiling needs 512 or more"),
         (b"few words", "tokens; profiling needs 512 or more"),
         (b"\x00" * 5000, "has zero bytes, so it is no text"),
-        (b"\xff\xfe" * 5000, "cannot be read as text"),
+        (b"\xff\xfe" * 5000, "is no UTF-8 text: invalid start byte at byte 0"),
     ):
         file.write_bytes(content)
         said = shell.refused("profile", demo, "--activity", "--text", file)

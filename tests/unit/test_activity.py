@@ -18,7 +18,7 @@ from neuronpipe.plans.activity.measure import Measured, measure
 from neuronpipe.plans.activity.records import RecordingFolder, token_record
 from neuronpipe.plans.activity.reorder import reorder
 from neuronpipe.plans.inspect import describe, render
-from neuronpipe.plans.package.activity import ALWAYS, BATCHES, POLICIES, neuron_bin_ends
+from neuronpipe.plans.package.activity import ALWAYS, BATCHES, POLICIES, interpolated, neuron_bin_ends
 from neuronpipe.plans.package.manifest import MANIFEST, identity
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.firing import HOTTEST, rates
@@ -196,6 +196,13 @@ def test_miss_rates_lie_between_measured_points(mixture: Package) -> None:
     (x0, y0), (x1, y1) = profile.misses["value"]["clock"][5:7]
     assert profile.miss_rate("value", (x0 + x1) / 2) == pytest.approx((y0 + y1) / 2)
     assert (profile.miss_rate("value", 1.2), profile.miss_rate("bundle", 0.5)) == (0.0, None)
+
+
+def test_a_miss_rate_at_a_measured_share_is_what_was_measured() -> None:
+    """90 % resident, nothing missed: was shown as -0.0 %."""
+    curve = ((0.0, 1.0), (0.75, 0.424147), (0.9, 0.0), (1.0, 0.0))
+    assert [interpolated(curve, x) for x, _ in curve] == [y for _, y in curve]
+    assert all(interpolated(curve, n / 1000) >= 0 for n in range(1001))
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------

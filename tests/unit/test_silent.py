@@ -20,7 +20,7 @@ from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.predictor.profile import perplexity
 from neuronpipe.plans.predictor.silent import remove_thresholds, set_thresholds, speaking
-from neuronpipe.plans.predictor.texts import Texts, from_file
+from neuronpipe.plans.predictor.texts import MIN_TOKENS, Texts, activity_windows, from_file
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
@@ -166,8 +166,8 @@ def test_shares_that_make_no_sense_are_refused(
     [
         (b"", "0 tokens; profiling needs 512 or more"),
         (b"too short", " tokens; profiling needs 512 or more"),
-        (b"\x7fELF\xff\xfe\x00" * 200, "cannot be read as text"),
-        (None, "cannot be read as text"),
+        (b"\x7fELF\xff\xfe\x00" * 200, "odd: is no UTF-8 text: invalid start byte at byte 4"),
+        (None, "odd: cannot be read: No such file or directory"),
     ],
 )
 def test_texts_that_calibrate_nothing_are_refused(
@@ -228,6 +228,15 @@ def test_a_fifth_of_a_short_text_is_held_out(tokens: int, package: Package, tmp_
     assert texts.calibration_tokens + held_out == tokens
     assert held_out == pytest.approx(tokens / 5, rel=0.02)
     assert max(map(len, [*texts.calibration, *texts.held_out])) <= 512
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 300])
+def test_few_tokens_of_a_long_text_are_no_short_text(tokens: int, package: Package, text: Path) -> None:
+    """--tokens 256 was refused with "320 tokens; profiling needs 512 or more", whatever the text had."""
+    texts = from_file(package, text, tokens)
+    assert texts.calibration_tokens + sum(map(len, texts.held_out)) == MIN_TOKENS
+    windows = activity_windows(package, texts, tokens)
+    assert sum(map(len, windows)) == tokens
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
