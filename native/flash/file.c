@@ -1,9 +1,11 @@
 /* Opening the file: direct I/O where it truly works, and the alignment it needs. */
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <linux/stat.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "flash/reader.h"
@@ -23,6 +25,16 @@ static uint32_t stated_alignment(int file)
     }
 #endif
     return MAX_ALIGNMENT;
+}
+
+/* Files in memory have no storage to read directly; since Linux 6.6 tmpfs takes O_DIRECT all the same, and copies. */
+static int is_in_memory(int file)
+{
+    struct statfs system;
+    if (fstatfs(file, &system) != 0)
+        return 0;
+    const uint32_t magic = (uint32_t)system.f_type;
+    return magic == TMPFS_MAGIC || magic == RAMFS_MAGIC;
 }
 
 /* Some file systems take O_DIRECT at open and refuse the read. 0, or the errno of a first read. */
@@ -47,7 +59,7 @@ int np_file_open(const char *path, int *direct, uint32_t *alignment)
         *direct = 1;
         *alignment = stated_alignment(file);
         const int usable = *alignment >= 1 && *alignment <= MAX_ALIGNMENT && (*alignment & (*alignment - 1)) == 0;
-        if (usable && try_read(file) == 0)
+        if (usable && !is_in_memory(file) && try_read(file) == 0)
             return file;
         close(file);
     } else if (errno != EINVAL) {

@@ -120,6 +120,18 @@ def test_a_size_that_the_file_holds_only_a_few_times_is_not_measured(package: Pa
     assert max(point.request_bytes for point in curve.points) == (2 << 20) // flash.MIN_PLACES
 
 
+def test_a_file_in_memory_is_said_to_be_read_without_direct_io() -> None:
+    """tmpfs takes O_DIRECT since Linux 6.6, and copies from memory: its figures were taken for those of storage."""
+    file = os.memfd_create("bundles")
+    try:
+        os.write(file, bytes(2 << 20))
+        curve = measure(Path(f"/proc/self/fd/{file}"), brief=True)
+    finally:
+        os.close(file)
+    assert curve is not None
+    assert not curve.direct
+
+
 def device(**changes: object) -> Device:
     made = Device(
         architecture="aarch64",
