@@ -249,6 +249,13 @@ def profile_lines(profiles: list[dict[str, Any]]) -> list[str]:
         lines.append(f"  a token wants {sum(wanted) / len(wanted):.1%} of the neurons that could compute it{again}")
         hottest = ", ".join(f"{share:.0%}: {interpolated(profile['curve'], share):.0%}" for share in (0.05, 0.2, 0.5))
         lines.append(f"  what the hottest neurons make of it     {hottest}")
+        guessed = [profile[f"experts_by_{name}"][1:] for name in ("frequency", "layer_before")]
+        if all(guessed):
+            often, before = (sum(shares) / len(shares) for shares in guessed)
+            lines.append(
+                f"  a token's experts that as many guesses find     by frequency: {often:.0%}, "
+                f"by the layer before: {before:.0%}"
+            )
         for unit, policies in (profile["misses"] or {}).items():
             shown = ", ".join(f"{share:.0%}: {interpolated(policies['clock'], share):.1%}" for share in SHOWN_SHARES)
             lines.append(f"  misses by resident share, {KEPT[unit]}     {shown}")

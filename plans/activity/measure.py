@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from neuronpipe.plans.activity.experts import guessed_experts
 from neuronpipe.plans.activity.misses import miss_curves
 from neuronpipe.plans.activity.records import Recorded
 from neuronpipe.plans.package.activity import (
@@ -120,6 +121,7 @@ def measure(
         mode,
         lambda done, all_: progress(model.ffns + done * model.ffns // all_, 2 * model.ffns),
     )
+    guessed = guessed_experts(recorded.tokens["expert"], model.experts) if model.experts > 1 else ((), ())
     profile = ActivityProfile(
         mode=mode,
         source="measured",
@@ -129,6 +131,8 @@ def measure(
         wanted_by_layer=_rounded(wanted_by_layer),
         reuse_by_layer=_rounded(reuse_by_layer),
         misses=misses,
+        experts_by_frequency=_rounded(guessed[0]),
+        experts_by_layer_before=_rounded(guessed[1]),
     )
     shares = [
         _rounded(recorded.tokens[name].sum(axis=(0, 2)) / (count * model.experts_per_token * model.neurons))
@@ -137,7 +141,7 @@ def measure(
     return Measured(profile, frequencies, shares[0], shares[1])
 
 
-def _rounded(values: list[float] | NDArray[np.float64]) -> tuple[float, ...]:
+def _rounded(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(round(float(value), SHOWN_DIGITS) for value in values)
 
 

@@ -63,7 +63,10 @@ class ActivityProfile:
     of another program. text: its name. curve: share of the neurons -> share of what is wanted that is theirs, in the
     order of the package where that is by frequency, else in the order that was measured; mean over feed-forwards.
     wanted_by_layer: of the chosen experts' neurons, those that a token wants. reuse_by_layer: of what a token wants,
-    the share that the token before wanted too; empty in an imported profile, as is misses. misses: unit of residency ->
+    the share that the token before wanted too; empty in an imported profile, as is misses. experts_by_frequency,
+    experts_by_layer_before: of a mixture, the share of a token's experts that as many guesses find: the most frequent
+    ones, and those that follow the experts of the layer before; of the last quarter of the text, by the rest of it.
+    Empty where that was not measured. misses: unit of residency ->
     policy -> (resident share of all units, share of what is wanted that is absent).
     """
 
@@ -75,6 +78,8 @@ class ActivityProfile:
     wanted_by_layer: tuple[float, ...]
     reuse_by_layer: tuple[float, ...] = ()
     misses: Mapping[Unit, Mapping[Policy, Points]] | None = None
+    experts_by_frequency: tuple[float, ...] = ()
+    experts_by_layer_before: tuple[float, ...] = ()
 
     def miss_rate(self, unit: Unit, resident_share: float, policy: Policy = "clock") -> float | None:
         """Of the wanted units, those that are absent when so many of all are resident; None where it was not
@@ -174,13 +179,21 @@ def _parse_profile(record: Record, model: ModelSpec) -> ActivityProfile:
         tokens=record.integer("tokens", 1, MAX_TEXT_TOKENS),
         curve=_parse_points(record, "curve"),
         wanted_by_layer=record.shares("wanted_by_layer", model.layers),
-        reuse_by_layer=record.shares("reuse_by_layer", model.layers) if record.has("reuse_by_layer") else (),
+        reuse_by_layer=_optional_shares(record, "reuse_by_layer", model),
         misses=_parse_misses(record.record("misses")) if record.has("misses") else None,
+        experts_by_frequency=_optional_shares(record, "experts_by_frequency", model),
+        experts_by_layer_before=_optional_shares(record, "experts_by_layer_before", model),
     )
     record.finish()
+    if len(profile.experts_by_frequency) != len(profile.experts_by_layer_before):
+        record.fail("experts_by_layer_before", "expected together with experts_by_frequency")
     if profile.curve[0] != (0, 0) or profile.curve[-1] != (1, 1):
         record.fail("curve", "expected points from [0, 0] to [1, 1]")
     return profile
+
+
+def _optional_shares(record: Record, name: str, model: ModelSpec) -> tuple[float, ...]:
+    return record.shares(name, model.layers) if record.has(name) else ()
 
 
 def _choice(record: Record, name: str, choices: tuple[Any, ...]) -> Any:

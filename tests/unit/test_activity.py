@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from neuronpipe.native import lib
+from neuronpipe.plans.activity.experts import guessed_experts
 from neuronpipe.plans.activity.keep import keep
 from neuronpipe.plans.activity.measure import Measured, measure
-from neuronpipe.plans.activity.records import RecordingFolder, token_record
+from neuronpipe.plans.activity.records import NOBODY, RecordingFolder, token_record
 from neuronpipe.plans.activity.reorder import reorder
-from neuronpipe.plans.inspect import describe, render
+from neuronpipe.plans.inspect import describe, profile_lines, render
 from neuronpipe.plans.package.activity import ALWAYS, BATCHES, POLICIES, interpolated, neuron_bin_ends
 from neuronpipe.plans.package.manifest import MANIFEST, identity
 from neuronpipe.plans.package.reader import Package
@@ -205,6 +206,41 @@ def test_a_miss_rate_at_a_measured_share_is_what_was_measured() -> None:
     assert all(interpolated(curve, n / 1000) >= 0 for n in range(1001))
 
 
+def choices(tokens: int, experts: int, follow: bool) -> NDArray[np.int32]:
+    """Two of so many experts for each token in each of three layers: the next ones by number, or any."""
+    random = np.random.default_rng(3)
+    layers = [np.stack([random.permutation(experts)[:2] for _ in range(tokens)]) for _ in range(3)]
+    if follow:
+        layers = [(layers[0] + layer) % experts for layer in range(3)]
+    return np.stack(layers, axis=1).astype(np.int32)
+
+
+def test_experts_that_follow_those_of_the_layer_before_are_guessed() -> None:
+    often, before = guessed_experts(choices(2000, 16, follow=True), 16)
+    assert before[0] == often[0]
+    assert before[1:] == (1.0, 1.0)
+    assert max(often) < 0.2  # two of sixteen, all alike
+
+
+def test_experts_that_follow_nothing_are_guessed_no_better_than_by_frequency() -> None:
+    often, before = guessed_experts(choices(2000, 16, follow=False), 16)
+    assert before == pytest.approx(often, abs=0.04)
+
+
+def test_experts_nobody_looked_at_are_not_counted() -> None:
+    chosen = choices(400, 16, follow=True)
+    chosen[:, :, 1] = NOBODY
+    assert guessed_experts(chosen, 16)[1][1:] == (1.0, 1.0)
+
+
+def test_what_a_mixtures_layers_tell_is_kept_and_shown(mixture: Package, package: Package) -> None:
+    made = keep(mixture, measured(mixture))
+    (profile,) = made.manifest.profiles
+    assert len(profile.experts_by_frequency) == len(profile.experts_by_layer_before) == made.manifest.model.layers
+    assert "a token's experts that as many guesses find" in "\n".join(profile_lines(describe(made)["profiles"]))
+    assert measured(package).profile.experts_by_frequency == ()
+
+
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 def test_the_profile_is_kept_replaced_and_shown(package: Package) -> None:
     made = keep(package, measured(package))
@@ -252,6 +288,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a share above 1": (lambda m: m["profiles"][0].update(curve=[[0, 0], [2, 1]]), r"\.curve.*between 0 and 1"),
     "reuse of too few layers": (lambda m: m["profiles"][0].update(reuse_by_layer=[0.5]), r"\.reuse_by_layer"),
+    "experts by one guess only": (
+        lambda m: m["profiles"][0].update(experts_by_frequency=[0.5] * m["model"]["layer_kinds"][0]["layers"]),
+        r"\.experts_by_layer_before.*together with experts_by_frequency",
+    ),
     "misses without a policy": (lambda m: m["profiles"][0]["misses"]["value"].pop("lru"), r"misses.value.lru.*missing"),
     "an unknown unit": (lambda m: m["profiles"][0]["misses"].update(page={}), r"misses.page.*unknown field"),
     "a file too short": (lambda m: m["files"]["activity.bin"].update(bytes=5), r"files.activity.bin.bytes.*5, but"),
