@@ -21,6 +21,7 @@ from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, QUANTIZATIONS
+from neuronpipe.plans.package.optional_file import require_writable
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError, named
 
@@ -102,13 +103,13 @@ def main(arguments: argparse.Namespace) -> int:
         return _silent(arguments)
     if activity.is_asked(arguments):
         activity.refuse_others(arguments, _given(arguments))
-        return activity.main(arguments, open_package(arguments.package))
+        return activity.main(arguments, _open_to_change(arguments.package))
     if arguments.mode or arguments.memory:
         raise UserError(f"--{'mode' if arguments.mode else 'memory'}: is of the run of --activity; give that too")
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 
-    package = open_package(arguments.package)
+    package = _open_to_change(arguments.package)
     if arguments.calibrate and (arguments.imported or arguments.rank):
         raise UserError("--calibrate: keeps the package's own factors, so --import and --rank say nothing")
     if not 0.5 <= arguments.recall < 1:
@@ -158,6 +159,12 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _open_to_change(path: Path) -> Package:
+    package = open_package(path)
+    require_writable(package)
+    return package
+
+
 def _texts(arguments: argparse.Namespace, package: Package) -> Texts:
     from neuronpipe.plans.predictor import texts
 
@@ -193,7 +200,7 @@ def _silent(arguments: argparse.Namespace) -> int:
     if others := _given(arguments) - {"package", "silent", "text", "tokens", "json"}:
         other = "--" + min(others).replace("_", "-").replace("imported", "import")
         raise UserError(f"--silent and {other}: thresholds need no predictor; leave one of the two out")
-    package = open_package(arguments.package)
+    package = _open_to_change(arguments.package)
     silent.require_silu(package)
     if arguments.silent == "off":
         package = silent.remove_thresholds(package)

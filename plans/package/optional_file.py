@@ -48,6 +48,12 @@ def give_file(
     return Package.open(path)
 
 
+def require_writable(package: Package) -> None:
+    """Raises UserError where nothing can be given to the package: before hours of measuring, not after."""
+    if not os.access(package.path, os.W_OK):
+        raise UserError(f"{package.path}: cannot be written, and what is measured is kept there; copy it first")
+
+
 def _write(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)

@@ -216,6 +216,20 @@ def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) 
     assert manifest.read_bytes() == before
 
 
+@pytest.mark.parametrize("how", [("--silent", "50%"), ("--rank", "32"), ("--activity",), ("--reorder",)])
+def test_a_package_that_cannot_be_written_is_refused_before_anything_is_measured(
+    how: tuple[str, ...],
+    package: Package,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was refused at the end. Root may write what is not writable, so that a read-only disk is pretended."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not (Path(path) == package.path and mode & os.W_OK))
+    words = ["profile", str(package.path), *how, *(() if "--reorder" in how else ("--text", str(text)))]
+    refused(words, f"{package.path}: cannot be written, and what is measured is kept there; copy it first", capsys)
+
+
 @pytest.mark.parametrize("tokens", [512, 513, 700, 1030])
 def test_a_fifth_of_a_short_text_is_held_out(tokens: int, package: Package, tmp_path: Path) -> None:
     """Not its last token: with 513 of them that was all there was to rate."""
