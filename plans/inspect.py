@@ -112,8 +112,10 @@ def low_recall(predictor: Predictor, wanted: float) -> str | None:
     low = [recall for recall in recalls if recall < wanted - MAX_RECALL_SHORTFALL]
     if not low:
         return None
+    lowest, highest = f"{min(low):.1%}", f"{max(low):.1%}"
+    found = lowest if lowest == highest else f"{lowest} to {highest}"
     return (
-        f"recall on held-out text is {min(low):.1%} to {max(low):.1%} in {len(low)} of {len(recalls)} layers, below "
+        f"recall on held-out text is {found} in {len(low)} of {len(recalls)} layers, below "
         f"{wanted:.1%}: predicted mode leaves out more than that says; `neuronpipe profile` with more text of the kind "
         "that is generated (--text, --tokens), a higher --rank or --recall comes closer"
     )

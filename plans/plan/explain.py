@@ -10,6 +10,8 @@ from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.plan.plan import Plan
 
 BAR_CHARACTERS = 40
+MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first tell it apart
+ID_CHARACTERS = 12
 
 
 def _size(size_bytes: int) -> str:
@@ -126,7 +128,10 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    if isinstance(value, int | float):
+        return f"{value:,}"
+    text = str(value)
+    return f"{text[:ID_CHARACTERS]}..." if len(text) > MAX_SHOWN_CHARACTERS else text
 
 
 def _change(old: Any, new: Any) -> str:

@@ -403,6 +403,14 @@ def test_a_difference_names_the_fields_that_differ_and_only_those() -> None:
     assert difference(one, one) == f"the plans are the same: {one.id}\n"
 
 
+def test_a_difference_shows_the_beginning_of_a_packages_id() -> None:
+    """With both in full the table was 150 characters wide."""
+    one = plan(manifest(), device(), Wanted())
+    said = difference(one, dataclasses.replace(one, package_id="f" * 64))
+    assert f"{one.package_id[:12]}...  {'f' * 12}...\n" in said
+    assert one.package_id not in said
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -15,8 +15,9 @@ from neuronpipe.launch.cli import main
 from neuronpipe.launch.verbs import profile as verb
 from neuronpipe.plans.convert import convert
 from neuronpipe.plans.convert.quantize import decode, encode
+from neuronpipe.plans.inspect import low_recall
 from neuronpipe.plans.models.spec import Activation
-from neuronpipe.plans.package.manifest import Side
+from neuronpipe.plans.package.manifest import Predictor, PredictorQuality, Side
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.predictor.fit import (
@@ -286,7 +287,7 @@ def test_a_recall_below_the_wanted_one_is_warned_of(
         return list(json.loads(capsys.readouterr().out)["warnings"])
 
     (said,) = warnings(*words, "--recall", "0.98", "--reads", "attention")
-    assert re.search(r"recall on held-out text is 9\d\.\d% to 9\d\.\d% in \d of 2 layers, below 98\.0%", said)
+    assert re.search(r"recall on held-out text is 9\d\.\d%( to 9\d\.\d%)? in \d of 2 layers, below 98\.0%", said)
     assert "--rank" in said
     assert warnings(*words, "--recall", "0.6") == []
     (said,) = warnings("inspect", str(package), "--json")
@@ -375,3 +376,26 @@ def test_what_cannot_be_imported_is_refused_by_name(tiny: Callable[[Activation],
     save_file({"0.fc1.weight": np.zeros((32, 64), np.float32)}, tmp_path / "half.safetensors")
     with pytest.raises(UserError, match=r"fc2 of layer 0 is missing"):
         open_imported(tmp_path / "half.safetensors", manifest)
+
+
+def test_one_low_recall_is_said_once() -> None:
+    """It was said as "97.4% to 97.4%"."""
+    quality = PredictorQuality(recall=0.95, precision=0.3, predicted=0.2)
+    low = replace(quality, recall=0.9)
+
+    def said(*layers: PredictorQuality) -> str | None:
+        return low_recall(
+            Predictor(
+                rank=32,
+                quantization="q8",
+                reads="feed_forward",
+                sides=("gate",),
+                hidden="none",
+                calibration_tokens=1,
+                by_layer=layers,
+            ),
+            0.98,
+        )
+
+    assert "text is 95.0% in 2 of 2 layers" in str(said(quality, quality))
+    assert "text is 90.0% to 95.0% in 2 of 2 layers" in str(said(quality, low))
