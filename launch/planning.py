@@ -19,7 +19,7 @@ from neuronpipe.plans.plan.budget import MIB
 from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Mode, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, DeviceFacts, Technique, Wanted, device_facts
 from neuronpipe.plans.plan.quality import Quality, allowed_modes, show_quality
-from neuronpipe.plans.plan.search import Found, Search, Space
+from neuronpipe.plans.plan.search import ANSWER, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.plans.pull.packages import package_path, refuse_unknown
@@ -261,8 +261,9 @@ def _made_plan(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    search = Search(package.manifest, _space(arguments, package, device, gateway), wanted)
     target = arguments.target_speed
+    space = _space(arguments, package, device, gateway)
+    search = Search(package.manifest, space, wanted, USUAL if target is None else ANSWER)
     if target is None:
         found = search.within(arguments.memory)
     else:
@@ -271,9 +272,12 @@ def _made_plan(
     chosen, made = found.chosen, found.chosen.plan
     if several and arguments.sequences is None and target is None:
         made = plan_for_several(package.manifest, chosen.device, chosen.wanted)
-    said = [reason] if (reason := found.reason()) is not None else []
+    said = [*found.reasons()]
     if target is not None:
-        said.append(f"the limit is the smallest that is expected to reach {target:g} tokens/s, to within 1 %")
+        said.append(
+            f"the limit is the smallest that is expected to reach {target:g} tokens/s, to within {PRECISION:.0%}, and "
+            f"{PROMPT_ALLOWANCE:.0%} for prompts"
+        )
     made = dataclasses.replace(made, reasons=(*made.reasons, *said))
     return Planned(package=package, plan=made, search=(search, found))
 

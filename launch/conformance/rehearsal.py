@@ -18,7 +18,7 @@ from neuronpipe.launch.conformance.probe import ANSWERED_TOKENS, Probe
 from neuronpipe.launch.supervisor import control
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.budget import least_slots_bytes
+from neuronpipe.plans.plan.budget import Budgets
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
@@ -62,7 +62,7 @@ def small_plan(package: Package, plan: Plan) -> Plan:
     facts = DeviceFacts(
         id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, processes=specs
     )
-    slots_bytes = max(2 * least_slots_bytes(manifest, workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
+    slots_bytes = max(2 * Budgets(manifest).least_slots_bytes(workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
     wanted = Wanted(
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
         context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),

@@ -7,13 +7,13 @@ measured speeds, which differ a little every time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-import math
 from typing import TYPE_CHECKING
 
 from neuronpipe.plans.device.cores import Core
-from neuronpipe.plans.device.figures import between
+from neuronpipe.plans.device.figures import between, between_all
 
 if TYPE_CHECKING:
     from neuronpipe.plans.device.profile import DeviceProfile
@@ -45,10 +45,17 @@ class FlashCurve:
         if not self.points or any(p.request_bytes < 1 or p.depth < 1 or p.bytes_per_s <= 0 for p in self.points):
             raise ValueError("a flash curve has points, and all of its figures are positive")
 
-    def bytes_per_s(self, request_bytes: int, depth: int) -> float:
-        """Speed to expect: at the nearest depth measured; between sizes a line on logarithmic scales, flat beyond."""
-        nearest = min({point.depth for point in self.points}, key=lambda measured: abs(math.log(measured / depth)))
-        return between({p.request_bytes: p.bytes_per_s for p in self.points if p.depth == nearest}, request_bytes)
+    def bytes_per_s(self, request_bytes: int, depth: float) -> float:
+        """Speed to expect: between sizes and depths lines on logarithmic scales, flat beyond."""
+        asked = request_bytes, depth
+        if asked not in self._known:  # a search asks for the same ones thousands of times
+            by_depth = (((point.depth, point.request_bytes), point.bytes_per_s) for point in self.points)
+            self._known[asked] = between_all(by_depth, (depth, request_bytes))
+        return self._known[asked]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[int, float], float]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

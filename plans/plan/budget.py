@@ -6,6 +6,7 @@ It is the sum of the layouts that sizes.py makes, and of what has none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
@@ -91,26 +92,47 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     return tokens * of_token + of_clusters + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 
 
-def least_budget(manifest: Manifest, shape: RunShape) -> MemoryBudget:
-    """The same with the smallest chunk and the fewest staging buffers: what no limit may go below."""
-    return memory_budget(
-        manifest,
-        shape,
-        prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, shape.context_tokens),
-        staging_bytes=MIN_DEPTH * largest_read_bytes(manifest.layout, bundle=True),
-    )
+class Budgets:
+    """`memory_budget` of one package for a planner that asks again and again: each shape and chunk is laid out once."""
 
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._made: dict[tuple[RunShape, int], MemoryBudget] = {}
+        self._least_slots: dict[int, int] = {}
 
-def least_slots_bytes(manifest: Manifest, workers: int) -> int:
-    """Bytes of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""
-    slots = 2 * workers * manifest.layout.block_clusters
-    return slots_layout(manifest, slots, slots).total_bytes
+    def of(self, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int) -> MemoryBudget:
+        """As `memory_budget`."""
+        key = shape, prefill_chunk_tokens
+        if key not in self._made:
+            self._made[key] = memory_budget(
+                self._manifest, shape, prefill_chunk_tokens=prefill_chunk_tokens, staging_bytes=0
+            )
+        return dataclasses.replace(self._made[key], staging_bytes=staging_bytes)
 
+    def least(self, shape: RunShape) -> MemoryBudget:
+        """With the smallest chunk and the fewest staging buffers: what no limit may go below."""
+        return self.of(
+            shape,
+            prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, shape.context_tokens),
+            staging_bytes=MIN_DEPTH * largest_read_bytes(self._manifest.layout, bundle=True),
+        )
 
-def least_limit_bytes(manifest: Manifest, shape: RunShape) -> int:
-    """The smallest limit whose `usable_bytes` hold the least budget and the fewest slots."""
-    needed = least_budget(manifest, shape).total_bytes() + least_slots_bytes(manifest, shape.workers)
-    return -(-needed * (100 + HEADROOM_PERCENT) // 100)
+    def least_slots_bytes(self, workers: int) -> int:
+        """Of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""
+        if workers not in self._least_slots:
+            slots = 2 * workers * self._manifest.layout.block_clusters
+            self._least_slots[workers] = slots_layout(self._manifest, slots, slots).total_bytes
+        return self._least_slots[workers]
+
+    @functools.cached_property
+    def ffn_bytes(self) -> int:
+        """Of the slots' segment, were everything resident."""
+        return slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes
+
+    def least_limit_bytes(self, shape: RunShape) -> int:
+        """The smallest limit whose `usable_bytes` hold the least budget and the fewest slots."""
+        needed = self.least(shape).total_bytes() + self.least_slots_bytes(shape.workers)
+        return -(-needed * (100 + HEADROOM_PERCENT) // 100)
 
 
 def usable_bytes(limit_bytes: int) -> int:

@@ -109,7 +109,7 @@ class Cost:
         most = min(float(depth), at_once)
 
         def each_ms(under_way: float) -> float:
-            return 1e3 * size_bytes / curve.bytes_per_s(size_bytes, max(1, round(under_way)))
+            return 1e3 * size_bytes / curve.bytes_per_s(size_bytes, under_way)
 
         curve = self.curve
         places = [2.0**n for n in range(math.ceil(math.log2(most)))] + [most]

@@ -15,10 +15,7 @@ from neuronpipe.plans.plan.assumptions import assumptions
 from neuronpipe.plans.plan.budget import (
     MIB,
     MIN_CHUNK_TOKENS,
-    least_budget,
-    least_limit_bytes,
-    least_slots_bytes,
-    memory_budget,
+    Budgets,
     usable_bytes,
 )
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
@@ -33,7 +30,8 @@ MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 # A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
 CHUNK_TOKENS = (512, 256, 128, 64, 32, 16)
 PREFILL_SHARE = 1 / 8
-STAGING_SHARE = 1 / 32
+STAGING_SHARE = 1 / 32  # of the limit; and
+STAGING_SPARE_SHARE = 1 / 8  # of what is left for neurons at most
 BASELINE_CACHE_TOKENS = 5  # of the baseline: what so many tokens used stays
 
 Technique = Literal["bundle", "cache", "pipeline", "predictor", "prefetch"]
@@ -64,6 +62,8 @@ class Wanted:
     baseline: Baseline | None = None
     hints: bool = False  # of the package's predictor or routers, in exact mode
     bundle: bool | None = None  # whether both parts of a cluster are read together
+    prefill_chunk_tokens: int | None = None  # of a prompt at once at most; as many of them as the limit holds, or 8
+    depth: int | None = None  # reads at once at most; as many of them as staging may take
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,10 @@ def device_facts(
     )
 
 
-def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
-    """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had."""
-    return _Planning(manifest, device, _as_baseline(wanted)).plan()
+def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None) -> Plan:
+    """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had.
+    budgets: of this package, for whoever makes many plans of it."""
+    return _Planning(manifest, device, _as_baseline(wanted), budgets or Budgets(manifest)).plan()
 
 
 def _as_baseline(wanted: Wanted) -> Wanted:
@@ -125,8 +126,8 @@ def _as_baseline(wanted: Wanted) -> Wanted:
 
 
 class _Planning:
-    def __init__(self, manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> None:
-        self._manifest, self._device, self._wanted = manifest, device, wanted
+    def __init__(self, manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets) -> None:
+        self._manifest, self._device, self._wanted, self._budgets = manifest, device, wanted, budgets
         context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
         if not 1 <= context_tokens <= manifest.model.context_tokens:
             raise UserError(
@@ -183,19 +184,14 @@ class _Planning:
 
     def plan(self) -> Plan:
         manifest, shape, wanted = self._manifest, self._shape, self._wanted
-        least = least_budget(manifest, shape)
-        least_slots = least_slots_bytes(manifest, shape.workers)
+        least = self._budgets.least(shape)
+        least_slots = self._budgets.least_slots_bytes(shape.workers)
         if self._usable_bytes < least.total_bytes() + least_slots:
             self._refuse_limit(least, least_slots)
-        read = self._reading(least)
-        chunk = self._chunk(read.staging_bytes, least_slots)
-        others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
-        regions = self._regions(others, least_slots, read)
+        chunk, read, others, regions = self._fitted(least, least_slots, wanted.prefill_chunk_tokens)
         if regions.window_blocks < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
             # Sums by turns need a whole layer's neurons in place.
-            chunk = PARTIAL_TOKENS
-            others = memory_budget(manifest, shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
-            regions = self._regions(others, least_slots, read)
+            chunk, read, others, regions = self._fitted(least, least_slots, PARTIAL_TOKENS)
         memory = self._memory(others, regions)
         compute = Compute(
             mode=shape.mode,
@@ -250,10 +246,23 @@ class _Planning:
             ),
         )
 
+    def _fitted(
+        self, least: MemoryBudget, least_slots: int, asked_tokens: int | None
+    ) -> tuple[int, Reading, MemoryBudget, Regions]:
+        """The chunk, the reads, what both take with all else, and the neurons in what is left. A chunk that is asked
+        for comes before more staging."""
+        if asked_tokens is not None:
+            chunk = self._chunk(least.staging_bytes, least_slots, asked_tokens)
+            least = self._budgets.of(self._shape, prefill_chunk_tokens=chunk, staging_bytes=least.staging_bytes)
+        read = self._reading(least)
+        chunk = self._chunk(read.set_aside_bytes, least_slots, asked_tokens)
+        others = self._budgets.of(self._shape, prefill_chunk_tokens=chunk, staging_bytes=read.staging_bytes)
+        return chunk, read, others, self._regions(others, least_slots, read)
+
     def _reading(self, least: MemoryBudget) -> Reading:
-        """The reads, with staging for them: a share of the limit, and no less than the least budget has."""
+        """The reads, with staging for them beside this least budget: a share of the limit, and no less than it has."""
         manifest, wanted = self._manifest, self._wanted
-        spare_bytes = self._usable_bytes - least.total_bytes() - least_slots_bytes(manifest, self._shape.workers)
+        spare_bytes = self._usable_bytes - least.total_bytes() - self._budgets.least_slots_bytes(self._shape.workers)
         slots_bytes = spare_bytes
         if wanted.ffn_resident_share is not None:
             ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
@@ -263,23 +272,27 @@ class _Planning:
             self._device.flash,
             demand=Demand.of(manifest, self._rates, slots_bytes),
             bundle=False if "bundle" in wanted.without else wanted.bundle,
+            depth=wanted.depth,
             prefetch="prefetch" not in wanted.without,
-            staging_most_bytes=least.staging_bytes + min(spare_bytes, int(STAGING_SHARE * self._usable_bytes)),
+            staging_most_bytes=least.staging_bytes
+            + min(int(STAGING_SPARE_SHARE * spare_bytes), int(STAGING_SHARE * self._usable_bytes)),
         )
 
-    def _chunk(self, staging_bytes: int, least_slots: int) -> int:
-        """The largest chunk whose buffers take a small share of the limit and leave room for the fewest slots."""
+    def _chunk(self, staging_bytes: int, least_slots: int, asked: int | None) -> int:
+        """The largest chunk that leaves room for the fewest slots: of those asked for, or whose buffers take a small
+        share of the limit."""
         context = self._shape.context_tokens
-        for tokens in (min(size, context) for size in CHUNK_TOKENS):
-            one = memory_budget(self._manifest, self._shape, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
+        for tokens in (min(size, context) for size in CHUNK_TOKENS if asked is None or size <= asked):
+            one = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
             fits = one.total_bytes() + least_slots <= self._usable_bytes
-            if fits and one.private_bytes + one.prefill_stage_bytes <= PREFILL_SHARE * self._usable_bytes:
+            buffers_bytes = one.private_bytes + one.prefill_stage_bytes
+            if fits and (asked is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
                 return tokens
         return min(MIN_CHUNK_TOKENS, context)
 
     def _regions(self, others: MemoryBudget, least_slots: int, read: Reading) -> Regions:
         manifest, wanted = self._manifest, self._wanted
-        usable = self._usable_bytes - others.total_bytes()
+        usable = self._usable_bytes - others.total_bytes() - (read.set_aside_bytes - read.staging_bytes)
         budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
         ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
         if wanted.ffn_resident_share is not None:
@@ -308,17 +321,17 @@ class _Planning:
         return Memory(
             **dataclasses.asdict(others),
             limit_bytes=self._limit_bytes,
-            least_bytes=least_limit_bytes(self._manifest, self._shape),
+            least_bytes=self._budgets.least_limit_bytes(self._shape),
             trigger_slots=regions.triggers,
             value_slots=regions.values,
             slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
-            ffn_bytes=slots_layout(self._manifest, self._manifest.clusters, self._manifest.clusters).total_bytes,
+            ffn_bytes=self._budgets.ffn_bytes,
             pinned_triggers_per_layer=regions.pinned_triggers,
             pinned_values_per_layer=regions.pinned_values,
         )
 
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:
-        limit = least_limit_bytes(self._manifest, self._shape)
+        limit = self._budgets.least_limit_bytes(self._shape)
         chosen = ", a share of what is available now" if self._wanted.memory_bytes is None else ""
         raise LimitTooSmall(
             f"--memory {self._limit_bytes:,}{chosen}: "
@@ -367,8 +380,8 @@ class _Planning:
         )
 
     def _chunk_reason(self, chunk: int, others: MemoryBudget) -> str:
-        buffers_bytes = others.private_bytes + others.prefill_stage_bytes
-        return (
-            f"prefill takes {chunk} tokens at a time with {self._shape.prefill_threads} thread(s): "
-            f"its buffers are within {PREFILL_SHARE:.1%} of the limit ({buffers_bytes / MIB:.0f} MiB)"
-        )
+        buffers = f"{(others.private_bytes + others.prefill_stage_bytes) / MIB:.0f} MiB"
+        said = f"prefill takes {chunk} tokens at a time with {self._shape.prefill_threads} thread(s): its buffers "
+        if self._wanted.prefill_chunk_tokens is not None:
+            return f"{said}take {buffers}"
+        return f"{said}are within {PREFILL_SHARE:.1%} of the limit ({buffers})"

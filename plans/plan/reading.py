@@ -109,6 +109,8 @@ class Reading:
     prefetch_depth: int
     warm_up_reads: int
     warm_up_read_bytes: int
+    set_aside_bytes: int  # staging, and what was meant for it but makes no whole buffers: so that more memory for it
+    # never takes neurons' slots by leaps
     reasons: tuple[str, ...]
 
     @property
@@ -123,32 +125,35 @@ def reading(
     *,
     demand: Demand,
     bundle: bool | None,
+    depth: int | None,
     prefetch: bool,
     staging_most_bytes: int,
 ) -> Reading:
     """bundle: whether both parts are read together; None: where the curve says that it pays.
+    depth: reads at once at most; None: as many as the curve says that it takes.
     staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster."""
     reasons = []
-    depth = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
-    if bundle is None and curve:
-        cost = Cost.of(layout, curve, demand, depth)
-        bundle = cost.whole
-        reasons.append(_reason(cost, demand))
+    knee = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
+    if curve:
+        cost = Cost.of(layout, curve, demand, knee)
+        bundle = cost.whole if bundle is None else bundle
+        if bundle == cost.whole:
+            reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
     least = largest_read_bytes(layout, bundle=bundle)
     long = curve is not None and bundle and demand.in_order
     if curve and long:  # neighbours come together: fewer and longer reads
-        depth = _knee_depth(curve, _longest(curve))
-    depth = max(1, min(depth, staging_most_bytes // least))
+        knee = _knee_depth(curve, _longest(curve))
+    depth = max(1, min(knee if depth is None else depth, staging_most_bytes // least))
     wanted = least if curve is None else _longest(curve) if long else _knee_size(curve, depth)
     most = max(least, min(wanted, staging_most_bytes // depth // PAGE_BYTES * PAGE_BYTES, MAX_READ_BYTES))
     gap = min(_gap_bytes(curve, depth), most - least) if curve else 0
     if curve:
         kib = (most if long else layout.value_part_bytes) >> 10
         reasons.append(
-            f"{depth} reads at once reach {KNEE:.0%} of what the storage gives at {kib} KiB; "
-            f"a gap of {gap >> 10} KiB costs less than another read"
+            f"{depth} reads at once reach {_share_of_best(curve, kib << 10, depth):.0%} of what the storage gives at "
+            f"{kib} KiB; a gap of {gap >> 10} KiB costs less than another read"
         )
     else:
         reasons.append("flash was not measured: the file is too small to tell; neighbours are not read together")
@@ -162,6 +167,7 @@ def reading(
         prefetch_depth=max(1, int(PREFETCH_SHARE * depth)) if prefetch else 0,
         warm_up_reads=WARM_UP_READS if warm_up_read else 0,
         warm_up_read_bytes=warm_up_read,
+        set_aside_bytes=min(staging_most_bytes, depth * max(least, wanted) + WARM_UP_READS * MAX_READ_BYTES),
         reasons=tuple(reasons),
     )
 
@@ -185,6 +191,17 @@ def _knee_depth(curve: FlashCurve, size_bytes: int) -> int:
     speeds = {depth: curve.bytes_per_s(size_bytes, depth) for depth in sorted({point.depth for point in curve.points})}
     best = max(speeds.values())
     return max(MIN_DEPTH, next(depth for depth, speed in speeds.items() if speed >= KNEE * best))
+
+
+def _share_of_best(curve: FlashCurve, size_bytes: int, depth: int) -> float:
+    """Of the speed of this size, what so many reads at once reach."""
+    best = max(curve.bytes_per_s(size_bytes, one) for one in {point.depth for point in curve.points})
+    return min(1.0, curve.bytes_per_s(size_bytes, depth) / best)
+
+
+def depths(curve: FlashCurve) -> tuple[int, ...]:
+    """The numbers of reads at once that were measured and may be planned, fewest first."""
+    return tuple(sorted({max(MIN_DEPTH, point.depth) for point in curve.points}))
 
 
 def _longest(curve: FlashCurve) -> int:

@@ -1,33 +1,61 @@
 """The search: of all choices that are allowed, the one whose plan is expected to be fastest.
 
-    maximize    tokens/s that one text is expected to have (speed.py)
-    over        mode x decode workers x whether clusters are read whole
+    minimize    the time of a request: of a usual one, or of its answer alone where a speed is asked for
+    over        ways (mode x decode workers x whether clusters are read whole), and of each way
+                tokens of a prompt at once x reads at once
     subject to  the plan takes no more than the limit
 
 `plan` makes a whole plan of each choice and decides the rest by rules. Or the other way round: the smallest limit with
 which a speed is expected. Pure, as the planner is.
+
+More memory is never expected to be slower. Each choice by itself gains from memory, so the best of them does; but a way
+that is not that of the rules must be clearly faster, and where it ceases to be, going back to the rules would lose
+speed. So ways are decided at fixed limits, from the least that holds what the rules choose, upwards, and the rules are
+gone back to only where they are as fast. Between two of these limits the way stays.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.budget import MIB, usable_bytes
-from neuronpipe.plans.plan.plan import Mode, Plan
-from neuronpipe.plans.plan.planner import DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.plan.budget import MIB, MIN_CHUNK_TOKENS, Budgets, usable_bytes
+from neuronpipe.plans.plan.plan import Expected, Mode, Plan
+from neuronpipe.plans.plan.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSmall, Wanted, plan
+from neuronpipe.plans.plan.reading import depths
 from neuronpipe.protocol.errors import UserError
 
 # What is expected is off by up to a third in memory (tests/bench/README.md): with less to gain, plans would leave
-# proven rules for an error of the model, and change from start to start.
+# proven rules for an error of the model, and change from start to start. It is of ways. What a chunk or depth is worth
+# is memory for neurons, whose errors the choices have in common.
 MIN_GAIN = 0.3
-ALIKE = 0.01  # speeds that are this near are the same: then fewer workers and less memory count
 PRECISION = 0.01  # of the smallest limit
-POINTS = 12  # limits from the least to that with which everything is resident
+PROMPT_ALLOWANCE = 0.05  # of the smallest limit that reaches a speed: what prompts may have besides
+POINTS = 23  # limits from the least to that with which everything is resident, at which ways are decided
 UNLIMITED_BYTES = 1 << 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be fast: a prompt of so many tokens, and an answer."""
+
+    prompt_tokens: int
+    answer_tokens: int
+
+    def ms(self, expected: Expected) -> float:
+        """Its time, of one text; infinite where that was not measured. A prompt's chunks take alike."""
+        if not expected.tokens_per_s or (self.prompt_tokens and not expected.prefill_tokens_per_s):
+            return math.inf
+        prompt_s = self.prompt_tokens / expected.prefill_tokens_per_s if expected.prefill_tokens_per_s else 0.0
+        return 1e3 * (prompt_s + self.answer_tokens / expected.tokens_per_s)
+
+
+USUAL = Request(prompt_tokens=512, answer_tokens=128)  # llama-bench's pp512 and tg128, one after the other
+ANSWER = Request(prompt_tokens=0, answer_tokens=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +70,15 @@ class Space:
     workers: tuple[int, ...]
     place: Callable[[int], DeviceFacts]
     more: Callable[[int], DeviceFacts | None] = lambda workers: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """What must be clearly faster than what the rules choose."""
+
+    mode: Mode
+    workers: int
+    bundle: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +100,11 @@ class Candidate:
         return len(self.plan.compute.decode_workers())
 
     @property
+    def way(self) -> Way:
+        """How it computes and reads."""
+        return Way(mode=self.plan.compute.mode, workers=self.workers, bundle=self.plan.flash.bundle)
+
+    @property
     def reads(self) -> str:
         """What is read together."""
         return "clusters whole" if self.plan.flash.bundle else "parts apart"
@@ -75,82 +117,105 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was tried within a limit, and what is best. rules: what the rules alone choose; None where that does not
-    fit."""
+    """What was tried within a limit, and what is best.
+
+    candidates: of each way the best
+    points: plans that were compared
+    rules: the best of the way of the rules; None where none of it fits
+    by_rules: with chunk and depth of the rules, too
+    """
 
     candidates: tuple[Candidate, ...]
+    points: int
     rules: Candidate | None
+    by_rules: Candidate | None
     chosen: Candidate
 
-    def reason(self) -> str | None:
-        """Why it is not the choice of the rules; None where it is."""
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not the choice of the rules; none where it is."""
         chosen, rules = self.chosen, self.rules
-        if rules is chosen:
-            return None
         if rules is None:
-            return f"{chosen.named()}: the limit is too small for what is chosen otherwise"
-        return (
-            f"{chosen.named()}: {_speed(chosen.tokens_per_s)} expected, by the rules alone ({rules.named()}) "
-            f"{_speed(rules.tokens_per_s)}"
-        )
+            return (f"{chosen.named()}: the limit is too small for what is chosen otherwise",)
+        said = []
+        if rules.way != chosen.way:
+            said.append(
+                f"{chosen.named()}: {_speed(chosen.tokens_per_s)} expected, by the rules alone ({rules.named()}) "
+                f"{_speed(rules.tokens_per_s)}"
+            )
+        if self.by_rules is not None and chosen.way == self.by_rules.way and chosen.plan != self.by_rules.plan:
+            said.append(_shares_reason(chosen.plan, self.by_rules.plan))
+        return tuple(said)
 
 
 class Search:
-    """Of one package, one space and one wish, in which `memory_bytes` does not count."""
+    """Of one package, one space and one wish, in which `memory_bytes` does not count. request: what is to be fast."""
 
-    def __init__(self, manifest: Manifest, space: Space, wanted: Wanted) -> None:
-        self.manifest, self.space, self.wanted = manifest, space, wanted
-        self._found: dict[int | None, Found] = {}
-        self._bounds: tuple[int, int] | None = None
+    def __init__(self, manifest: Manifest, space: Space, wanted: Wanted, request: Request = USUAL) -> None:
+        self.manifest, self.space, self.wanted, self.request = manifest, space, wanted, request
+        self._budgets = Budgets(manifest)
+        self._tried: dict[int | None, _Tried] = {}
+        self._best: dict[int, Candidate] = {}
+        self._ways: dict[int, Way | None] = {}
+        self._limits: tuple[int, ...] | None = None
 
     def within(self, limit_bytes: int | None) -> Found:
         """The best choice within this limit (None: the device's share of what is available). Raises LimitTooSmall,
         and what `plan` raises for what the rules choose."""
-        if limit_bytes not in self._found:
-            self._found[limit_bytes] = self._search(limit_bytes)
-        return self._found[limit_bytes]
+        tried = self._try(limit_bytes)
+        own_bytes = self.space.place(self.space.workers[0]).memory_bytes
+        way = self._way_within(own_bytes if limit_bytes is None else limit_bytes)
+        return Found(
+            candidates=tried.candidates,
+            points=tried.points,
+            rules=tried.rules,
+            by_rules=tried.by_rules,
+            chosen=_of_way(way, tried.candidates) or tried.rules or tried.candidates[0],
+        )
 
-    def bounds_bytes(self) -> tuple[int, int]:
-        """The least limit of any choice, and one that holds everything with every choice."""
-        if self._bounds is None:
-            plans = [candidate.plan for candidate in self.within(UNLIMITED_BYTES).candidates]
-            most = max(one.memory.total_bytes() for one in plans)
-            while usable_bytes(most) < max(one.memory.total_bytes() for one in plans) + MIB:
+    def best(self, limit_bytes: int) -> Candidate:
+        """What `within` chooses, without trying again what is decided already. Raises as it does."""
+        if limit_bytes not in self._best:
+            self._best[limit_bytes] = self._decided_best(limit_bytes)
+        return self._best[limit_bytes]
+
+    def ms(self, one: Candidate) -> float:
+        """What is compared: the time of the request."""
+        return self.request.ms(one.plan.expected)
+
+    def limits_bytes(self) -> tuple[int, ...]:
+        """Limits at equal ratios, from the least of any choice to one that holds everything with every choice."""
+        if self._limits is None:
+            plans = [one.plan for one in self._starts(UNLIMITED_BYTES)]
+            takes = max(one.memory.total_bytes() for one in plans) + MIB
+            least, most = min(one.memory.least_bytes for one in plans), takes
+            while usable_bytes(most) < takes:
                 most += max(MIB, most // 100)
-            self._bounds = min(one.memory.least_bytes for one in plans), most
-        return self._bounds
-
-    def limits_bytes(self, most_bytes: int | None = None) -> tuple[int, ...]:
-        """Limits at equal ratios from the least to that with which everything is resident, or to `most_bytes`. Raises
-        LimitTooSmall where that is below the least."""
-        least, most = self.bounds_bytes()
-        most = most if most_bytes is None else min(most, most_bytes)
-        if most < least:
-            self.within(most)
-        steps = [math.ceil(least * (most / least) ** (n / (POINTS - 1))) for n in range(POINTS - 1)]
-        return (*(min(step, most) for step in steps), most)
+            steps = [math.ceil(least * (most / least) ** (n / (POINTS - 1))) for n in range(POINTS - 1)]
+            self._limits = *(min(step, most) for step in steps), most
+        return self._limits
 
     def reaching(self, tokens_per_s: float, most_bytes: int | None = None) -> Found:
-        """The best choice within the smallest limit, up to most_bytes, that is expected to reach this speed; to within
-        PRECISION of the limit.
-
-        More memory may for once be expected to be slower, where a larger chunk of prompts takes it. So the first of
-        several limits that reaches the speed is taken, and what lies between it and the one before is halved.
+        """The smallest limit, up to most_bytes, within which this speed is expected, to within PRECISION of it; and
+        of the choices that reach it within PROMPT_ALLOWANCE more, the one with the fastest usual request. Of a search
+        whose request is ANSWER: its best speed grows with memory.
 
         Raises UserError, with the most that can be had.
         """
-        limits = self.limits_bytes(most_bytes)
-        first = next((n for n, limit in enumerate(limits) if self._reaches(limit, tokens_per_s)), None)
-        if first is None:
-            raise self._out_of_reach(tokens_per_s, limits)
-        low, high = limits[max(0, first - 1)], limits[first]
-        while high > low * (1 + PRECISION) and first > 0:
+        least, *_, everything = self.limits_bytes()
+        most = everything if most_bytes is None else min(most_bytes, everything)
+        if most < least or not self._reaches(most, tokens_per_s):
+            raise self._out_of_reach(tokens_per_s, self.best(most))
+        limits = [limit for limit in self.limits_bytes() if limit < most]
+        first = bisect.bisect_left(limits, True, key=lambda limit: self._reaches(limit, tokens_per_s))
+        high = limits[first] if first < len(limits) else most
+        low = limits[first - 1] if first else high
+        while high > low * (1 + PRECISION):
             middle = math.isqrt(low * high)
             if self._reaches(middle, tokens_per_s):
                 high = middle
             else:
                 low = middle
-        return self.within(high)
+        return self._with_prompts(min(most, int(high * (1 + PROMPT_ALLOWANCE))), tokens_per_s)
 
     def one_more_worker(self, than: Candidate) -> Candidate | None:
         """The same choice with another worker on a core that no worker has; None where there is no such core, or no
@@ -163,58 +228,135 @@ class Search:
         except UserError:
             return None
 
+    def _decided_best(self, limit_bytes: int) -> Candidate:
+        way = self._way_within(limit_bytes)
+        if way is None or limit_bytes in self._tried:
+            return self.within(limit_bytes).chosen
+        start = _of_way(way, self._starts(limit_bytes, way))
+        return self.within(limit_bytes).chosen if start is None else self._fastest(self._variants(start))
+
+    # ---- a speed ---------------------------------------------------------------------------------------------
     def _reaches(self, limit_bytes: int, tokens_per_s: float) -> bool:
-        expected = self.within(limit_bytes).chosen.tokens_per_s
+        expected = self.best(limit_bytes).tokens_per_s
         return expected is not None and expected >= tokens_per_s
 
-    def _out_of_reach(self, tokens_per_s: float, limits: tuple[int, ...]) -> UserError:
-        found = [self.within(limit).chosen for limit in limits]
-        best = max(found, key=lambda one: (one.tokens_per_s or 0.0, -one.plan.memory.limit_bytes))
+    def _with_prompts(self, limit_bytes: int, tokens_per_s: float) -> Found:
+        found = self.within(limit_bytes)
+        way = found.chosen
+        reach = [one for one in self._variants(way) if (one.tokens_per_s or 0.0) >= tokens_per_s]
+        chosen = min([way, *reach], key=lambda one: USUAL.ms(one.plan.expected))
+        candidates = tuple(chosen if one is way else one for one in found.candidates)
+        rules = chosen if found.rules is way else found.rules
+        return dataclasses.replace(found, candidates=candidates, rules=rules, chosen=chosen)
+
+    def _out_of_reach(self, tokens_per_s: float, best: Candidate) -> UserError:
         wish = f"--target-speed {tokens_per_s:g}"
         if best.tokens_per_s is None:
             return UserError(f"{wish}: no speed can be expected, memory or flash was not measured; take --memory")
-        more = "" if limits[-1] >= self.bounds_bytes()[1] else "; a larger --memory may reach more"
+        limit = best.plan.memory.limit_bytes
+        more = "" if limit >= self.limits_bytes()[-1] else "; a larger --memory may reach more"
         return UserError(
-            f"{wish}: the most that is expected up to {limits[-1] / MIB:,.0f} MiB is {_speed(best.tokens_per_s)}, "
-            f"with {best.plan.memory.limit_bytes / MIB:,.0f} MiB, {best.named()}{more}"
+            f"{wish}: the most that is expected up to {limit / MIB:,.0f} MiB is {_speed(best.tokens_per_s)}, "
+            f"{best.named()}{more}"
         )
 
-    @property
-    def _own(self) -> tuple[Mode, int]:
-        """Of the rules."""
-        return self.space.modes[0], self.space.workers[0]
+    # ---- ways ------------------------------------------------------------------------------------------------
+    def _way_within(self, limit_bytes: int) -> Way | None:
+        return self._way(max(0, bisect.bisect_right(self.limits_bytes(), limit_bytes) - 1))
 
-    def _search(self, limit_bytes: int | None) -> Found:
+    def _way(self, step: int) -> Way | None:
+        """What is decided at one of the limits; None: the rules, where nothing can be compared."""
+        if step not in self._ways:
+            self._ways[step] = self._decided(step)
+        return self._ways[step]
+
+    def _decided(self, step: int) -> Way | None:
+        try:
+            tried = self._try(self.limits_bytes()[step])
+        except UserError:  # an --ffn-resident that only some choices can obey
+            return None
+        if not tried.measured:
+            return None
+        fastest, rules = tried.fastest, tried.rules
+        if rules is None or (1 + MIN_GAIN) * self.ms(fastest) < self.ms(rules):
+            return fastest.way
+        if self.ms(rules) <= self.ms(fastest):
+            return rules.way
+        before = self._left_before(step)
+        left = _of_way(before, tried.candidates) if before is not None else None
+        return rules.way if left is None or self.ms(rules) <= self.ms(left) else left.way
+
+    def _left_before(self, step: int) -> Way | None:
+        """The way of the limit below, where the rules had their chance: that they did not fit proves nothing."""
+        if step == 0 or self._try(self.limits_bytes()[step - 1]).rules is None:
+            return None
+        return self._way(step - 1)
+
+    # ---- choices ---------------------------------------------------------------------------------------------
+    def _try(self, limit_bytes: int | None) -> _Tried:
+        if limit_bytes not in self._tried:
+            starts = self._starts(limit_bytes)
+            variants = [self._variants(start) for start in starts]
+            best = tuple(map(self._fastest, variants))
+            own = (starts[0].wanted.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
+            self._tried[limit_bytes] = _Tried(
+                candidates=best,
+                points=sum(map(len, variants)),
+                rules=best[0] if own else None,
+                by_rules=starts[0] if own else None,
+                fastest=min(best, key=lambda one: (self.ms(one), one.workers, one.plan.memory.total_bytes())),
+            )
+        return self._tried[limit_bytes]
+
+    def _fastest(self, variants: list[Candidate]) -> Candidate:
+        """The first of the fastest."""
+        return min(variants, key=self.ms)
+
+    def _starts(self, limit_bytes: int | None, way: Way | None = None) -> list[Candidate]:
+        """Of every way that fits a plan with chunk and depth by the rules; those of the rules first. Or only of those
+        with the mode and the workers of this way."""
+        found: list[Candidate] = []
         refused: list[LimitTooSmall] = []
-        candidates = tuple(self._candidates(limit_bytes, refused))
-        if not candidates:
-            raise min(refused, key=lambda error: error.least_bytes)
-        first = candidates[0]
-        rules = first if (first.wanted.mode, first.workers) == self._own else None
-        return Found(candidates=candidates, rules=rules, chosen=_best(candidates, rules))
-
-    def _candidates(self, limit_bytes: int | None, refused: list[LimitTooSmall]) -> Iterator[Candidate]:
-        """Every choice that fits. What does not goes to `refused`."""
-        for mode in self.space.modes:
-            for workers in self.space.workers:
-                device = self.space.place(workers)
+        for mode in self.space.modes if way is None else (way.mode,):
+            for workers in self.space.workers if way is None else (way.workers,):
                 wanted = dataclasses.replace(self.wanted, mode=mode, memory_bytes=limit_bytes)
                 try:
-                    one = self._candidate(device, wanted)
+                    one = self._candidate(self.space.place(workers), wanted)
                 except LimitTooSmall as error:
                     refused.append(error)
                     continue
                 except UserError:
-                    if (mode, workers) == self._own:
+                    if (mode, workers) == (self.space.modes[0], self.space.workers[0]):
                         raise
                     continue  # with more workers than the feed-forward bytes that were asked for hold
-                yield one
+                found.append(one)
                 if self._may_read_otherwise(one.plan):
                     other = dataclasses.replace(wanted, bundle=not one.plan.flash.bundle)
-                    yield self._candidate(device, other)
+                    found.append(self._candidate(one.device, other))
+        if not found:
+            raise min(refused, key=lambda error: error.least_bytes)
+        return found
+
+    def _variants(self, start: Candidate) -> list[Candidate]:
+        """The same way with every chunk and depth, itself first; where techniques are compared, only itself."""
+        if start.tokens_per_s is None or self.wanted.baseline is not None or self.wanted.without:
+            return [start]
+        bundle, made = start.plan.flash.bundle, {_shares(start.plan): start}
+        for depth in self._depths(start):
+            for chunk in (*CHUNK_TOKENS, MIN_CHUNK_TOKENS):
+                wanted = dataclasses.replace(start.wanted, bundle=bundle, prefill_chunk_tokens=chunk, depth=depth)
+                one = self._candidate(start.device, wanted)
+                made.setdefault(_shares(one.plan), one)
+        return list(made.values())
+
+    def _depths(self, start: Candidate) -> Iterable[int]:
+        """Those that were measured; where nothing is read, only that of the rules."""
+        if start.device.flash is None or not start.plan.expected.flash_reads_per_token:
+            return (start.plan.flash.depth,)
+        return depths(start.device.flash)
 
     def _candidate(self, device: DeviceFacts, wanted: Wanted) -> Candidate:
-        return Candidate(device=device, wanted=wanted, plan=plan(self.manifest, device, wanted))
+        return Candidate(device=device, wanted=wanted, plan=plan(self.manifest, device, wanted, self._budgets))
 
     def _may_read_otherwise(self, made: Plan) -> bool:
         """Whether reading is measured, wanted at all, and nobody has said how."""
@@ -223,17 +365,40 @@ class Search:
         return not fixed and made.expected.tokens_per_s is not None and made.expected.flash_reads_per_token > 0
 
 
-def _best(candidates: tuple[Candidate, ...], rules: Candidate | None) -> Candidate:
-    if rules is not None and rules.tokens_per_s is None:
-        return rules
-    from_speed = 0.0 if rules is None else (1 + MIN_GAIN) * (rules.tokens_per_s or 0.0)
-    speeds = [(one.tokens_per_s or 0.0, one) for one in candidates]
-    better = [(speed, one) for speed, one in speeds if speed > from_speed]
-    if not better:
-        return candidates[0] if rules is None else rules
-    fastest = max(speed for speed, _ in better)
-    alike = [one for speed, one in better if speed * (1 + ALIKE) >= fastest]
-    return min(alike, key=lambda one: (one.workers, one.plan.memory.total_bytes()))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """The best of each way within a limit, the rules' first."""
+
+    candidates: tuple[Candidate, ...]
+    points: int
+    rules: Candidate | None
+    by_rules: Candidate | None
+    fastest: Candidate
+
+    @property
+    def measured(self) -> bool:
+        return self.fastest.tokens_per_s is not None
+
+
+def _of_way(way: Way | None, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Of this way; where nothing is read, how does not matter."""
+    exactly = (one for one in candidates if one.way == way)
+    nearly = (one for one in candidates if way is not None and (one.way.mode, one.workers) == (way.mode, way.workers))
+    return next(exactly, None) or next(nearly, None)
+
+
+def _shares(made: Plan) -> tuple[int, int]:
+    """Of memory, those that are chosen with a way."""
+    return made.compute.prefill_chunk_tokens, made.flash.depth
+
+
+def _shares_reason(made: Plan, other: Plan) -> str:
+    (chunk, depth), (chunk_by_rules, depth_by_rules) = _shares(made), _shares(other)
+    return (
+        f"{chunk} tokens of a prompt and {depth} reads at once: {USUAL.ms(made.expected) / 1e3:.2f} s for a prompt of "
+        f"{USUAL.prompt_tokens} tokens and an answer of {USUAL.answer_tokens}; by the rules {chunk_by_rules} and "
+        f"{depth_by_rules}, {USUAL.ms(other.expected) / 1e3:.2f} s"
+    )
 
 
 def _speed(tokens_per_s: float | None) -> str:

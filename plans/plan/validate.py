@@ -13,8 +13,8 @@ from typing import NoReturn
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import (
+    Budgets,
     largest_read_bytes,
-    least_limit_bytes,
     memory_budget,
 )
 from neuronpipe.plans.plan.firing import has_hints
@@ -173,7 +173,7 @@ class _Check:
         expected = dataclasses.asdict(others) | {
             "slots_bytes": slots_layout(self._manifest, *slots).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
-            "least_bytes": least_limit_bytes(self._manifest, shape),
+            "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
         }
         for name, value in expected.items():
             if getattr(memory, name) != value:

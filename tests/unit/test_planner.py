@@ -23,7 +23,7 @@ from neuronpipe.plans.package.manifest import (
     SilentLayer,
     Source,
 )
-from neuronpipe.plans.plan.budget import MIB, least_slots_bytes, memory_budget
+from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
@@ -324,7 +324,7 @@ def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -
     assert (lacking("prefetch").compute.prefetch, lacking("prefetch").flash.prefetch_depth) == (False, 0)
     assert lacking("predictor").compute.mode == "exact"
     small = lacking("cache").memory
-    assert small.slots_bytes == least_slots_bytes(m, 2)
+    assert small.slots_bytes == Budgets(m).least_slots_bytes(2)
     assert (small.pinned_triggers_per_layer, small.pinned_values_per_layer) == (0, 0)
 
 
