@@ -233,7 +233,7 @@ class Search:
         if way is None or limit_bytes in self._tried:
             return self.within(limit_bytes).chosen
         start = _of_way(way, self._starts(limit_bytes, way))
-        return self.within(limit_bytes).chosen if start is None else self._fastest(self._variants(start))
+        return self.within(limit_bytes).chosen if start is None else self._fastest(self.variants(start))
 
     # ---- a speed ---------------------------------------------------------------------------------------------
     def _reaches(self, limit_bytes: int, tokens_per_s: float) -> bool:
@@ -243,7 +243,7 @@ class Search:
     def _with_prompts(self, limit_bytes: int, tokens_per_s: float) -> Found:
         found = self.within(limit_bytes)
         way = found.chosen
-        reach = [one for one in self._variants(way) if (one.tokens_per_s or 0.0) >= tokens_per_s]
+        reach = [one for one in self.variants(way) if (one.tokens_per_s or 0.0) >= tokens_per_s]
         chosen = min([way, *reach], key=lambda one: USUAL.ms(one.plan.expected))
         candidates = tuple(chosen if one is way else one for one in found.candidates)
         rules = chosen if found.rules is way else found.rules
@@ -296,7 +296,7 @@ class Search:
     def _try(self, limit_bytes: int | None) -> _Tried:
         if limit_bytes not in self._tried:
             starts = self._starts(limit_bytes)
-            variants = [self._variants(start) for start in starts]
+            variants = [self.variants(start) for start in starts]
             best = tuple(map(self._fastest, variants))
             own = (starts[0].wanted.mode, starts[0].workers) == (self.space.modes[0], self.space.workers[0])
             self._tried[limit_bytes] = _Tried(
@@ -337,7 +337,7 @@ class Search:
             raise min(refused, key=lambda error: error.least_bytes)
         return found
 
-    def _variants(self, start: Candidate) -> list[Candidate]:
+    def variants(self, start: Candidate) -> list[Candidate]:
         """The same way with every chunk and depth, itself first; where techniques are compared, only itself."""
         if start.tokens_per_s is None or self.wanted.baseline is not None or self.wanted.without:
             return [start]

@@ -152,14 +152,14 @@ def markdown(lines: Iterable[Row]) -> str:
     heads = ["resident", "mode", "workers", "texts", "disk, MB/s before, after"]
     for quantity in QUANTITIES:
         heads += [f"{quantity.title}, planned / measured", "error"]
-    shown = [_table_line(heads), "|---" * len(heads) + "|"]
+    shown = [table_line(heads), "|---" * len(heads) + "|"]
     for line in ordered:
         asked, row = line["asked"], line["row"]
         cell = [f"{asked['resident']} %", asked["mode"], str(asked["workers"]), str(asked["batch"])]
         cell.append(", ".join(f"{speed:.0f}" for speed in (row or {}).get("flash_mb_per_s", ())) or "-")
         for quantity in QUANTITIES:
             cell += ["refused", "-"] if row is None else _figures(quantity, row)
-        shown.append(_table_line(cell))
+        shown.append(table_line(cell))
     rows = [line["row"] for line in ordered if line["row"] is not None]
     shown += ["", *(_summary(quantity, rows) for quantity in QUANTITIES)]
     refused = [line for line in ordered if line["row"] is None]
@@ -185,7 +185,7 @@ def _summary(quantity: Quantity, rows: Iterable[Row]) -> str:
     )
 
 
-def _table_line(cells: Iterable[str]) -> str:
+def table_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
