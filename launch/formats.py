@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, or a number with MiB or GiB")
     size = float(match.group(1)) * UNITS[match.group(2).upper()]
     if not 1 <= size <= MAX_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and below {show_bytes(MAX_BYTES)}")
+        raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB")
     return int(size)
 
 
@@ -55,6 +55,13 @@ def parse_speed(text: str) -> float:
     if not 0 < speed < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no speed; write tokens per second, e.g. 10")
     return speed
+
+
+def parse_count(text: str) -> int:
+    """`4`. For argparse: raises ArgumentTypeError."""
+    if re.fullmatch(r"\s*-?\d{1,9}\s*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; write e.g. 4")
+    return int(text)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

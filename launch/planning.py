@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neuronpipe.launch.formats import parse_bytes, parse_cores, parse_share, parse_speed, show_bytes, show_cores
+from neuronpipe.launch.formats import (
+    parse_bytes,
+    parse_cores,
+    parse_count,
+    parse_share,
+    parse_speed,
+    show_bytes,
+    show_cores,
+)
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
@@ -79,10 +87,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of feed-forward bytes that may be resident, e.g. 50%%",
     )
-    group.add_argument("--context", type=int, metavar="TOKENS", help="context length (default: the package's)")
+    group.add_argument("--context", type=parse_count, metavar="TOKENS", help="context length (default: the package's)")
     group.add_argument(
         "--sequences",
-        type=int,
+        type=parse_count,
         default=None,
         metavar="N",
         help=f"most texts generated at once (default: 1; up and serve: up to {MAX_SEQUENCES}, as long as one text "
@@ -90,7 +98,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--workers",
-        type=int,
+        type=parse_count,
         metavar="N",
         help="decode workers (default: one per fast core, or fewer if that is faster)",
     )
@@ -206,7 +214,9 @@ def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bo
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    """Raises UserError for a quality beside what decides the mode itself."""
+    """Raises UserError for wishes of which one decides what the other asks for."""
+    if arguments.baseline is not None:
+        _refuse_beside_baseline(arguments)
     if arguments.quality is None:
         return
     others = {
@@ -221,6 +231,20 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
                 f"{other} and --quality {show_quality(arguments.quality)}: the former decides the mode; "
                 "leave one of the two out"
             )
+
+
+def _refuse_beside_baseline(arguments: argparse.Namespace) -> None:
+    others = {
+        f"--target-speed {arguments.target_speed}": (arguments.target_speed, "a baseline is planned for a limit"),
+        f"--mode {arguments.mode}": (
+            arguments.mode not in (None, "predicted"),
+            "a baseline computes in mode predicted",
+        ),
+        "--hints": (arguments.hints, "a baseline reads nothing ahead"),
+    }
+    for other, (given, why) in others.items():
+        if given:
+            raise UserError(f"--baseline {arguments.baseline} and {other}: {why}; leave one of the two out")
 
 
 def _check_backends(plan: Plan, package: Package) -> None:

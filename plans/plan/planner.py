@@ -131,7 +131,7 @@ class _Planning:
         context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
         if not 1 <= context_tokens <= manifest.model.context_tokens:
             raise UserError(
-                f"--context {context_tokens}: this package's context is {manifest.model.context_tokens} tokens"
+                f"--context {context_tokens}: between 1 and {manifest.model.context_tokens}, the package's context"
             )
         workers = sum(process.role == "decode" for process in device.processes)
         self._shape = RunShape(

@@ -250,7 +250,7 @@ class Search:
         return dataclasses.replace(found, candidates=candidates, rules=rules, chosen=chosen)
 
     def _out_of_reach(self, tokens_per_s: float, best: Candidate) -> UserError:
-        wish = f"--target-speed {tokens_per_s:g}"
+        wish = f"--target-speed {tokens_per_s:.10g}"
         if best.tokens_per_s is None:
             return UserError(f"{wish}: no speed can be expected, memory or flash was not measured; take --memory")
         limit = best.plan.memory.limit_bytes

@@ -148,6 +148,21 @@ def test_a_quality_and_what_decides_the_mode_are_refused_together(
 
 
 @pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (("--target-speed", "10"), "--target-speed 10.0: a baseline is planned for a limit"),
+        (("--mode", "exact"), "--mode exact: a baseline computes in mode predicted"),
+        (("--hints",), "--hints: a baseline reads nothing ahead"),
+    ],
+)
+def test_a_baseline_and_what_it_is_not_are_refused_together(
+    capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], why: str
+) -> None:
+    said = refused(capsys, "plan", "--baseline", "llm-in-a-flash", *asked)
+    assert said == f"--baseline llm-in-a-flash and {why}; leave one of the two out"
+
+
+@pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (("--target-speed", "0"), "'0' is no speed; write tokens per second, e.g. 10"),
@@ -157,6 +172,12 @@ def test_a_quality_and_what_decides_the_mode_are_refused_together(
         (("--cores", "a"), "'a' is no list of cores"),
         (("--cores", "9999"), "--cores: core 9999 is none that this process may use; these are 0"),
         (("--target-speed", "1e12"), "--target-speed 1e+12: "),
+        (("--target-speed", "1000000"), "--target-speed 1000000: the most that is expected"),
+        (("--context", "0"), "--context 0: between 1 and 512, the package's context"),
+        (("--context", "1.5"), "'1.5' is no whole number; write e.g. 4"),
+        (("--workers", "two"), "'two' is no whole number"),
+        (("--memory", "0"), "'0': a size must be above zero, and up to 1 EiB"),
+        (("--memory", "inf"), "'inf' is not a size"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_told_what_can(
@@ -166,7 +187,7 @@ def test_a_wish_that_cannot_be_met_is_told_what_can(
 
 
 def test_a_size_beyond_all_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "a size must be above zero, and below" in refused(capsys, "run", "-p", "x", "--memory", "9" * 400 + "G")
+    assert "a size must be above zero, and up to 1 EiB" in refused(capsys, "plan", "--memory", "9" * 400 + "G")
 
 
 def test_a_name_that_is_too_long_for_a_file_is_refused(
