@@ -112,7 +112,7 @@ class Cost:
             return 1e3 * size_bytes / curve.bytes_per_s(size_bytes, under_way)
 
         curve = self.curve
-        places = [2.0**n for n in range(math.ceil(math.log2(most)))] + [most]
+        places = [4.0**n for n in range(math.ceil(math.log(most, 4)))] + [most]
         draining_ms = each_ms(1) + sum((b - a) * (each_ms(a) + each_ms(b)) / 2 for a, b in itertools.pairwise(places))
         return (draining_ms + (at_once - most) * each_ms(most)) * reads / at_once
 
