@@ -24,6 +24,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import MIB
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Mode, Plan, read_plan
 from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, DeviceFacts, Technique, Wanted, device_facts
 from neuronpipe.plans.plan.quality import Quality, allowed_modes, show_quality
@@ -285,9 +286,10 @@ def _made_plan(
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
+    heat = Heat.of(package.manifest, package.read_activity)
     target = arguments.target_speed
     space = _space(arguments, package, device, gateway)
-    search = Search(package.manifest, space, wanted, USUAL if target is None else ANSWER)
+    search = Search(package.manifest, space, wanted, USUAL if target is None else ANSWER, heat)
     if target is None:
         found = search.within(arguments.memory)
     else:
@@ -295,7 +297,7 @@ def _made_plan(
         found = search.reaching(target, most_bytes if arguments.memory is None else arguments.memory)
     chosen, made = found.chosen, found.chosen.plan
     if several and arguments.sequences is None and target is None:
-        made = plan_for_several(package.manifest, chosen.device, chosen.wanted)
+        made = plan_for_several(package.manifest, chosen.device, chosen.wanted, heat)
     said = [*found.reasons()]
     if target is not None:
         said.append(

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from neuronpipe.launch.bench.asking import Repetition, generate
@@ -18,6 +19,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import reads_whole
 from neuronpipe.protocol.messages.request import Generate
@@ -70,6 +72,10 @@ class Bench:
     client: Client
     batch: int = 1  # texts at once
     measured: list[Case] = field(default_factory=list)
+
+    @cached_property
+    def _heat(self) -> Heat | None:
+        return Heat.of(self.package.manifest, self.package.read_activity)
 
     def measure(self, case: Case, repetitions: int, progress: Callable[[], None]) -> dict[str, Any]:
         """The row of one test. Raises UserError when a text ends before there is anything to measure."""
@@ -165,7 +171,7 @@ class Bench:
             "workload": self.prompts.preset,
             "plan": plan.id,
         }
-        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured)
+        figures = planned(self.package.manifest, plan, self.device, case, self.batch, self.measured, self._heat)
         return row | {"planned": figures, "error": errors(row, figures)}
 
 

@@ -10,19 +10,26 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import held_bytes
 from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.speed import expected
 
 
 def planned(
-    manifest: Manifest, plan: Plan, device: Device, case: Case, batch: int, before: Sequence[Case] = ()
+    manifest: Manifest,
+    plan: Plan,
+    device: Device,
+    case: Case,
+    batch: int,
+    before: Sequence[Case] = (),
+    heat: Heat | None = None,
 ) -> dict[str, float]:
     """For the texts that this test has, at the positions where it decodes. before: the tests that the run has had, as
-    these count for its memory. A figure that is not planned, or that nothing was measured for, is absent: what a
-    prompt reads is not planned, only its time."""
+    these count for its memory; heat: of the package. A figure that is not planned, or that nothing was measured for, is
+    absent: what a prompt reads is not planned, only its time."""
     one = expected(
         manifest,
-        rates(manifest, plan.compute.mode),
+        rates(manifest, plan.compute.mode, heat),
         plan.compute,
         plan.memory,
         plan.flash,

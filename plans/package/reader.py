@@ -128,6 +128,10 @@ class Package:
     @cached_property
     def activity(self) -> Activity:
         """How often each neuron is wanted, in a package whose manifest has `profiles`."""
+        return self.read_activity()
+
+    def read_activity(self) -> Activity:
+        """The same, for whoever does not want it to stay in memory with the package."""
         return Activity(self.manifest.model, self.manifest.profiles, self._verified(ACTIVITY))
 
     def _verified(self, name: str) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import Plan
 
 BAR_CHARACTERS = 40
@@ -46,6 +47,7 @@ def explain(plan: Plan) -> str:
         f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
         f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
     )
+    lines += [f"  {_pinned(entry)}" for entry in m.pins]
     lines += [
         "",
         f"compute  mode {c.mode}, "
@@ -68,6 +70,17 @@ def explain(plan: Plan) -> str:
     ]
     lines += ["", "because", *(f"  - {reason}" for reason in plan.reasons)]
     return "\n".join(lines) + "\n"
+
+
+def _pinned(entry: Pins) -> str:
+    """What stays with so many texts: of each feed-forward, a number or the least and the greatest."""
+    from_texts = "" if entry.texts == 1 else f", from {entry.texts} texts on"
+    return f"pinned of each feed-forward: {_range(entry.triggers)} gate, {_range(entry.values)} up/down{from_texts}"
+
+
+def _range(counts: str) -> str:
+    numbers = sorted({int(run.split("x")[0]) for run in counts.split()})
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
 def _expectation(plan: Plan) -> list[str]:

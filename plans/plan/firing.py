@@ -12,7 +12,9 @@ import itertools
 
 from neuronpipe.plans.package.activity import Points, Unit, interpolated
 from neuronpipe.plans.package.manifest import Manifest, Predictor
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.plans.plan.ranking import Ranking
 
 # (share of a layer's neurons, hottest first; share of its activations that they make)
 HOTTEST: Points = (
@@ -49,6 +51,7 @@ class Rates:
     down_read: float  # the row of Down, because the whole neuron fired (dReLU: Gate and Up)
     by_frequency: bool  # the package has its hottest neurons first
     curve: Points = HOTTEST  # share of the neurons -> share of the activations that they make
+    heat: Heat | None = None  # which clusters are wanted how often, where that was measured
 
     def activations_within(self, share: float) -> float:
         """Share of activations that the first `share` of the neurons make."""
@@ -56,6 +59,19 @@ class Rates:
         if not self.by_frequency:
             return share
         return interpolated(self.curve, share)
+
+    def clusters_within(self, share: float, read: float, neurons: int) -> float:
+        """Of the clusters of so many neurons that a token wants, reading this share of all neurons, those among the
+        first `share`."""
+        if not self.by_frequency:
+            return share
+        parts = [
+            (x0, x1, touched(min(1.0, read * (y1 - y0) / (x1 - x0)), neurons))
+            for (x0, y0), (x1, y1) in itertools.pairwise(self.curve)
+        ]
+        within = sum((min(x1, share) - x0) * wanted for x0, x1, wanted in parts if x0 < share)
+        wanted_in_all = sum((x1 - x0) * wanted for x0, x1, wanted in parts)
+        return within / wanted_in_all if wanted_in_all else share
 
     def used_by(self, tokens: int) -> float:
         """Share of the neurons that so many tokens use in all, each at its own rate, were tokens independent."""
@@ -117,13 +133,27 @@ def miss_rate(manifest: Manifest, mode: Mode, resident_share: float, *, whole_ex
     return interpolated(ASSUMED_EXPERT_MISSES if whole_experts else routed, resident_share)
 
 
+def ranking(
+    manifest: Manifest, mode: Mode, heat: Heat | None, texts: int, *, whole_experts: bool = False
+) -> Ranking | None:
+    """The clusters by how often a step of so many texts wants them; None where that was not measured."""
+    if heat is None:
+        return None
+    return heat.ranking(
+        mode,
+        texts,
+        lambda share: miss_rate(manifest, mode, share, whole_experts=whole_experts),
+        whole_experts=whole_experts,
+    )
+
+
 def touched(share: float, neurons: int) -> float:
     """Share of clusters of so many neurons with one that is wanted, if neurons fired independently."""
     return 1 - (1 - share) ** neurons
 
 
-def rates(manifest: Manifest, mode: Mode) -> Rates:
-    """What one token reads in this mode."""
+def rates(manifest: Manifest, mode: Mode, heat: Heat | None = None) -> Rates:
+    """What one token reads in this mode. heat: of this package, where it was measured."""
     fired = _mean(manifest.fired_by_layer) or ASSUMED_FIRED
     trigger_fired = fired
     if manifest.model.activation == "silu":
@@ -145,6 +175,7 @@ def rates(manifest: Manifest, mode: Mode) -> Rates:
         down_read=fired,
         by_frequency=manifest.layout.neuron_order == "frequency",
         curve=HOTTEST if profile is None else profile.curve,
+        heat=heat,
     )
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from neuronpipe.plans.package.fields import read_file
+from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 6
+VERSION = 7
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -98,8 +99,11 @@ class Memory(MemoryBudget):
     value_slots: int
     slots_bytes: int
     ffn_bytes: int  # of slots, were everything resident
-    pinned_triggers_per_layer: int  # the first clusters of each layer stay for good
-    pinned_values_per_layer: int
+    pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes; the first entry is for one
+
+    def pins_for(self, texts: int) -> Pins:
+        """What stays while steps compute so many texts."""
+        return next(entry for entry in reversed(self.pins) if entry.texts <= max(1, texts))
 
     def total_bytes(self) -> int:
         """What the run takes at most, by the planner's budget."""

@@ -19,6 +19,7 @@ from neuronpipe.plans.plan.budget import (
     usable_bytes,
 )
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
 from neuronpipe.plans.plan.regions import Regions, fill
@@ -110,10 +111,17 @@ def device_facts(
     )
 
 
-def plan(manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None) -> Plan:
+def plan(
+    manifest: Manifest,
+    device: DeviceFacts,
+    wanted: Wanted,
+    budgets: Budgets | None = None,
+    heat: Heat | None = None,
+) -> Plan:
     """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had.
-    budgets: of this package, for whoever makes many plans of it."""
-    return _Planning(manifest, device, _as_baseline(wanted), budgets or Budgets(manifest)).plan()
+    budgets: of this package, for whoever makes many plans of it; heat: how often its clusters are wanted, where
+    that was measured."""
+    return _Planning(manifest, device, _as_baseline(wanted), budgets or Budgets(manifest), heat).plan()
 
 
 def _as_baseline(wanted: Wanted) -> Wanted:
@@ -126,7 +134,9 @@ def _as_baseline(wanted: Wanted) -> Wanted:
 
 
 class _Planning:
-    def __init__(self, manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets) -> None:
+    def __init__(
+        self, manifest: Manifest, device: DeviceFacts, wanted: Wanted, budgets: Budgets, heat: Heat | None
+    ) -> None:
         self._manifest, self._device, self._wanted, self._budgets = manifest, device, wanted, budgets
         context_tokens = manifest.model.context_tokens if wanted.context_tokens is None else wanted.context_tokens
         if not 1 <= context_tokens <= manifest.model.context_tokens:
@@ -145,7 +155,7 @@ class _Planning:
             gateways=sum(process.role == GATEWAY for process in device.processes),
             hints=self._hints(),
         )
-        self._rates = rates(manifest, self._shape.mode)
+        self._rates = rates(manifest, self._shape.mode, heat)
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
         self._usable_bytes = usable_bytes(self._limit_bytes)
 
@@ -302,6 +312,7 @@ class _Planning:
             self._rates,
             mode=self._shape.mode,
             workers=self._shape.workers,
+            texts=self._shape.sequences,
             budget=budget,
             whole=read.bundle,
             cache="cache" not in wanted.without,
@@ -326,8 +337,7 @@ class _Planning:
             value_slots=regions.values,
             slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
             ffn_bytes=self._budgets.ffn_bytes,
-            pinned_triggers_per_layer=regions.pinned_triggers,
-            pinned_values_per_layer=regions.pinned_values,
+            pins=regions.pins,
         )
 
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:

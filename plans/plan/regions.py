@@ -1,4 +1,4 @@
-"""The neurons' memory: how many slots either part gets, which clusters stay for good, how many may be moving.
+"""The neurons' memory: how many slots either part gets, how many may be moving. Which clusters stay is allocation.py's.
 
 Memory is filled by worth per byte. Without a predictor every trigger part is read for every token, so that a resident
 one saves its bytes with certainty, and a value part only as often as its neurons fire: triggers first. In predicted
@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.allocation import Slots, allocate
 from neuronpipe.plans.plan.firing import Rates, touched
+from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import Mode
 
-# What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
-PINNED_FROM = 0.5
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
 MIN_STOCK = 64
 # Of the slots: the cache frees more in a fraction of a layer's time, and a slot kept free holds nothing. With a fifth
@@ -23,6 +23,7 @@ MAX_STOCK = 1 / 32
 # A mixture keeps a whole layer in place, so that no expert waits for another, where slots hold so many layers: in the
 # others there is always something to evict.
 OPEN_LAYER_FROM = 4
+NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,7 @@ class Regions:
 
     triggers: int
     values: int
-    pinned_triggers: int  # of each layer
-    pinned_values: int
+    pins: tuple[Pins, ...]  # what stays, by how many texts a step computes
     window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
     reserved_triggers: int
     reserved_values: int
@@ -45,6 +45,7 @@ def fill(
     *,
     mode: Mode,
     workers: int,
+    texts: int,
     budget: int,
     whole: bool,
     cache: bool,
@@ -52,15 +53,16 @@ def fill(
 ) -> Regions | None:
     """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
-    whole: both parts of a cluster are read together. cache: False keeps only what a step needs. cache_tokens: keep no
-    more than so many tokens use (0: whatever fits).
+    texts: most that a step computes. whole: both parts of a cluster are read together. cache: False keeps only what a
+    step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits).
     """
-    return _Filling(manifest, rates, mode, workers, whole).fill(budget, cache=cache, cache_tokens=cache_tokens)
+    return _Filling(manifest, rates, mode, workers, texts, whole).fill(budget, cache=cache, cache_tokens=cache_tokens)
 
 
 class _Filling:
-    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int, whole: bool) -> None:
-        self._layout, self._rates, self._mode, self._workers = manifest.layout, rates, mode, workers
+    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int, texts: int, whole: bool) -> None:
+        self._manifest, self._layout, self._rates, self._mode = manifest, manifest.layout, rates, mode
+        self._workers, self._texts = workers, texts
         self._ffns, self._experts, self._mixture = (
             manifest.model.ffns,
             manifest.model.experts,
@@ -93,14 +95,14 @@ class _Filling:
             values = min(self._all, (budget - triggers * self._trigger_bytes) // self._value_bytes)
         else:
             triggers, values = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
-        pinned_triggers, pinned_values = (
-            self._pinned(triggers, values, moving) if cache and not cache_tokens else (0, 0)
-        )
+        pins: tuple[Pins, ...] = (NOTHING_PINNED,)
+        free = min(triggers, values)
         if cache and not cache_tokens:
-            reasons.append(self._said(triggers, values, pinned_triggers, pinned_values))
-        staying = max(pinned_triggers, pinned_values) * self._ffns
-        layer_clusters = self._experts * self._layout.clusters
-        if self._mixture and min(triggers, values) - staying >= OPEN_LAYER_FROM * layer_clusters:
+            slots = self._slots("trigger", triggers, moving), self._slots("value", values, moving)
+            made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
+            pins, free = made.pins, self._least_free(slots, made.most)
+            reasons += made.reasons
+        if self._mixture and free >= OPEN_LAYER_FROM * self._experts * self._layout.clusters:
             window_blocks = self._experts * self._layout.blocks
         layer = "layer" if window_blocks > self._layout.blocks or not self._mixture else "feed-forward"
         of = self._layout.blocks * (self._experts if layer == "layer" else 1)
@@ -108,8 +110,7 @@ class _Filling:
         return Regions(
             triggers=triggers,
             values=values,
-            pinned_triggers=pinned_triggers,
-            pinned_values=pinned_values,
+            pins=pins,
             window_blocks=window_blocks,
             reserved_triggers=self._reserved(triggers, self._rates.trigger_read, moving),
             reserved_values=self._reserved(values, self._rates.value_read, moving),
@@ -120,8 +121,7 @@ class _Filling:
         return Regions(
             triggers=self._all,
             values=self._all,
-            pinned_triggers=self._layout.clusters,
-            pinned_values=self._layout.clusters,
+            pins=(Pins(texts=1, triggers=str(self._layout.clusters), values=str(self._layout.clusters)),),
             window_blocks=self._experts * self._layout.blocks,
             reserved_triggers=0,
             reserved_values=0,
@@ -145,20 +145,17 @@ class _Filling:
             moving, window_blocks = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
         return window_blocks, moving
 
-    def _pinned(self, triggers: int, values: int, moving: int) -> tuple[int, int]:
-        """Clusters of each layer that stay for good, of either part."""
-        hot = int(self._rates.neurons_firing_in(PINNED_FROM) * self._layout.clusters)
+    def _slots(self, part: str, count: int, moving: int) -> Slots:
+        slot_bytes = self._trigger_bytes if part == "trigger" else self._value_bytes
+        return Slots(part=part, count=count, moving=moving, slot_bytes=slot_bytes)
 
-        def hottest(slots: int) -> int:
-            return min(hot, max(0, slots - moving) // 2 // self._ffns)
-
-        if self._mode == "predicted" or self._mixture:  # which experts are wanted changes from token to token
-            return hottest(triggers), hottest(values)
-        if triggers == self._all:
-            return self._layout.clusters, hottest(values)
-        if self._whole:  # every cluster in turn, for every token: what is not pinned is gone before its next turn
-            return (max(0, triggers - moving) // self._ffns,) * 2
-        return max(0, triggers - moving) // self._ffns, 0
+    def _least_free(self, slots: tuple[Slots, Slots], pinned: tuple[int, int]) -> int:
+        """Slots of either part that nothing stays in; a part that is all there counts as what a whole model has."""
+        free = (
+            one.count if one.count == self._all else one.count - staying
+            for one, staying in zip(slots, pinned, strict=True)
+        )
+        return min(free)
 
     def _reserved(self, slots: int, share: float, moving: int) -> int:
         """Twice what one token is expected to miss, within MAX_STOCK and half of what may move; none where nothing is
@@ -168,22 +165,3 @@ class _Filling:
         wanted = self._rates.chosen * touched(share, self._layout.cluster_neurons) * self._all
         missed = wanted * (1 - self._rates.activations_within(slots / self._all))
         return min(moving // 2, max(MIN_STOCK, min(int(STOCK_FACTOR * missed), int(MAX_STOCK * slots))))
-
-    def _said(self, triggers: int, values: int, pinned_triggers: int, pinned_values: int) -> str:
-        clusters = self._layout.clusters
-        if self._mixture and not pinned_triggers:
-            return f"{triggers} and {values} of {self._all} trigger and value parts fit, and stay while they are used"
-        if self._mode == "predicted":
-            return (
-                f"{triggers} of {self._all} bundles fit; the {pinned_triggers} hottest of the {clusters} of each layer "
-                f"stay (they fire in {PINNED_FROM:.0%} of all tokens), the others stay while they are used"
-            )
-        if triggers == self._all:
-            return (
-                f"all triggers are resident; {values} of {self._all} up/down parts fit, "
-                f"the {pinned_values} hottest of each layer stay"
-            )
-        return (
-            f"{pinned_triggers} of {clusters} triggers per layer stay, the others are read for every token: "
-            "memory does not hold all triggers"
-        )

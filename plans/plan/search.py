@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import MIB, MIN_CHUNK_TOKENS, Budgets, usable_bytes
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Expected, Mode, Plan
 from neuronpipe.plans.plan.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSmall, Wanted, plan
 from neuronpipe.plans.plan.reading import depths
@@ -148,11 +149,19 @@ class Found:
 
 
 class Search:
-    """Of one package, one space and one wish, in which `memory_bytes` does not count. request: what is to be fast."""
+    """Of one package, one space and one wish, in which `memory_bytes` does not count. request: what is to be fast;
+    heat: of the package."""
 
-    def __init__(self, manifest: Manifest, space: Space, wanted: Wanted, request: Request = USUAL) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        space: Space,
+        wanted: Wanted,
+        request: Request = USUAL,
+        heat: Heat | None = None,
+    ) -> None:
         self.manifest, self.space, self.wanted, self.request = manifest, space, wanted, request
-        self._budgets = Budgets(manifest)
+        self._budgets, self._heat = Budgets(manifest), heat
         self._tried: dict[int | None, _Tried] = {}
         self._best: dict[int, Candidate] = {}
         self._ways: dict[int, Way | None] = {}
@@ -356,7 +365,8 @@ class Search:
         return depths(start.device.flash)
 
     def _candidate(self, device: DeviceFacts, wanted: Wanted) -> Candidate:
-        return Candidate(device=device, wanted=wanted, plan=plan(self.manifest, device, wanted, self._budgets))
+        made = plan(self.manifest, device, wanted, self._budgets, self._heat)
+        return Candidate(device=device, wanted=wanted, plan=made)
 
     def _may_read_otherwise(self, made: Plan) -> bool:
         """Whether reading is measured, wanted at all, and nobody has said how."""

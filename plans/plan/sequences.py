@@ -10,6 +10,7 @@ import dataclasses
 
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, LimitTooSmall, Wanted, plan
 
@@ -17,17 +18,17 @@ MAX_SEQUENCES = 4  # more are to be had by asking for them
 MAX_LOSS = 0.1  # of the speed that one text has where there is room for no other
 
 
-def plan_for_several(manifest: Manifest, device: DeviceFacts, wanted: Wanted) -> Plan:
+def plan_for_several(manifest: Manifest, device: DeviceFacts, wanted: Wanted, heat: Heat | None = None) -> Plan:
     """The plan with room for the most texts, up to MAX_SEQUENCES, that loses at most MAX_LOSS of the expected speed of
     one text; `wanted.sequences` does not count. Its first reason says why so many.
 
     Raises what `plan` raises for one sequence.
     """
-    alone = chosen = plan(manifest, device, dataclasses.replace(wanted, sequences=1))
+    alone = chosen = plan(manifest, device, dataclasses.replace(wanted, sequences=1), heat=heat)
     beyond: Plan | None = None  # the first that costs too much
     for sequences in range(2, MAX_SEQUENCES + 1):
         try:
-            made = plan(manifest, device, dataclasses.replace(wanted, sequences=sequences))
+            made = plan(manifest, device, dataclasses.replace(wanted, sequences=sequences), heat=heat)
         except LimitTooSmall:
             break
         if _pays(alone.expected, made.expected):

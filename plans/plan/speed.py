@@ -13,10 +13,11 @@ import math
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.plan.cost import Cost
-from neuronpipe.plans.plan.firing import Rates, miss_rate, touched
+from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
@@ -272,21 +273,20 @@ class _Run:
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int) -> _Parts:
-        predicted, memory = self.compute.mode == "predicted", self.memory
-        return self._parts(
-            self.rates.trigger_read,
-            memory.trigger_slots - self.flash.reserved_triggers,
-            memory.pinned_triggers_per_layer,
-            tokens,
-            not predicted,
-        )
+        slots, pinned = self.memory.trigger_slots - self.flash.reserved_triggers, sum(self._pins(tokens)[0])
+        return self._parts(self.rates.trigger_read, slots, pinned, tokens, self.compute.mode != "predicted")
 
     def _values(self, tokens: int, share: float) -> _Parts:
-        memory = self.memory
-        slots = memory.value_slots - self.flash.reserved_values
-        return self._parts(share, slots, memory.pinned_values_per_layer, tokens, share == 1.0)
+        slots, pinned = self.memory.value_slots - self.flash.reserved_values, sum(self._pins(tokens)[1])
+        return self._parts(share, slots, pinned, tokens, share == 1.0)
 
-    def _parts(self, share: float, slots: int, pinned_per_ffn: int, tokens: int, all_wanted: bool) -> _Parts:
+    def _pins(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of each feed-forward, what stays of either part in a step of so many tokens; of a prompt's, what stays for
+        one text."""
+        texts = tokens if tokens <= self.compute.sequences else 1
+        return self.memory.pins_for(texts).counts(self.manifest.model.ffns)
+
+    def _parts(self, share: float, slots: int, pinned: int, tokens: int, all_wanted: bool) -> _Parts:
         """Of a token that wants this share of the neurons of chosen experts. slots: those that hold something, not kept
         free. all_wanted: all of theirs."""
         clusters, mixture = self.manifest.clusters, self.manifest.model.experts > 1
@@ -297,8 +297,13 @@ class _Run:
             return _Parts(together, 0)
         if all_wanted and not mixture:
             return _Parts(together, int(together * (1 - resident)))
+        if tokens <= max(BATCHES):
+            ranked = ranking(self.manifest, self.compute.mode, self.rates.heat, tokens, whole_experts=all_wanted)
+            if ranked is not None:
+                return _Parts(together, int(together * ranked.miss_rate(slots, pinned)))
         if together >= slots:  # what a step brings is gone before the next one, but for what is pinned
-            stays = self.rates.activations_within(pinned_per_ffn / self.manifest.layout.clusters)
+            neurons = self.manifest.layout.cluster_neurons
+            stays = self.rates.clusters_within(pinned / clusters, share, neurons)
             return _Parts(together, int(together * (1 - stays)))
         missed = wanted * miss_rate(self.manifest, self.compute.mode, resident, whole_experts=all_wanted)
         if tokens > 1:  # wanted by one of them; those with a slot and those without are each taken to be alike

@@ -7,6 +7,7 @@ therefore looked at, or computed again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ from neuronpipe.plans.plan.budget import (
     memory_budget,
 )
 from neuronpipe.plans.plan.firing import has_hints
+from neuronpipe.plans.plan.pins import read_counts
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
@@ -47,6 +49,7 @@ class _Check:
         self._processes()
         self._counts()
         self._flash()
+        self._table()
         self._slots()
         self._bytes()
 
@@ -134,7 +137,7 @@ class _Check:
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
         memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        clusters, layers, experts = self._manifest.clusters, self._manifest.model.ffns, self._manifest.model.experts
+        clusters, experts = self._manifest.clusters, self._manifest.model.experts
         open_clusters = max(
             # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
             experts * layout.clusters
@@ -146,19 +149,38 @@ class _Check:
             )
         )
         for part, slots, pinned, reserved in (
-            ("trigger", memory.trigger_slots, memory.pinned_triggers_per_layer, flash.reserved_triggers),
-            ("value", memory.value_slots, memory.pinned_values_per_layer, flash.reserved_values),
+            ("trigger", memory.trigger_slots, self._most_pinned("triggers"), flash.reserved_triggers),
+            ("value", memory.value_slots, self._most_pinned("values"), flash.reserved_values),
         ):
             self._within(f"memory.{part}_slots", slots, 1, clusters)
-            self._within(f"memory.pinned_{part}s_per_layer", pinned, 0, layout.clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
-            needed = open_clusters + pinned * layers + reserved
+            needed = open_clusters + pinned + reserved
             if slots < min(clusters, needed) or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",
                     f"{slots}, but {open_clusters} clusters may be open, "
-                    f"{pinned * layers} are pinned and {reserved} are kept free",
+                    f"{pinned} are pinned and {reserved} are kept free",
                 )
+
+    def _table(self) -> None:
+        """The pins are for one text and up, in order."""
+        texts = [entry.texts for entry in self._plan.memory.pins]
+        most = self._plan.compute.sequences
+        if texts[:1] != [1] or any(a >= b for a, b in itertools.pairwise(texts)) or texts[-1] > most:
+            self._fail("memory.pins", f"expected entries from 1 text on, with ever more of them, up to {most}")
+
+    def _most_pinned(self, name: str) -> int:
+        """Of all entries, the most clusters of one part that stay."""
+        most = 0
+        for number, entry in enumerate(self._plan.memory.pins):
+            field = f"memory.pins.{number}.{name}"
+            try:
+                counts = read_counts(getattr(entry, name), self._manifest.model.ffns)
+            except ValueError as error:
+                self._fail(field, str(error))
+            self._within(field, max(counts), 0, self._manifest.layout.clusters)
+            most = max(most, sum(counts))
+        return most
 
     def _bytes(self) -> None:
         memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash

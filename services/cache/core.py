@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal
 
+Counts = tuple[int, ...]
+"""Of each feed-forward, how many of its first clusters."""
 MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed: few at a time need be held
 
 
@@ -24,14 +26,14 @@ def packed(ids: Iterable[int]) -> Iterator[bytes]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
-    """One part's slots, from the plan. `reserve`: free slots that the loader should have ahead of need."""
+    """One part's slots, from the plan. reserve: free slots that the loader should have ahead of need; pinned: of each
+    feed-forward, how many of its first clusters stay."""
 
     part: Literal[0, 1]
     slots: int
     reserve: int
     clusters: int
-    clusters_per_layer: int
-    pinned_per_layer: int
+    pinned: tuple[int, ...]
 
     @property
     def holds_everything(self) -> bool:
@@ -39,52 +41,70 @@ class Region:
         return self.slots >= self.clusters
 
     @property
-    def warm_per_layer(self) -> int:
-        """Clusters of each layer worth loading before anybody asks, the pinned ones among them: the first, where the
-        converter puts the hottest."""
-        layers = self.clusters // self.clusters_per_layer
-        pinned = min(self.pinned_per_layer, self.clusters_per_layer)
-        unpinned_slots = self.slots - self.reserve - layers * pinned
-        return min(self.clusters_per_layer, pinned + max(0, unpinned_slots) // layers)
+    def clusters_per_ffn(self) -> int:
+        """Clusters of one feed-forward."""
+        return self.clusters // len(self.pinned)
+
+    def warm(self) -> tuple[int, ...]:
+        """Of each feed-forward, the first clusters worth loading before anybody asks, the pinned ones among them: of
+        all as many, where the converter puts the hottest, as long as there are slots."""
+        low, high = 0, self.clusters_per_ffn
+        while low < high:
+            level = (low + high + 1) // 2
+            if sum(max(level, pinned) for pinned in self.pinned) <= self.slots - self.reserve:
+                low = level
+            else:
+                high = level - 1
+        return tuple(max(low, pinned) for pinned in self.pinned)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Clusters to load when nothing more urgent waits: the same ones of every layer. parts: 1 triggers, 2 values, 3
-    both; layers: the first cluster of each."""
+    """Clusters to load when nothing more urgent waits. parts: 1 triggers, 2 values, 3 both; pinned: whether they are to
+    stay."""
 
     parts: Literal[1, 2, 3]
-    layers: range
-    wanted: range
+    ranges: tuple[range, ...]
     pinned: bool
 
     def __len__(self) -> int:
         """How many clusters these are."""
-        return len(self.layers) * len(self.wanted)
+        return sum(map(len, self.ranges))
 
     def __iter__(self) -> Iterator[int]:
         """The clusters."""
-        return (first + n for first in self.layers for n in self.wanted)
+        return itertools.chain.from_iterable(self.ranges)
 
 
 def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
     """What to load at the start, pinned clusters first. Clusters of which both parts are wanted are asked for together:
     their bytes are neighbours, and the file is read from end to end once."""
-    pinned = [min(one.pinned_per_layer, one.clusters_per_layer) for one in (triggers, values)]
-    warm = [triggers.warm_per_layer, values.warm_per_layer]
-    for starts, ends, keep in (((0, 0), pinned, True), (pinned, warm, False)):
-        both = max(starts), min(ends)
-        ranges: tuple[tuple[Literal[1, 2, 3], range], ...] = (
-            (3, range(*both)),
-            (1, range(starts[0], min(ends[0], both[0]))),
-            (1, range(max(starts[0], both[1]), ends[0])),
-            (2, range(starts[1], min(ends[1], both[0]))),
-            (2, range(max(starts[1], both[1]), ends[1])),
-        )
-        for parts, wanted in ranges:
-            if wanted:
-                layers = range(0, triggers.clusters, triggers.clusters_per_layer)
-                yield WarmUp(parts=parts, layers=layers, wanted=wanted, pinned=keep)
+    nothing = (0,) * len(triggers.pinned)
+    pinned, warm = (triggers.pinned, values.pinned), (triggers.warm(), values.warm())
+    yield from _ranges(triggers.clusters_per_ffn, (nothing, nothing), pinned, pinned=True)
+    yield from _ranges(triggers.clusters_per_ffn, pinned, warm, pinned=False)
+
+
+def _ranges(
+    clusters: int, starts: tuple[Counts, Counts], ends: tuple[Counts, Counts], *, pinned: bool
+) -> Iterator[WarmUp]:
+    """Of each feed-forward, the clusters of either part from its start to its end."""
+    found: dict[Literal[1, 2, 3], list[range]] = {3: [], 1: [], 2: []}
+    for ffn, (start_1, start_2, end_1, end_2) in enumerate(zip(*starts, *ends, strict=True)):
+        first = ffn * clusters
+        both = max(start_1, start_2), min(end_1, end_2)
+        found[3].append(range(first + both[0], first + both[1]))
+        found[1] += [
+            range(first + start_1, first + min(end_1, both[0])),
+            range(first + max(start_1, both[1]), first + end_1),
+        ]
+        found[2] += [
+            range(first + start_2, first + min(end_2, both[0])),
+            range(first + max(start_2, both[1]), first + end_2),
+        ]
+    for parts, ranges in found.items():
+        if kept := tuple(one for one in ranges if one):
+            yield WarmUp(parts=parts, ranges=kept, pinned=pinned)
 
 
 class FreeSlots:

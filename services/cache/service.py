@@ -10,7 +10,7 @@ import functools
 import time
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.channel import Connection, open_context
@@ -29,6 +29,7 @@ from neuronpipe.services.trace import Trace
 RETRY_MS = 1
 LOST_AFTER_S = 1.0
 NAMES = ("trigger_entries", "value_entries")
+PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
 
 class CacheService:
@@ -40,28 +41,20 @@ class CacheService:
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
-        memory, layout, clusters = job.plan.memory, job.package.manifest.layout, job.package.manifest.clusters
+        memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
+        slots, reserves = (memory.trigger_slots, memory.value_slots), (flash.reserved_triggers, flash.reserved_values)
+        pinned = memory.pins_for(1).counts(manifest.model.ffns)
         self._regions = [
             FreeSlots(
                 Region(
-                    part=TRIGGER,
-                    slots=memory.trigger_slots,
-                    reserve=job.plan.flash.reserved_triggers,
-                    clusters=clusters,
-                    clusters_per_layer=layout.clusters,
-                    pinned_per_layer=memory.pinned_triggers_per_layer,
+                    part=part,
+                    slots=slots[part],
+                    reserve=reserves[part],
+                    clusters=manifest.clusters,
+                    pinned=pinned[part],
                 )
-            ),
-            FreeSlots(
-                Region(
-                    part=VALUE,
-                    slots=memory.value_slots,
-                    reserve=job.plan.flash.reserved_values,
-                    clusters=clusters,
-                    clusters_per_layer=layout.clusters,
-                    pinned_per_layer=memory.pinned_values_per_layer,
-                )
-            ),
+            )
+            for part in PARTS
         ]
         self._entries = [self._memory.view("residency", name) for name in NAMES]
         self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]

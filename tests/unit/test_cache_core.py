@@ -13,8 +13,10 @@ from neuronpipe.protocol.codec import MAX_FRAME_BYTES
 from neuronpipe.services.cache.core import MAX_IDS_PER_MESSAGE, FreeSlots, Region, packed, warm_ups
 
 
-def region(slots: int, reserve: int = 2, pinned: int = 1, part: Literal[0, 1] = 0) -> Region:
-    return Region(part=part, slots=slots, reserve=reserve, clusters=12, clusters_per_layer=4, pinned_per_layer=pinned)
+def region(
+    slots: int, reserve: int = 2, pinned: tuple[int, ...] = (1, 1, 1), part: Literal[0, 1] = 0, clusters: int = 12
+) -> Region:
+    return Region(part=part, slots=slots, reserve=reserve, clusters=clusters, pinned=pinned)
 
 
 def nothing_to_evict(want: int) -> array[int]:
@@ -29,7 +31,10 @@ def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free
     assert len(first) + len(second) + triggers.reserve <= triggers.slots
 
 
-@given(*[st.builds(region, slots=st.integers(2, 14), pinned=st.integers(0, 3), part=st.just(part)) for part in (0, 1)])
+pins = st.tuples(*[st.integers(0, 4)] * 3)
+
+
+@given(*[st.builds(region, slots=st.integers(2, 14), pinned=pins, part=st.just(part)) for part in (0, 1)])
 def test_every_part_worth_having_is_asked_for_once_and_pairs_together(triggers: Region, values: Region) -> None:
     asked: list[list[tuple[int, bool]]] = [[], []]
     together = set()
@@ -41,9 +46,9 @@ def test_every_part_worth_having_is_asked_for_once_and_pairs_together(triggers: 
             together |= {(word, warm.pinned) for word in warm}
     for part, one in enumerate((triggers, values)):
         wanted = [
-            (layer * 4 + n, n < one.pinned_per_layer)
-            for layer in range(3)
-            for n in range(max(one.warm_per_layer, one.pinned_per_layer))
+            (ffn * 4 + n, n < pinned)
+            for ffn, (pinned, warm) in enumerate(zip(one.pinned, one.warm(), strict=True))
+            for n in range(warm)
         ]
         assert sorted(asked[part]) == sorted(wanted)
     assert together == set(asked[0]) & set(asked[1])
@@ -54,6 +59,12 @@ def test_after_a_reset_a_slot_is_either_named_by_a_word_or_free() -> None:
     slots.restart(used=[1, 4])
     assert list(slots.take(0)) == []
     assert list(slots.take(99)) == [0, 2, 3, 5]
+
+
+def test_what_memory_has_besides_the_pins_is_warmed_up_alike_where_little_stays() -> None:
+    assert region(slots=9, pinned=(0, 4, 1)).warm() == (1, 4, 1)
+    assert region(slots=11, pinned=(0, 4, 1)).warm() == (2, 4, 2)
+    assert region(slots=12, reserve=0, pinned=(0, 0, 0)).warm() == (4, 4, 4)
 
 
 @given(used=st.sets(st.integers(0, 29)), counts=st.lists(st.integers(0, 9)))
@@ -80,7 +91,7 @@ def test_what_is_on_its_way_is_not_granted_twice() -> None:
 
 
 def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() -> None:
-    slots = FreeSlots(region(slots=12, reserve=0, pinned=4))
+    slots = FreeSlots(region(slots=12, reserve=0, pinned=(4, 4, 4)))
     slots.restart(used=[])
     assert list(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == list(range(12))
     assert not list(slots.grant(free=0, waiting=5, received=12, evict=nothing_to_evict))
@@ -88,7 +99,7 @@ def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() ->
 
 def test_the_bookkeeping_takes_a_byte_per_slot_and_a_message_at_a_time() -> None:
     count = 2_000_000
-    whole = Region(part=0, slots=count, reserve=0, clusters=count, clusters_per_layer=count, pinned_per_layer=count)
+    whole = region(slots=count, reserve=0, clusters=count, pinned=(count,))
     tracemalloc.start()
     slots = FreeSlots(whole)
     slots.restart(used=range(0, count, 7))

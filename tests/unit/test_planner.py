@@ -28,6 +28,7 @@ from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.reading import units
+from neuronpipe.plans.plan.regions import NOTHING_PINNED
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, private_layouts, run_layouts
 from neuronpipe.protocol.errors import UserError
 
@@ -159,7 +160,7 @@ def test_gates_are_kept_before_up_and_down_because_every_token_reads_them() -> N
     m = manifest(width=2048, layers=32)
     made = plan(m, device(), Wanted(ffn_resident_share=0.5))
     assert made.memory.trigger_slots == m.clusters
-    assert made.memory.pinned_triggers_per_layer == m.layout.clusters
+    assert made.memory.pins[0].triggers == str(m.layout.clusters)
     assert made.memory.value_slots < m.clusters
 
 
@@ -233,11 +234,11 @@ def test_every_accepted_limit_holds_and_leaves_room_for_what_is_moving(
     assert window == layout.blocks or made.compute.prefill_chunk_tokens <= PARTIAL_TOKENS
     open_clusters = layout.clusters if window == layout.blocks else workers * window * layout.block_clusters
     for slots, pinned, reserved in (
-        (memory.trigger_slots, memory.pinned_triggers_per_layer, made.flash.reserved_triggers),
-        (memory.value_slots, memory.pinned_values_per_layer, made.flash.reserved_values),
+        (memory.trigger_slots, sum(memory.pins[0].counts(layers)[0]), made.flash.reserved_triggers),
+        (memory.value_slots, sum(memory.pins[0].counts(layers)[1]), made.flash.reserved_values),
     ):
         assert slots <= m.clusters
-        assert slots == m.clusters or slots - pinned * layers - reserved >= min(open_clusters, m.clusters), (
+        assert slots == m.clusters or slots - pinned - reserved >= min(open_clusters, m.clusters), (
             "a window must fit beside the pinned and the free"
         )
 
@@ -285,7 +286,7 @@ def test_predicted_neurons_are_kept_whole_so_both_parts_have_as_many_slots() -> 
     m = predicted(manifest(order="frequency"))
     memory = plan(m, device(), Wanted(mode="predicted", ffn_resident_share=0.5)).memory
     assert memory.trigger_slots == memory.value_slots < m.clusters
-    assert 0 < memory.pinned_triggers_per_layer == memory.pinned_values_per_layer
+    assert 0 < int(memory.pins[0].triggers) == int(memory.pins[0].values)
 
 
 def test_bundles_are_read_whole_when_the_curve_says_that_one_read_costs_less_than_two() -> None:
@@ -325,7 +326,7 @@ def test_a_technique_that_is_left_out_is_off_in_the_plan_and_the_others_stay() -
     assert lacking("predictor").compute.mode == "exact"
     small = lacking("cache").memory
     assert small.slots_bytes == Budgets(m).least_slots_bytes(2)
-    assert (small.pinned_triggers_per_layer, small.pinned_values_per_layer) == (0, 0)
+    assert small.pins == (NOTHING_PINNED,)
 
 
 def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -> None:
@@ -333,7 +334,7 @@ def test_the_windowed_baseline_has_no_pipeline_no_guesses_and_nothing_pinned() -
     made = plan(m, device(memory_bytes=8 * GIB), Wanted(baseline="llm-in-a-flash"))
     assert made.compute.mode == "predicted"
     assert (made.compute.pipeline, made.compute.prefetch, made.flash.bundle) == (False, False, False)
-    assert made.memory.pinned_triggers_per_layer == made.memory.pinned_values_per_layer == 0
+    assert made.memory.pins == (NOTHING_PINNED,)
     assert made.memory.trigger_slots < 0.6 * m.clusters
     with pytest.raises(UserError, match="--baseline llm-in-a-flash: sets the mode"):
         plan(predicted(manifest()), device(), Wanted(baseline="llm-in-a-flash", mode="exact"))
@@ -496,7 +497,7 @@ def test_of_a_dense_model_that_is_read_whole_both_parts_stay_pinned() -> None:
     plain = manifest()
     silu = dataclasses.replace(plain, model=dataclasses.replace(plain.model, activation="silu")).sealed()
     memory = plan(silu, device(), Wanted(ffn_resident_share=0.6)).memory
-    assert memory.pinned_triggers_per_layer == memory.pinned_values_per_layer > 0
+    assert int(memory.pins[0].triggers) == int(memory.pins[0].values) > 0
 
 
 def test_gates_that_all_stay_leave_values_to_be_read_one_by_one() -> None:

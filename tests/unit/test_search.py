@@ -117,7 +117,9 @@ def test_going_back_to_the_rules_never_loses_speed(monkeypatch: pytest.MonkeyPat
     """One worker is far faster in little memory, then less and less so; the rules' two are ahead in the end."""
     least, *_, most = search().limits_bytes()
 
-    def expecting(made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None) -> Plan:
+    def expecting(
+        made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None, heat: None = None
+    ) -> Plan:
         made = plan(made_for, facts, wanted, budgets)
         share = math.log((wanted.memory_bytes or 1) / least) / math.log(most / least)
         tokens_per_s = 20 + 10 * share if len(made.compute.decode_workers()) == 1 else 10 + 22 * share
@@ -232,7 +234,9 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
 ) -> None:
     """What speed.py expects is replaced, so that the difference is what the name says."""
 
-    def expecting(made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None) -> Plan:
+    def expecting(
+        made_for: Manifest, facts: DeviceFacts, wanted: Wanted, budgets: Budgets | None = None, heat: None = None
+    ) -> Plan:
         made = plan(made_for, facts, wanted, budgets)
         tokens_per_s = 10.0 * (slower if len(made.compute.decode_workers()) == 2 else 1.0)
         return dataclasses.replace(made, expected=dataclasses.replace(made.expected, tokens_per_s=tokens_per_s))

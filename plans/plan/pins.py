@@ -1,0 +1,58 @@
+"""Which clusters stay in memory: how many of the first of each feed-forward, as a plan states it.
+
+A feed-forward is one (layer, expert), in the order of the package; its first clusters are its hottest. Counts are
+written as runs, since a mixture has thousands of feed-forwards and most are alike: "12" is 12 of each, "12x3 0x5" 12 of
+each of the first three and none of the next five.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from neuronpipe.protocol.errors import quoted
+
+RUN = re.compile(r"(\d{1,7})x(\d{1,7})")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pins:
+    """What stays while steps compute at least so many texts."""
+
+    texts: int
+    triggers: str
+    values: str
+
+    def counts(self, ffns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of so many feed-forwards: pinned triggers and pinned values. Raises ValueError."""
+        return read_counts(self.triggers, ffns), read_counts(self.values, ffns)
+
+
+def write_counts(counts: Iterable[int]) -> str:
+    """The counts as runs; one number where all are alike."""
+    runs = [(count, len(list(alike))) for count, alike in itertools.groupby(counts)]
+    if len(runs) == 1:
+        return str(runs[0][0])
+    return " ".join(f"{count}x{length}" for count, length in runs)
+
+
+@lru_cache(maxsize=16)
+def read_counts(text: str, ffns: int) -> tuple[int, ...]:
+    """One count for each of so many feed-forwards. Raises ValueError, saying what is wrong."""
+    if re.fullmatch(r"\d{1,7}", text):
+        return (int(text),) * ffns
+    counts: list[int] = []
+    for run in text.split(" "):
+        found = RUN.fullmatch(run)
+        if found is None:
+            raise ValueError(f"{quoted(run)} is neither a number nor a run as 12x3")
+        count, length = int(found[1]), int(found[2])
+        if len(counts) + length > ffns:
+            raise ValueError(f"runs for more than {ffns} feed-forwards")
+        counts += [count] * length
+    if len(counts) != ffns:
+        raise ValueError(f"runs for {len(counts)} feed-forwards, but there are {ffns}")
+    return tuple(counts)
