@@ -209,7 +209,8 @@ enum { NP_TRIGGER = 0, NP_VALUE = 1, NP_PARTS = 2 };
  *   present  absent   cache   compare and set of an unreferenced word, after no window covered it (see np_clock_take)
  *   bit 26   set      decode, prefill: by np_entry_look alone; cleared by cache. It also keeps a slot from being taken
  *                     between a worker's look and the cache's (residency/clock.c has the argument)
- *   bit 27   set      loader, on request
+ *   bit 27   set      loader, on request; cache, of a present word (np_pins_follow)
+ *   bit 27   clear    cache, of a present word
  *   uses     changed  cache, of a present word: how often it found bit 26 set, less how often not; 0 in a word just read
  * Bits outside the state say nothing about an absent word: compare states with NP_ENTRY_STATE_MASK.
  */
@@ -238,6 +239,12 @@ uint32_t np_entry_look(uint32_t *word);
  * many. windows: sequentially consistent 64-bit words. */
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots);
+
+/* Which clusters stay (residency/pins.c). Of each feed-forward the first `keep`: present words of these are pinned, other words below
+ * `widest` are no longer. Returns how many of those that stay are not there yet, and writes the ids of the first `most` of them that
+ * are absent, the rest filled with UINT32_MAX. others: words that are on their way and will be pinned though they should not. */
+size_t np_pins_follow(uint32_t *words, size_t ffns, size_t clusters, const uint32_t *keep, const uint32_t *widest, uint32_t *absent,
+                      size_t most, size_t *others);
 
 /* ---- requests (flash/requests.c) ------------------------------------------------------------------------------ */
 /* A ring in shared memory from one worker to the loader. An entry is a cluster index (24 bits) and what is wanted of it.

@@ -25,7 +25,7 @@ BITS = (
     ("0-23", "slot", "of a present or loading entry: number of the slot; of a failed one: bits 0-23 of the epoch"),
     ("24-25", "state", "0 absent, 1 loading, 2 present, 3 failed"),
     ("26", "referenced", "a worker looked it up since the cache last passed by"),
-    ("27", "pinned", "never evicted"),
+    ("27", "pinned", "not evicted while it is set"),
     ("28-30", "uses", "of a present entry: how often the cache found it referenced, less how often not; 0 once read"),
     ("31", "", "0"),
 )
@@ -52,6 +52,8 @@ CHANGES = (
     ("bit 26 set", "bit 26 clear", "cache", "sequentially consistent, as the clock's hand passes; a use more, up to 7"),
     ("bit 26 clear", "a use less", "cache", "sequentially consistent, as the clock's hand passes"),
     ("bit 27 clear", "bit 27 set", "loader", "together with present, if a Warm asks for it"),
+    ("bit 27 clear", "bit 27 set", "loader, cache", "compare and set of a present entry that is to stay"),
+    ("bit 27 set", "bit 27 clear", "cache", "compare and set of a present entry that is to stay no longer"),
 )
 """From, to, by whom, and what orders it."""
 

@@ -75,6 +75,14 @@ def board(*, processes: int) -> Layout:
         to="supervisor, monitor",
         ordering="incarnation + 1 of the last process here that sent Ready; single words, no order among them",
     )
+    fields.add(
+        "texts",
+        "u32",
+        LINE_WORDS,
+        by="coordinator",
+        to="cache",
+        ordering="word 0 is how many texts the last Step had, stored before it is sent; the cache looks now and then",
+    )
     return fields.layout()
 
 

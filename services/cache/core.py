@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 Counts = tuple[int, ...]
 """Of each feed-forward, how many of its first clusters."""
+GROW_AFTER_S: Final = 0.5
+SHRINK_AFTER_S: Final = 5.0
 MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed: few at a time need be held
 
 
@@ -105,6 +107,36 @@ def _ranges(
     for parts, ranges in found.items():
         if kept := tuple(one for one in ranges if one):
             yield WarmUp(parts=parts, ranges=kept, pinned=pinned)
+
+
+class Following:
+    """Which entry of the plan's table of pins holds, by how many texts the steps have. A batch that flickers changes
+    nothing: more texts count once there were as many for GROW_AFTER_S, fewer once there were no more for
+    SHRINK_AFTER_S."""
+
+    def __init__(self, entries: Sequence[int], texts: int) -> None:
+        """entries: from how many texts on each holds, the first from 1."""
+        self._entries = entries
+        self.entry = self._of(texts)
+        self._nearest = self.entry  # of the entries asked for since, the one nearest to that which holds
+        self._since_s = 0.0
+
+    def look(self, texts: int, now_s: float) -> bool:
+        """Take a look at the number of texts, 0 while there were none. Returns whether another entry holds now."""
+        asked = self._of(texts) if texts else self.entry
+        goes_on = self._nearest != self.entry and (asked > self.entry) == (self._nearest > self.entry)
+        if asked == self.entry or not goes_on:
+            self._nearest, self._since_s = asked, now_s
+            return False
+        grows = asked > self.entry
+        self._nearest = min(asked, self._nearest) if grows else max(asked, self._nearest)
+        if now_s - self._since_s < (GROW_AFTER_S if grows else SHRINK_AFTER_S):
+            return False
+        self.entry = self._nearest
+        return True
+
+    def _of(self, texts: int) -> int:
+        return max(n for n, least in enumerate(self._entries) if least <= max(1, texts))
 
 
 class FreeSlots:

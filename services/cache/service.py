@@ -6,6 +6,7 @@ resets the loader, reads the words, and knows everything it needs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from array import array
@@ -13,6 +14,8 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
@@ -20,16 +23,55 @@ from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
 from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
 from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
-from neuronpipe.services.cache.core import FreeSlots, Region, WarmUp, packed, warm_ups
+from neuronpipe.services.cache.core import Counts, Following, FreeSlots, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
 
 RETRY_MS = 1
+FOLLOW_MS = 50
+SETTLED_AFTER_S = 1.0  # by then the loader has done what it was asked to pin
+MAX_PINNED_AT_ONCE = 1024
 LOST_AFTER_S = 1.0
+NOBODY = 0xFFFFFFFF
 NAMES = ("trigger_entries", "value_entries")
 PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
+
+
+class Pinning:
+    """What stays of either part, for each entry of the plan's table."""
+
+    def __init__(self, manifest: Manifest, memory: Memory) -> None:
+        self._ffns, self._clusters = manifest.model.ffns, manifest.layout.clusters
+        self._table = [entry.counts(self._ffns) for entry in memory.pins]
+        self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
+        self._widest = [
+            ffi.new("uint32_t[]", [max(each) for each in zip(*(entry[part] for entry in self._table), strict=True)])
+            for part in PARTS
+        ]
+        self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
+
+    @property
+    def entries(self) -> int:
+        """Of the table."""
+        return len(self._table)
+
+    def counts(self, entry: int) -> tuple[Counts, Counts]:
+        """What stays of either part while this entry holds."""
+        return self._table[entry]
+
+    def follow(self, part: int, entry: int, words: Any) -> tuple[int, bytes]:
+        """Pin what is there and is to stay, and let go of the rest. Returns how many entries are not yet as they should
+        be, and some clusters of those that have to be read."""
+        others = ffi.new("size_t *")
+        keep, widest = self._keep[entry][part], self._widest[part]
+        left = lib.np_pins_follow(
+            words, self._ffns, self._clusters, keep, widest, self._absent, MAX_PINNED_AT_ONCE, others
+        )
+        absent = array("I", bytes(ffi.buffer(self._absent)))
+        count = absent.index(NOBODY) if NOBODY in absent else len(absent)
+        return int(left) + int(others[0]), absent[:count].tobytes()
 
 
 class CacheService:
@@ -43,7 +85,10 @@ class CacheService:
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
         memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
         slots, reserves = (memory.trigger_slots, memory.value_slots), (flash.reserved_triggers, flash.reserved_values)
-        pinned = memory.pins_for(1).counts(manifest.model.ffns)
+        self._texts = self._memory.view("board", "texts")
+        self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
+        self._pins = Pinning(manifest, memory)
+        pinned = self._pins.counts(self._following.entry)
         self._regions = [
             FreeSlots(
                 Region(
@@ -66,6 +111,8 @@ class CacheService:
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
+        self._follow_next_s = 0.0
+        self._follow_until_s: float | None = None  # what stays is looked through at least until then
 
     def serve(self) -> None:
         """Serve until drained."""
@@ -85,7 +132,34 @@ class CacheService:
     def _before_wait(self) -> int | None:
         if self._hungry and self._counts is not None:
             self._feed(self._counts)
-        return RETRY_MS if self._hungry else None
+        follows = self._settled and self._follow(time.monotonic())
+        return RETRY_MS if self._hungry else FOLLOW_MS if follows else None
+
+    def _follow(self, now_s: float) -> bool:
+        """What stays follows the number of texts. Returns whether something is still to be done for that."""
+        if self._following.look(self._texts[0], now_s):
+            self._settle_pins(self._following.entry)
+        if self._follow_until_s is None or now_s < self._follow_next_s:
+            return self._follow_until_s is not None
+        self._follow_next_s = now_s + FOLLOW_MS / 1000
+        done = True
+        for part, entries in zip(PARTS, self._pointers, strict=True):
+            left, absent = self._pins.follow(part, self._following.entry, entries)
+            done &= not left
+            waits = self._counts is None or (self._counts.trigger_waiting, self._counts.value_waiting)[part]
+            if len(absent) and not waits:  # a piece at a time: what else is in memory goes no sooner than it must
+                self._link.send(Warm(generation=self._generation, parts=1 << part, clusters=absent, pinned=True))  # type: ignore[arg-type]
+                self._follow_until_s = now_s + SETTLED_AFTER_S
+        if done and now_s >= self._follow_until_s:
+            self._follow_until_s = None
+        return self._follow_until_s is not None
+
+    def _settle_pins(self, entry: int) -> None:
+        """Another entry of the plan's table holds from now on."""
+        for slots, pinned in zip(self._regions, self._pins.counts(entry), strict=True):
+            slots.region = dataclasses.replace(slots.region, pinned=pinned)
+        self._follow_next_s = 0.0
+        self._follow_until_s = time.monotonic() + SETTLED_AFTER_S
 
     def _from_loader(self) -> None:
         while (message := self._link.receive()) is not None:
@@ -110,6 +184,8 @@ class CacheService:
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
         for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
             self._warm(warm)
+        if self._pins.entries > 1:  # words may be pinned for another entry, by the cache before this one
+            self._settle_pins(self._following.entry)
         self._service.become_available()
 
     def _warm(self, warm: WarmUp) -> None:

@@ -21,6 +21,7 @@ from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle
+from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
@@ -76,6 +77,7 @@ class CoordinatorService:
         self._scheduler = Scheduler(limits, [process.name for process in self._processes], tokenizer, grammars)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
+        self._texts = self._memory.view("board", "texts")
         self._tokens = 0
         self._draining = self._ending = False  # told to stop; and this is the run's end
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -261,6 +263,8 @@ class CoordinatorService:
         began_ns = trace.now()
         self._meter.sending(action.message)
         self._epoch.reset_barrier()
+        if isinstance(action.message, Step):
+            self._texts[0] = len(action.message.sequences)
         assigned = [self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
         self._meter.sent(began_ns, len(action.processes))
         return None if all(assigned) else self._epoch_event(self._epoch.advance())  # the others must not wait for it

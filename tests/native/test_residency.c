@@ -137,8 +137,12 @@ static void test_no_slot_changes_under_a_window(void)
         REQUIRE(pthread_create(&readers[i], NULL, race_reader, (void *)i) == 0);
     size_t hand = 0;
     const uint64_t end = np_clock_ns() + RACE_MS * 1000000ull;
-    while (np_clock_ns() < end) {
-        uint32_t slots[2];
+    const uint32_t few = 1, many = SLOTS / 2;
+    for (uint32_t turn = 0; np_clock_ns() < end; turn++) {
+        uint32_t slots[2], absent;
+        size_t others;
+        if (turn % 16 == 0) /* what stays changes in the middle of it all */
+            np_pins_follow(race_words, 1, CLUSTERS, turn % 32 ? &many : &few, &many, &absent, 1, &others);
         const size_t taken = np_clock_take(race_words, CLUSTERS, &hand, race_windows, READERS, 2, slots);
         for (size_t i = 0; i < taken; i++)
             race_load(slots[i], &random);
@@ -158,8 +162,33 @@ static void test_no_slot_changes_under_a_window(void)
     printf("  race: %u reads, %u loads\n", race_reads[0] + race_reads[1], loads);
 }
 
+/* Two feed-forwards of three clusters: of the first one stays, of the second two. */
+static void test_pins_follow_what_is_to_stay(void)
+{
+    const uint32_t keep[] = {1, 2}, widest[] = {3, 2};
+    uint32_t words[] = {NP_ENTRY_PRESENT | 10, NP_ENTRY_PRESENT | NP_ENTRY_PINNED | NP_ENTRY_REFERENCED | 11,
+                        NP_ENTRY_LOADING | NP_ENTRY_PINNED | 12, NP_ENTRY_ABSENT | NP_ENTRY_PINNED, NP_ENTRY_LOADING | NP_ENTRY_PINNED | 13,
+                        NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 14};
+    uint32_t absent[2];
+    size_t others;
+    REQUIRE_EQUAL(np_pins_follow(words, 2, 3, keep, widest, absent, 2, &others), 2);
+    REQUIRE(absent[0] == 3 && absent[1] == UINT32_MAX && others == 1);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 10);
+    REQUIRE_EQUAL(words[1], NP_ENTRY_PRESENT | NP_ENTRY_REFERENCED | 11); /* CLOCK's from now on, with what it was used */
+    REQUIRE_EQUAL(words[2], NP_ENTRY_LOADING | NP_ENTRY_PINNED | 12);     /* the loader's until it is there */
+    REQUIRE_EQUAL(words[3], NP_ENTRY_ABSENT | NP_ENTRY_PINNED);
+    REQUIRE_EQUAL(words[5], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 14); /* beyond what any entry has */
+    words[2] = NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 12;
+    words[3] = NP_ENTRY_PRESENT | 15;
+    words[4] = NP_ENTRY_FAILED;
+    REQUIRE_EQUAL(np_pins_follow(words, 2, 3, keep, widest, absent, 2, &others), 0); /* what failed is waited for by nobody */
+    REQUIRE(absent[0] == UINT32_MAX && others == 0 && words[2] == (NP_ENTRY_PRESENT | 12));
+    REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 15);
+}
+
 int main(void)
 {
+    test_pins_follow_what_is_to_stay();
     test_look_marks_present_words_only();
     test_clock_gives_a_second_chance();
     test_clock_keeps_what_was_used_often();

@@ -10,7 +10,16 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 from neuronpipe.protocol.codec import MAX_FRAME_BYTES
-from neuronpipe.services.cache.core import MAX_IDS_PER_MESSAGE, FreeSlots, Region, packed, warm_ups
+from neuronpipe.services.cache.core import (
+    GROW_AFTER_S,
+    MAX_IDS_PER_MESSAGE,
+    SHRINK_AFTER_S,
+    Following,
+    FreeSlots,
+    Region,
+    packed,
+    warm_ups,
+)
 
 
 def region(
@@ -118,3 +127,28 @@ def test_however_many_there_are_each_piece_fits_a_message() -> None:
     assert b"".join(pieces) == ids.tobytes()
     assert max(len(piece) for piece in pieces) < MAX_FRAME_BYTES - 1024
     assert list(packed(array("I"))) == []
+
+
+def entries_seen(looks: list[tuple[float, int]], entries: tuple[int, ...] = (1, 2, 4)) -> list[int]:
+    following = Following(entries, 1)
+    seen = []
+    for now_s, texts in looks:
+        following.look(texts, now_s)
+        seen.append(following.entry)
+    return seen
+
+
+def test_pins_follow_a_batch_that_lasts() -> None:
+    grown = [(0.0, 1), (1.0, 3), (1.0 + GROW_AFTER_S, 4), (2.0, 4), (2.0 + GROW_AFTER_S, 4)]
+    assert entries_seen(grown) == [0, 0, 1, 1, 2]  # while three and four were seen, what three need
+    shrunk = [(0.0, 4), (GROW_AFTER_S, 4), (10.0, 1), (9.9 + SHRINK_AFTER_S, 1), (10.0 + SHRINK_AFTER_S, 1)]
+    assert entries_seen(shrunk) == [0, 2, 2, 2, 0]
+
+
+def test_a_batch_that_flickers_or_rests_changes_nothing() -> None:
+    assert set(entries_seen([(n * 0.1, 1 + 3 * (n % 2)) for n in range(200)])) == {0}
+    assert entries_seen([(0.0, 4), (GROW_AFTER_S, 4), (100.0, 0), (200.0, 0)])[1:] == [2, 2, 2]
+
+
+def test_a_cache_that_starts_in_the_middle_takes_what_the_batch_has() -> None:
+    assert [Following((1, 2, 4), texts).entry for texts in (0, 1, 2, 3, 4, 9)] == [0, 0, 1, 1, 2, 2]
