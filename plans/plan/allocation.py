@@ -13,7 +13,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.firing import Rates, ranking, touched
 from neuronpipe.plans.plan.pins import Pins, write_counts
 from neuronpipe.plans.plan.plan import Mode
-from neuronpipe.plans.plan.ranking import Ranking
+from neuronpipe.plans.plan.ranking import Ranking, holding
 
 # What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
 PINNED_FROM = 0.5
@@ -23,12 +23,18 @@ TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Of one part: all its slots, and those that must be free to move."""
+    """Of one part: all its slots, those that must be free to move, and of these those that are kept free."""
 
     part: str  # "trigger" or "value"
     count: int
     moving: int
+    reserved: int
     slot_bytes: int
+
+    @property
+    def holding(self) -> int:
+        """How many hold something, on average."""
+        return holding(self.count, self.reserved)
 
     @property
     def most_pinned(self) -> int:
@@ -61,7 +67,7 @@ class _Share:
         """What a step reads, were so many pinned."""
         if self.ranking is None:
             return 0.0
-        return self.slots.slot_bytes * self.ranking.wanted * self.ranking.miss_rate(self.slots.count, pinned)
+        return self.slots.slot_bytes * self.ranking.wanted * self.ranking.miss_rate(self.slots.holding, pinned)
 
 
 def allocate(
@@ -110,7 +116,7 @@ class _Allocating:
         ranked = self._ranking(slots, texts)
         if ranked is None:
             return self._alike(slots, self._hottest(slots))
-        return _Share(slots, ranked.pins(ranked.best_pinned(slots.count, slots.most_pinned)), ranked)
+        return _Share(slots, ranked.pins(ranked.best_pinned(slots.holding, slots.most_pinned)), ranked)
 
     def _alike(self, slots: Slots, each: int) -> _Share:
         return _Share(slots, (each,) * self._ffns)
@@ -148,7 +154,7 @@ class _Allocating:
         triggers, values = shares
         ranked = self._looked_up(shares)
         if ranked.ranking is not None:
-            slots = ranked.slots.count
+            slots = ranked.slots.holding
             if not ranked.total:
                 return (
                     f"{self._fit(shares)}, and stay while they are used: {ranked.ranking.miss_rate(slots, 0):.1%} of "
@@ -186,7 +192,7 @@ class _Allocating:
     def _said_of_several(self, texts: int, own: tuple[_Share, _Share], one: tuple[_Share, _Share]) -> str:
         share, other = self._looked_up(own), self._looked_up(one)
         assert share.ranking is not None
-        rates = (share.ranking.miss_rate(share.slots.count, pinned) for pinned in (share.total, other.total))
+        rates = (share.ranking.miss_rate(share.slots.holding, pinned) for pinned in (share.total, other.total))
         return (
             "with {} texts in a step {} stay: {:.1%} of what it wants is missed, {:.1%} with what stays for one".format(
                 texts, share.total, *rates

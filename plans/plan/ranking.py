@@ -22,8 +22,8 @@ SPREAD = 0.1  # T varies by so much from step to step: steps do not want equally
 CLASSES_PER_OCTAVE = 16  # of frequencies that count as one
 LEAST_FREQUENCY = 1e-6
 # Misses that are this near are the same: then what adapts to the text is better than what stays.
-ALIKE = 0.02
-ALIKE_RATE = 0.002  # of what is wanted
+ALIKE = 0.05
+ALIKE_RATE = 0.005  # of what is wanted
 
 
 class Ranking:
@@ -120,6 +120,12 @@ class Ranking:
         left = self._missed[n][-1] - _within(self._missed[n], place)
         unpinned = self.wanted - _within(self._missed[0], place)
         return max(0.0, min(unpinned, self._factors[n] * left)) / self.wanted
+
+
+def holding(slots: int, reserved: int) -> int:
+    """Of so many slots, of which some are to be kept free, how many hold something on average: half of those are taken
+    before the cache frees others."""
+    return slots - reserved // 2
 
 
 def occupied(frequency: float, time_steps: float) -> float:

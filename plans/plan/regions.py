@@ -95,10 +95,23 @@ class _Filling:
             values = min(self._all, (budget - triggers * self._trigger_bytes) // self._value_bytes)
         else:
             triggers, values = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
+        reserved_triggers = self._reserved(triggers, self._rates.trigger_read, moving)
+        reserved_values = self._reserved(values, self._rates.value_read, moving)
         pins: tuple[Pins, ...] = (NOTHING_PINNED,)
         free = min(triggers, values)
         if cache and not cache_tokens:
-            slots = self._slots("trigger", triggers, moving), self._slots("value", values, moving)
+            slots = (
+                Slots(
+                    part="trigger",
+                    count=triggers,
+                    moving=moving,
+                    reserved=reserved_triggers,
+                    slot_bytes=self._trigger_bytes,
+                ),
+                Slots(
+                    part="value", count=values, moving=moving, reserved=reserved_values, slot_bytes=self._value_bytes
+                ),
+            )
             made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
             pins, free = made.pins, self._least_free(slots, made.most)
             reasons += made.reasons
@@ -112,8 +125,8 @@ class _Filling:
             values=values,
             pins=pins,
             window_blocks=window_blocks,
-            reserved_triggers=self._reserved(triggers, self._rates.trigger_read, moving),
-            reserved_values=self._reserved(values, self._rates.value_read, moving),
+            reserved_triggers=reserved_triggers,
+            reserved_values=reserved_values,
             reasons=tuple(reasons),
         )
 
@@ -144,10 +157,6 @@ class _Filling:
         if moving >= self._all:
             moving, window_blocks = min(self._all, max(2 * workers * per_block, self._all // 2)), 1
         return window_blocks, moving
-
-    def _slots(self, part: str, count: int, moving: int) -> Slots:
-        slot_bytes = self._trigger_bytes if part == "trigger" else self._value_bytes
-        return Slots(part=part, count=count, moving=moving, slot_bytes=slot_bytes)
 
     def _least_free(self, slots: tuple[Slots, Slots], pinned: tuple[int, int]) -> int:
         """Slots of either part that nothing stays in; a part that is all there counts as what a whole model has."""

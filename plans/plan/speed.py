@@ -19,6 +19,7 @@ from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
+from neuronpipe.plans.plan.ranking import holding
 
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
 
@@ -273,11 +274,11 @@ class _Run:
 
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int) -> _Parts:
-        slots, pinned = self.memory.trigger_slots - self.flash.reserved_triggers, sum(self._pins(tokens)[0])
+        slots, pinned = holding(self.memory.trigger_slots, self.flash.reserved_triggers), sum(self._pins(tokens)[0])
         return self._parts(self.rates.trigger_read, slots, pinned, tokens, self.compute.mode != "predicted")
 
     def _values(self, tokens: int, share: float) -> _Parts:
-        slots, pinned = self.memory.value_slots - self.flash.reserved_values, sum(self._pins(tokens)[1])
+        slots, pinned = holding(self.memory.value_slots, self.flash.reserved_values), sum(self._pins(tokens)[1])
         return self._parts(share, slots, pinned, tokens, share == 1.0)
 
     def _pins(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
