@@ -7,6 +7,7 @@ is. Where it was not, every feed-forward keeps as many, by the assumed curve.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
@@ -59,7 +60,7 @@ class _Share:
     counts: tuple[int, ...]
     ranking: Ranking | None = None
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         return sum(self.counts)
 

@@ -18,6 +18,8 @@ Bins = Sequence[tuple[float, int]]
 
 # Steps for which CLOCK may hold what was wanted; what lies between is interpolated.
 TIMES = (0.0, *(2 ** (n / 4) for n in range(-12, 57)))
+TRIED_EVERY = 4  # of them, to find how many to pin: an octave apart
+GRAINS = 512  # of all slots: as finely as pins are looked for
 SPREAD = 0.1  # T varies by so much from step to step: steps do not want equally much
 CLASSES_PER_OCTAVE = 16  # of frequencies that count as one
 LEAST_FREQUENCY = 1e-6
@@ -36,7 +38,12 @@ class Ranking:
         for ffn, bins in enumerate(ffns):
             for frequency, clusters in falling(bins):
                 self._members.setdefault(_class_of(frequency), []).append((frequency, ffn, clusters))
+        for members in self._members.values():
+            members.sort(key=lambda one: (-one[0], one[1]))
         self._ffns, self._order = len(ffns), sorted(self._members)
+        self._pinned_before = self._counts_before()
+        self._best: dict[tuple[int, int], int] = {}
+        self._pins: dict[int, tuple[int, ...]] = {}
         frequencies, self._before = [], [0.0]
         for name in self._order:
             clusters = sum(one[2] for one in self._members[name])
@@ -66,10 +73,19 @@ class Ranking:
         return (1 - share) * self._rate(n, place) + share * self._rate(n + 1, place)
 
     def best_pinned(self, slots: int, most: int) -> int:
-        """How many of the hottest to pin, up to `most`: the fewest of those with hardly more misses than the best."""
+        """How many of the hottest to pin, up to `most`: the fewest of those with hardly more misses than the best. For
+        one in some hundred numbers of slots; a search asks for thousands that are next to each other."""
+        grain = max(1, self.clusters // GRAINS)
+        asked = slots // grain * grain, most // grain * grain
+        if asked not in self._best:
+            self._best[asked] = self._best_of(*asked)
+        return self._best[asked]
+
+    def _best_of(self, slots: int, most: int) -> int:
         if slots >= self.clusters or most <= 0:
             return 0
-        counts = {0, most, *(min(most, int(found)) for n in range(len(TIMES)) if (found := self.pinned_at(n, slots)))}
+        times = range(0, len(TIMES), TRIED_EVERY)
+        counts = {0, most, *(min(most, int(found)) for n in times if (found := self.pinned_at(n, slots)))}
         rates = {count: self.miss_rate(slots, count) for count in counts}
         least = min(rates.values())
         return min(count for count, rate in rates.items() if rate <= max(least * (1 + ALIKE), least + ALIKE_RATE))
@@ -89,15 +105,29 @@ class Ranking:
 
     def pins(self, count: int) -> tuple[int, ...]:
         """Of each feed-forward, how many of its first clusters are among the `count` hottest of all."""
-        pinned = [0] * self._ffns
-        for name in self._order:
-            for _, ffn, clusters in sorted(self._members[name], key=lambda one: (-one[0], one[1])):
-                taken = min(clusters, count)
-                pinned[ffn] += taken
-                count -= taken
-            if not count:
+        if count not in self._pins:
+            self._pins[count] = self._pins_of(count)
+        return self._pins[count]
+
+    def _pins_of(self, count: int) -> tuple[int, ...]:
+        k, _ = self._place(count)
+        pinned, left = list(self._pinned_before[k]), count - int(self._before[k])
+        for _, ffn, clusters in self._members[self._order[k]]:
+            if clusters >= left:
+                pinned[ffn] += left
                 break
+            pinned[ffn] += clusters
+            left -= clusters
         return tuple(pinned)
+
+    def _counts_before(self) -> list[tuple[int, ...]]:
+        """Of each class, how many clusters of each feed-forward are in hotter ones."""
+        counts, before = [0] * self._ffns, []
+        for name in self._order:
+            before.append(tuple(counts))
+            for _, ffn, clusters in self._members[name]:
+                counts[ffn] += clusters
+        return before
 
     def _factor(self, n: int, measured: Callable[[float], float]) -> float:
         """What was measured over what is computed for this time, with nothing pinned; 1 where nothing is seen again,

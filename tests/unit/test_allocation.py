@@ -312,7 +312,7 @@ def test_a_47b_with_a_profile_is_searched_in_seconds() -> None:
     search = Search(m, space, Wanted(sequences=4), heat=heat)
     for limit in search.limits_bytes():
         search.within(limit)
-    assert time.process_time() - began < 4
+    assert time.process_time() - began < 5
 
 
 # ---- counts ------------------------------------------------------------------------------------------------------
