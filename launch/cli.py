@@ -39,7 +39,7 @@ VERBS = {
     "inspect": "show what a package holds and how it lies on flash",
     "profile": "count which neurons fire on a text, and give a package a predictor of them",
     "synth": "make a synthetic package with a real model's shape and activation statistics",
-    "plan": "show or write the plan for a package on this device",
+    "plan": "show or write the plan for a package on this device, or for a phone that is not here",
     "simulate": "say how fast a model would be on a phone or another device, without having it",
     "perplexity": "measure how well a package predicts a text",
     "bench": "measure how fast a package runs here, and where the time goes",

@@ -190,10 +190,13 @@ def package_and_plan(
     return made.package, made.plan
 
 
-def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False) -> Planned:
+def planned(
+    arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False, device_file: str | None = None
+) -> Planned:
     """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
 
     several: unless the arguments say how many texts there is room for, as many as cost one text hardly any speed.
+    device_file: the device that the plan is for, instead of this one: a known one's name, or its file.
     Says on stderr what of the device was measured again, and when the plan takes more memory than is available now.
     """
     if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
@@ -201,17 +204,39 @@ def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bo
     _refuse_contradictions(arguments)
     package = open_package(arguments.package)
     said: list[str] = []
-    device = probe(package.path, say=said.append)
+    caveats: tuple[str, ...] = ()
+    if device_file is None:
+        device = probe(package.path, say=said.append)
+    else:
+        device, caveats = _described(device_file, package)
     if arguments.plan is None:
         made = _made_plan(arguments, package, device, several, gateway)
+        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, reasons=(*caveats, *made.plan.reasons)))
     else:
         made = Planned(package=package, plan=_given_plan(arguments.plan, package, device, gateway))
     _check_backends(made.plan, package)
-    if (warning := memory_warning(made.plan, device)) is not None:
+    if device_file is not None:
+        _refuse_larger(made.plan, device, device_file)
+    elif (warning := memory_warning(made.plan, device)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
     return made
+
+
+def _described(name: str, package: Package) -> tuple[Device, tuple[str, ...]]:
+    """A device that is not here, and what a plan for it must say."""
+    from neuronpipe.plans.simulate.described import caveats, described  # only `plan --device` pays for it
+    from neuronpipe.plans.simulate.device_file import read_device
+
+    model = read_device(name)
+    return described(model, package.manifest), caveats(model)
+
+
+def _refuse_larger(plan: Plan, device: Device, name: str) -> None:
+    takes, usable = plan.memory.total_bytes(), device.memory_total_bytes
+    if takes > usable:
+        raise UserError(f"the plan takes {show_bytes(takes)}, and one program may use {show_bytes(usable)} of {name}")
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
@@ -262,7 +287,7 @@ def _check_backends(plan: Plan, package: Package) -> None:
 def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> Plan:
     given = read_plan(file)
     given.check(package_id=package.manifest.id, device_id=device.id, where=str(file))
-    validate(given, package.manifest, str(file))
+    validate(given, package.manifest, str(file), {core.id for core in device.cores if core.allowed})
     if gateway != any(spec.role == GATEWAY for spec in given.compute.processes):
         raise UserError(
             f"{file}: field 'compute.processes': "

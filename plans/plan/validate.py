@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Collection
 from typing import NoReturn
 
 from neuronpipe.plans.package.layout import PAGE_BYTES
@@ -34,15 +35,15 @@ MAX_DEPTH = 4096
 MAX_READ_BYTES = 1 << 26
 
 
-def validate(plan: Plan, manifest: Manifest, where: str) -> None:
-    """Refuse a plan that this package could not be run by. `where` names its file; raises UserError naming the
-    field."""
-    _Check(plan, manifest, where).run()
+def validate(plan: Plan, manifest: Manifest, where: str, cores: Collection[int] | None = None) -> None:
+    """Refuse a plan that this package could not be run by. `where` names its file. cores: those there are (default:
+    those of this process). Raises UserError naming the field."""
+    _Check(plan, manifest, where, os.sched_getaffinity(0) if cores is None else cores).run()
 
 
 class _Check:
-    def __init__(self, plan: Plan, manifest: Manifest, where: str) -> None:
-        self._plan, self._manifest, self._where = plan, manifest, where
+    def __init__(self, plan: Plan, manifest: Manifest, where: str, cores: Collection[int]) -> None:
+        self._plan, self._manifest, self._where, self._cores = plan, manifest, where, cores
 
     def run(self) -> None:
         """Processes first: the other figures are computed from how many there are."""
@@ -77,9 +78,8 @@ class _Check:
             )
         if len(backends := {process.backend for process in self._plan.compute.decode_workers()}) > 1:
             self._fail("compute.processes", f"decode workers with one backend, not {' and '.join(sorted(backends))}")
-        cores = os.sched_getaffinity(0)
         for number, process in enumerate(processes):
-            if process.core is not None and process.core not in cores:
+            if process.core is not None and process.core not in self._cores:
                 self._fail(f"compute.processes.{number}.core", f"core {process.core} is not this process's to use")
 
     def _counts(self) -> None:

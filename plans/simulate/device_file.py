@@ -109,6 +109,7 @@ class DeviceModel:
     npu_start_us: Sourced
     copy_gb_per_s: Sourced
     barrier_us: Sourced
+    message_us: Sourced
     lookup_ns: Sourced
     flash_sequential: Curve
     flash_random: Curve
@@ -259,6 +260,7 @@ def this_machine(device: Device) -> DeviceModel:
             npu_start_us=Sourced(value=0, source="no NPU"),
             copy_gb_per_s=Sourced(value=one / 2, source=f"{assumed}: half of what one thread reads"),
             barrier_us=Sourced(value=10, source=assumed),
+            message_us=Sourced(value=190, source=assumed),
             lookup_ns=Sourced(value=100, source=assumed),
             flash_sequential=curve,
             flash_random=curve,

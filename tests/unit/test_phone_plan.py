@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
+import pytest
+from neuronpipe.launch.cli import main
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.cores import classify, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.simulate.described import described
+from neuronpipe.plans.simulate.device_file import FOLDER, read_device
 
 GIB = 1 << 30
+PHONES = ("oneplus-12", "oneplus-ace-2")
 CAPACITIES = {0: 325, 1: 325, 2: 830, 3: 830, 4: 830, 5: 830, 6: 830, 7: 1024}
 PHONE = Device(
     architecture="aarch64",
@@ -82,3 +89,62 @@ def test_cores_that_were_named_are_the_only_ones_that_processes_are_pinned_to() 
 def test_a_core_that_is_not_allowed_stays_so() -> None:
     left = classify(CAPACITIES, "capacity", {0, 1, 2})
     assert [core.id for core in restricted(left, {2, 7}) if core.allowed] == [2]
+
+
+def test_a_plan_for_a_known_phone_is_for_that_phone_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(DEMO), "--device", "oneplus-12"]) == 0
+    page = capsys.readouterr().out
+    assert "for OnePlus 12, Snapdragon 8 Gen 3, UFS 4.0" in page
+    assert "are assumed" in page
+    assert "no backend here drives its NPU" in page
+    assert "neuronpipe simulate oneplus-12" in page
+    assert main(["plan", str(DEMO), "--device", "oneplus-12", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    workers = [process["core"] for process in made["compute"]["processes"] if process["role"] == "decode"]
+    assert workers == [2, 3, 4, 5, 6]  # its mid cores; the big one reads flash
+    assert made["flash"]["engine"] == "threads"
+
+
+def test_a_plan_for_a_phone_is_refused_on_this_machine_and_read_for_that_phone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "phone.json"
+    assert main(["plan", str(DEMO), "--device", "oneplus-12", "-o", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(DEMO), "--plan", str(file)]) == 2
+    assert "field 'device_id': the plan was made for another device" in capsys.readouterr().err
+    assert main(["plan", str(DEMO), "--plan", str(file), "--device", "oneplus-12"]) == 0
+    assert main(["plan", str(DEMO), "--plan", str(file), "--device", "oneplus-ace-2"]) == 2
+    assert "another device" in capsys.readouterr().err
+
+
+def test_a_slower_phone_is_expected_to_be_slower() -> None:
+    manifest = Package.open(DEMO).manifest
+    made = [plan(manifest, device_facts(described(read_device(name), manifest)), Wanted()) for name in PHONES]
+    speeds = [one.expected.tokens_per_s or 0.0 for one in made]
+    prompts = [one.expected.prefill_tokens_per_s or 0.0 for one in made]
+    assert speeds[0] > 1.1 * speeds[1] > 0
+    assert prompts[0] > 1.2 * prompts[1] > 0
+
+
+def test_prompts_on_a_phones_cores_are_bound_by_what_these_multiply() -> None:
+    phone, manifest = read_device("oneplus-12"), Package.open(DEMO).manifest
+    profile = described(phone, manifest).profile
+    assert profile is not None
+    assert profile.panel_token_weights_per_s(512, 5) == pytest.approx(5 * 27e9 * 8 / 4.5)
+    assert profile.dram_bytes_per_s(5) == pytest.approx(43.9e9)
+    assert profile.dram_bytes_per_s(1) == pytest.approx(9e9)
+
+
+def test_a_device_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(DEMO), "--device", "moon-phone"]) == 2
+    assert "known are oneplus-12" in capsys.readouterr().err
+
+
+def test_a_plan_that_is_larger_than_the_phone_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads((FOLDER / "oneplus-12.json").read_text())
+    values["memory_usable_gb"]["value"] = 0.05
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(values))
+    assert main(["plan", str(DEMO), "--device", str(file), "--memory", "1GiB"]) == 2
+    assert "one program may use 47.7 MiB" in capsys.readouterr().err
