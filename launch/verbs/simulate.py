@@ -15,16 +15,20 @@ from neuronpipe.launch.planning import open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
+from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.plan.plan import MODES, Mode
+from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.plans.simulate.decode import Decoded
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
 from neuronpipe.plans.simulate.events import Done
 from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model_named, model_of
 from neuronpipe.plans.simulate.recording import Recording
-from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
+from neuronpipe.plans.simulate.simulate import PlannedRun, Result, Wishes, simulate, simulate_plan, texts_of
 from neuronpipe.plans.simulate.systems import SYSTEMS, system_named
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
@@ -43,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ffn-resident", type=parse_share, metavar="SHARE", help="share of feed-forward bytes, e.g. 50%%"
     )
+    parser.add_argument(
+        "--mode", choices=MODES, help=f"of a package on {THIS_MACHINE} (default: predicted where it has a predictor)"
+    )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="texts at once (default: 1)")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="of the prefill (default: 512)")
     parser.add_argument("--tokens", type=int, default=192, metavar="N", help="to decode and count (default: 192)")
@@ -58,8 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None and arguments.trace.suffix not in (".json", ".svg"):
         raise UserError(f"--trace {arguments.trace}: give a name that ends in .json or .svg")
-    model, folder = _model(arguments.model)
-    device = _device(arguments.device, folder)
+    model, package = _model(arguments.model)
+    system = system_named(arguments.policy)
+    machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
+    device = read_device(arguments.device) if machine is None else this_machine(machine)
+    if arguments.mode is not None and (machine is None or system.name != "ours"):
+        raise UserError(f"--mode {arguments.mode}: of our own system on {THIS_MACHINE}, which has a plan")
     wishes = Wishes(
         memory_bytes=arguments.memory,
         resident=arguments.ffn_resident,
@@ -70,37 +81,54 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
+    traced = TRACED_TOKENS if arguments.trace else 0
     with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
-        result, decoded = simulate(
-            device,
-            model,
-            system_named(arguments.policy),
-            wishes,
-            recording=recording,
-            traced_tokens=TRACED_TOKENS if arguments.trace else 0,
-            progress=progress,
-        )
+        if machine is not None and package is not None and system.name == "ours" and wishes.batch == 1:
+            run = _under_plan(package, machine, device, arguments)
+            texts, sampled = texts_of(package.manifest, run.plan.compute.mode, wishes, recording)
+            result, decoded = simulate_plan(
+                run,
+                texts,
+                1,
+                sampled=sampled,
+                context_tokens=wishes.context_tokens,
+                prompt_tokens=wishes.prompt_tokens,
+                traced_tokens=traced,
+                progress=progress,
+            )
+        else:
+            result, decoded = simulate(
+                device, model, system, wishes, recording=recording, traced_tokens=traced, progress=progress
+            )
     if arguments.trace is not None:
         _write_trace(arguments.trace, decoded, result)
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else "\n".join(_shown(result)))
     return 0
 
 
-def _model(name: str) -> tuple[SimulatedModel, Path | None]:
-    """The model, and where its package is."""
+def _model(name: str) -> tuple[SimulatedModel, Package | None]:
+    """The model, and its package where it has one."""
     path = package_path(name)
     if not path.exists():
         return model_named(name), None
     package = open_package(path)
-    return model_of(package.manifest), package.path
+    return model_of(package.manifest), package
 
 
-def _device(name: str, package: Path | None) -> DeviceModel:
-    if name != THIS_MACHINE:
-        return read_device(name)
+def _this_machine(package: Package | None) -> Device:
     if package is None:
         raise UserError(f"{THIS_MACHINE}: flash is measured on a package's file; name a package instead of a shape")
-    return this_machine(probe(package, say=lambda line: print(f"neuronpipe: {line}", file=sys.stderr)))
+    return probe(package.path, say=lambda line: print(f"neuronpipe: {line}", file=sys.stderr))
+
+
+def _under_plan(package: Package, machine: Device, device: DeviceModel, arguments: argparse.Namespace) -> PlannedRun:
+    """As `run` would plan it by the rules."""
+    usual: Mode = "exact" if package.manifest.predictor is None else "predicted"
+    facts = device_facts(machine)
+    wanted = Wanted(
+        memory_bytes=arguments.memory, ffn_resident_share=arguments.ffn_resident, mode=arguments.mode or usual
+    )
+    return PlannedRun(device=device, manifest=package.manifest, plan=plan(package.manifest, facts, wanted), facts=facts)
 
 
 def _shown(result: Result) -> Iterator[str]:

@@ -45,9 +45,7 @@ def expected(
     prompt_tokens: length of the prompt (default: one prefill chunk)
     """
     workers = compute.decode_workers()
-    loader_core = next(process.core for process in compute.processes if process.role == "loader")
-    shares_core = loader_core is None or loader_core in {worker.core for worker in workers}
-    cost = Cost(manifest, compute.mode, len(workers), shares_core, curve, speed, profile)
+    cost = Cost(manifest, compute.mode, len(workers), shares_core(compute), curve, speed, profile)
     run = _Run(manifest, rates, compute, memory, flash, cost)
     step = run.decode_step(batch, compute.context_tokens // 2 if position_tokens is None else position_tokens)
     prompt = compute.prefill_chunk_tokens if prompt_tokens is None else prompt_tokens
@@ -324,6 +322,12 @@ def joined_reads(missed: int, of: float, part_bytes: int, stride_bytes: int, fla
     )
     read_bytes = int(missed * (part_bytes + gap_bytes))
     return max(math.ceil(missed * (1 - density) ** reach), -(-read_bytes // flash.most_read_bytes)), read_bytes
+
+
+def shares_core(compute: Compute) -> bool:
+    """Whether the loader has no core that no worker has."""
+    loader_core = next(process.core for process in compute.processes if process.role == "loader")
+    return loader_core is None or loader_core in {worker.core for worker in compute.decode_workers()}
 
 
 def reads_whole(compute: Compute, flash: Flash) -> bool:

@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.simulate.caching import Traffic
+from neuronpipe.plans.simulate.costs import Costs, Kernel
 from neuronpipe.plans.simulate.device_file import DeviceModel
 from neuronpipe.plans.simulate.events import Done, Simulation, Task, Use
 from neuronpipe.plans.simulate.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
 
-PAGE = 4096
+LOADER_RANK = -1  # the kernel lets it go first: it slept until now
 READ_GROUPS = 6  # of a layer's misses: clusters in flight
 MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
 
@@ -25,6 +27,7 @@ class Situation:
     device: DeviceModel
     model: SimulatedModel
     system: System
+    costs: Costs
     context_tokens: float
     resident: float
     batch: int = 1
@@ -43,33 +46,9 @@ class Decoded:
     trace: tuple[tuple[Done, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Sizes of a neuron on flash: its first part, the others, each in whole pages."""
-
-    trigger_bytes: int
-    value_bytes: int
-
-    @classmethod
-    def of(cls, model: SimulatedModel) -> Parts:
-        """The first row's quants with all scales, then the other rows' quants: as little as holds them."""
-        quants = model.row_bytes * (1 - SCALE_BITS / model.bits_per_weight)
-        scales = model.row_bytes - quants
-        rows = 1 + model.value_rows
-        return cls(_pages(quants + rows * scales), _pages(model.value_rows * quants))
-
-    @property
-    def whole_bytes(self) -> int:
-        return self.trigger_bytes + self.value_bytes
-
-
-def _pages(size_bytes: float) -> int:
-    return math.ceil(size_bytes / PAGE) * PAGE
-
-
 def _spanned(size_bytes: float) -> float:
     """What is read, on average, of rows that lie anywhere within pages."""
-    return (1 + (size_bytes - 1) / PAGE) * PAGE
+    return (1 + (size_bytes - 1) / PAGE_BYTES) * PAGE_BYTES
 
 
 def decode(
@@ -110,8 +89,7 @@ class _Token:
     def __init__(self, situation: Situation, traffic: Traffic, number: int, traced: bool) -> None:
         self._here, self._traffic, self._number = situation, traffic, number
         self._device, self._model, self._system = situation.device, situation.model, situation.system
-        self._parts = Parts.of(situation.model)
-        self._range = self._parts.whole_bytes * self._model.spec.neurons * self._model.spec.experts_per_token
+        self._costs = situation.costs
         self.flash_bytes = self.flash_reads = 0.0
         cores = self._system.compute_cores(self._device)
         self.simulation = Simulation(self._device, cores, keep_trace=traced)
@@ -123,7 +101,9 @@ class _Token:
             before = [self._mapped(layer, before) if self._system.mapped else self._layer(layer, before)]
         self._on_cores("logits", 0, self._model.output_bytes, before, tokens=self._here.batch)
         self.simulation.run()
-        return self.simulation.now_s
+        between_s = self._costs.message_s()
+        self.simulation.use.total_s += between_s
+        return self.simulation.now_s + between_s
 
     def _layer(self, layer: int, before: list[Task]) -> Task:
         """Attention, prediction, neurons; the meeting point at its end."""
@@ -138,8 +118,7 @@ class _Token:
         reads_from = predicted
         computes_from = [*attended, *predicted]
         ends += self._cold(layer, reads_from, computes_from)
-        barrier = 3 * self._device.barrier_us.value * 1e-6
-        return self.simulation.add("none", "", layer, seconds=barrier, after=ends)
+        return self.simulation.add("none", "", layer, seconds=self._costs.layer_s(), after=ends)
 
     def _attention(self, layer: int, after: list[Task]) -> list[Task]:
         model = self._model
@@ -156,7 +135,7 @@ class _Token:
         model, n = self._model, self._number
         bytes = model.spec.experts_per_token * model.predictor_bytes(1 - self._traffic.hot_share)
         looked = float(self._traffic.looked[n, layer])
-        lookups = looked * self._device.lookup_ns.value * 1e-9 / self.simulation.cores
+        lookups = self._costs.lookups_s(looked / self.simulation.cores)
         bytes *= bool(model.predictor_rank)
         return self._on_cores(
             "predict", layer, bytes, after, value=round(looked), seconds=lookups, tokens=self._here.batch
@@ -188,19 +167,26 @@ class _Token:
         stop at the first row computes all but the last."""
         others = self._model.value_rows
         first = 1 if self._system.reads == "two-phase" else others
-        return (first * looked + (1 + others - first) * fire) * self._model.row_bytes
+        rows = first * looked * self._costs.rows + (1 + others - first) * fire * self._costs.value_rows
+        return rows * self._model.row_bytes
 
     def _pipelined(
         self, layer: int, triggers: float, values: float, reads_from: list[Task], computes_from: list[Task]
     ) -> list[Task]:
         """GIO, GC, UDIO, UDC of groups of missing clusters."""
-        model, ends = self._model, []
+        model, costs, ends = self._model, self._costs, []
         groups = min(READ_GROUPS, math.ceil(max(triggers, values)))
+        gate_bytes = triggers * costs.rows * model.row_bytes
+        rest_bytes = values * costs.value_rows * model.value_rows * model.row_bytes
         for _ in range(groups):
-            gate_read = self._read(layer, triggers / groups, self._parts.trigger_bytes, reads_from)
-            gate = self._cluster(layer, triggers / groups * model.row_bytes, [gate_read, *computes_from])
-            rest_read = self._read(layer, values / groups, self._parts.value_bytes, [gate])
-            ends.append(self._cluster(layer, values / groups * model.value_rows * model.row_bytes, [rest_read]))
+            if costs.whole:
+                read = self._read(layer, triggers / groups, costs.parts.whole_bytes, reads_from, triggers)
+                ends.append(self._cluster(layer, (gate_bytes + rest_bytes) / groups, [read, *computes_from]))
+                continue
+            gate_read = self._read(layer, triggers / groups, costs.parts.trigger_bytes, reads_from, triggers)
+            gate = self._cluster(layer, gate_bytes / groups, [gate_read, *computes_from])
+            rest_read = self._read(layer, values / groups, costs.parts.value_bytes, [gate], values)
+            ends.append(self._cluster(layer, rest_bytes / groups, [rest_read]))
         return ends
 
     def _reads(self, layer: int, triggers: float, after: list[Task]) -> list[Task]:
@@ -212,18 +198,20 @@ class _Token:
         if self._system.reads == "row-column":
             gate = self._read(layer, triggers, _spanned(row), after)
             return [gate, self._read(layer, triggers, _spanned(others * row), after)]
-        return [self._read(layer, triggers, self._parts.whole_bytes, after)]
+        return [self._read(layer, triggers, self._costs.parts.whole_bytes, after)]
 
-    def _read(self, layer: int, count: float, read_bytes: float, after: list[Task]) -> Task:
-        """So many random reads of one size, in one go."""
+    def _read(
+        self, layer: int, count: float, part_bytes: float, after: list[Task], at_once: float | None = None
+    ) -> Task:
+        """So many parts of one size, in one go; at_once: of those of the layer that are asked for together."""
         if count <= 0:
             return self.simulation.add("none", "", layer, after=after)
-        speed = self._device.random_bytes_per_s(read_bytes, self._range, self._system.issuer)
-        size = count * read_bytes
-        self.flash_bytes, self.flash_reads = self.flash_bytes + size, self.flash_reads + count
-        return self.simulation.add(
-            "flash", "read", layer, seconds=size / speed, bytes=size, after=after, value=round(size)
-        )
+        read = self._costs.read(count, part_bytes, count if at_once is None else at_once)
+        self.flash_bytes, self.flash_reads = self.flash_bytes + read.bytes, self.flash_reads + read.reads
+        task = self._from_flash(layer, read.bytes, read.seconds, after)
+        if not read.loader_s:
+            return task
+        return self.simulation.add("cpu", "read", layer, seconds=read.loader_s, after=[task], rank=LOADER_RANK)
 
     def _from_flash(self, layer: int, bytes: float, seconds: float, after: Sequence[Task]) -> Task:
         return self.simulation.add(
@@ -231,7 +219,7 @@ class _Token:
         )
 
     def _cluster(self, layer: int, bytes: float, after: Sequence[Task]) -> Task:
-        busy = self.simulation.computing_s(bytes, self._here.repeat)
+        busy = self._costs.core_s("neurons", bytes, self._here.repeat)
         return self.simulation.add("cpu", "neurons", layer, seconds=busy, bytes=bytes, after=after)
 
     def _on_cores(
@@ -247,7 +235,8 @@ class _Token:
     ) -> list[Task]:
         """Split evenly over the cores."""
         cores = self.simulation.cores
-        busy = seconds + self.simulation.computing_s(bytes / cores, tokens)
+        kernel: Kernel = "neurons" if kind == "neurons" else "matrix"
+        busy = seconds + self._costs.core_s(kernel, bytes / cores, tokens)
         return [
             self.simulation.add(
                 "cpu", kind, layer, seconds=busy, bytes=bytes / cores, after=after, value=value // cores

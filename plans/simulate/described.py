@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from neuronpipe.plans.device import points
 from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, most_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
-from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.figures import MAX_FIGURE, Figure
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
 from neuronpipe.plans.package.manifest import Manifest
@@ -125,6 +125,7 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
         sharing=(),
         barriers=_waits(teams, model.barrier_us.value),
         messages=_waits(teams, model.message_us.value),
+        steps=(),
     )
 
 
@@ -178,4 +179,4 @@ def _waits(teams: dict[int, list[CoreClass]], us: float) -> tuple[points.Wait, .
 
 
 def _figure(value: float) -> Figure:
-    return Figure(median=value, spread=0.0)
+    return Figure(median=min(MAX_FIGURE, value), spread=0.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED, ASSUMED_PREDICTED
 from neuronpipe.plans.simulate.device_file import Sourced
@@ -89,6 +91,30 @@ class SimulatedModel:
         spec = self.spec
         dense = len(spec.ffn_matrices) * spec.width * spec.neurons * spec.experts_per_token
         return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Sizes on flash of what is read: its first part, the others, each in whole pages."""
+
+    trigger_bytes: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, model: SimulatedModel) -> Parts:
+        """The first row's quants with all scales, then the other rows' quants: as little as holds them."""
+        quants = model.row_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        scales = model.row_bytes - quants
+        rows = 1 + model.value_rows
+        return cls(_pages(quants + rows * scales), _pages(model.value_rows * quants))
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.trigger_bytes + self.value_bytes
+
+
+def _pages(size_bytes: float) -> int:
+    return math.ceil(size_bytes / PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.simulate.costs import FileCosts
 from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.device_file import FOLDER, read_device
 from neuronpipe.plans.simulate.models import model_named, published_models
@@ -93,7 +94,9 @@ def decoded(case: Case, system: System) -> Result:
 def _prefill(case: Case, system: System, tokens: int) -> float:
     model = model_named(case.model)
     resident = resident_share(model, Wishes(resident=case.resident, memory_bytes=_bytes(case)))
-    return tokens / prefill_s(Situation(read_device(case.device), model, system, 0, resident), tokens)
+    device = read_device(case.device)
+    costs = FileCosts(device, model, system)
+    return tokens / prefill_s(Situation(device, model, system, costs, 0, resident), tokens)
 
 
 def _bytes(case: Case) -> float | None:

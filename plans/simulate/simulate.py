@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.plan import Mode, Plan
+from neuronpipe.plans.plan.planner import DeviceFacts
+from neuronpipe.plans.plan.speed import expected, shares_core
 from neuronpipe.plans.simulate.caching import Traffic, traffic
+from neuronpipe.plans.simulate.costs import FileCosts, PlannedCosts
 from neuronpipe.plans.simulate.decode import Decoded, Situation, decode
 from neuronpipe.plans.simulate.device_file import DeviceModel
-from neuronpipe.plans.simulate.models import SimulatedModel
+from neuronpipe.plans.simulate.models import SimulatedModel, model_of
 from neuronpipe.plans.simulate.prefill import prefill_s
 from neuronpipe.plans.simulate.recording import Recording
-from neuronpipe.plans.simulate.systems import System
-from neuronpipe.plans.simulate.workload import Workload, generated, recorded
+from neuronpipe.plans.simulate.residency import Text, planned_traffic
+from neuronpipe.plans.simulate.systems import SYSTEMS, System
+from neuronpipe.plans.simulate.workload import Workload, generated, in_clusters, recorded
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
 
@@ -97,11 +105,103 @@ def simulate(
         work, system, resident, wishes.batch, min(SKIPPED_TOKENS, len(work.tokens) // 2), exact=model.predicted >= 1
     )
     situation = Situation(
-        device, model, system, wishes.context_tokens, resident, wishes.batch, _repeat(model, seen, wishes.batch)
+        device,
+        model,
+        system,
+        FileCosts(device, model, system),
+        wishes.context_tokens,
+        resident,
+        wishes.batch,
+        _repeat(model, seen, wishes.batch),
     )
     decoded = decode(situation, seen, traced_tokens, progress)
-    result = _result(situation, seen, decoded, prefill_s(situation, wishes.prompt_tokens), wishes)
-    return result, decoded
+    prefill = wishes.prompt_tokens / prefill_s(situation, wishes.prompt_tokens)
+    return _result(situation, seen, decoded, prefill), decoded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A package under its plan, on the device that the plan is for."""
+
+    device: DeviceModel
+    manifest: Manifest
+    plan: Plan
+    facts: DeviceFacts
+
+    @property
+    def cost(self) -> Cost:
+        """Of the plan's workers."""
+        compute, facts = self.plan.compute, self.facts
+        workers, shared = compute.decode_workers(), shares_core(compute)
+        return Cost(self.manifest, compute.mode, len(workers), shared, facts.flash, facts.memory_speed, facts.profile)
+
+
+def simulate_plan(
+    run: PlannedRun,
+    texts: Sequence[Text],
+    skipped_texts: int,
+    *,
+    sampled: int | None = None,
+    context_tokens: float,
+    prompt_tokens: int,
+    traced_tokens: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[Result, Decoded]:
+    """The services' own cache with the plan's slots, and the planner's costs; one text after the other. sampled: of
+    planned_traffic. Raises UserError where the device was not measured."""
+    manifest, plan = run.manifest, run.plan
+    model, system = model_of(manifest), SYSTEMS["ours"].on(run.device)
+    if plan.compute.mode != "predicted":
+        model = dataclasses.replace(model, predictor_rank=0)
+    seen = planned_traffic(manifest, plan, texts, skipped_texts, sampled)
+    costs = PlannedCosts(
+        manifest, plan, run.cost, *(float(each.sum(axis=1).mean()) for each in (seen.looked, seen.fire))
+    )
+    resident = plan.memory.slots_bytes / plan.memory.ffn_bytes
+    situation = Situation(run.device, model, system, costs, context_tokens, resident)
+    decoded = decode(situation, seen, traced_tokens, progress)
+    expects = expected(
+        manifest,
+        rates(manifest, plan.compute.mode),
+        plan.compute,
+        plan.memory,
+        plan.flash,
+        run.facts.flash,
+        run.facts.memory_speed,
+        run.facts.profile,
+        prompt_tokens=prompt_tokens,
+    )
+    result = _result(situation, seen, decoded, expects.prefill_tokens_per_s or 0.0)
+    return dataclasses.replace(result, memory_bytes=float(plan.memory.total_bytes())), decoded
+
+
+def texts_of(
+    manifest: Manifest, mode: Mode, wishes: Wishes, recording: Recording | None
+) -> tuple[list[Text], int | None]:
+    """What simulate_plan takes: tokens that warm the cache up, then those that count. Of what was recorded, again from
+    its start where that is short; else generated, and then how many clusters of each feed-forward it has."""
+    count, sampled = wishes.tokens + SKIPPED_TOKENS, None
+    if recording is not None:
+        _check_recording(recording, manifest.name, manifest.model.layers)
+        if recording.clusters != manifest.layout.clusters:
+            here = manifest.layout.clusters
+            raise UserError(f"--recording: of {recording.clusters} clusters, but {manifest.name} has {here}")
+        _, steps = recording.by_cluster()
+        tokens = [steps[n % len(steps)] for n in range(count)]
+    else:
+        model, layout = model_of(manifest), manifest.layout
+        if mode != "predicted":
+            model = dataclasses.replace(model, predicted=model.active)
+        work = _generated(model, wishes.preset, count, wishes.seed, 1)
+        tokens, sampled = in_clusters(work, model.spec.experts, layout.cluster_neurons)
+    return [Text(tokens[:SKIPPED_TOKENS]), Text(tokens[SKIPPED_TOKENS:])], sampled
+
+
+def _check_recording(recording: Recording, name: str, layers: int) -> None:
+    """Raises UserError for another model's."""
+    recorded_layers = recording.chosen.shape[1]
+    if recorded_layers != layers:
+        raise UserError(f"--recording: of {recorded_layers} layers, but {name} has {layers}")
 
 
 def _as_computed(model: SimulatedModel, system: System) -> SimulatedModel:
@@ -125,9 +225,7 @@ def _check(wishes: Wishes) -> None:
 def _workload(model: SimulatedModel, wishes: Wishes, recording: Recording | None) -> Workload:
     count = wishes.tokens + SKIPPED_TOKENS
     if recording is not None:
-        layers = recording.chosen.shape[1]
-        if layers != model.spec.layers:
-            raise UserError(f"--recording: of {layers} layers, but {model.name} has {model.spec.layers}")
+        _check_recording(recording, model.name, model.spec.layers)
         return recorded(recording, count)
     return _generated(model, wishes.preset, count, wishes.seed, wishes.batch)
 
@@ -145,7 +243,7 @@ def _repeat(model: SimulatedModel, seen: Traffic, batch: int) -> float:
     return max(1.0, batch * one / union) if union and batch > 1 else 1.0
 
 
-def _result(situation: Situation, seen: Traffic, decoded: Decoded, first_s: float, wishes: Wishes) -> Result:
+def _result(situation: Situation, seen: Traffic, decoded: Decoded, prefill_tokens_per_s: float) -> Result:
     model, device, use = situation.model, situation.device, decoded.use
     milliseconds = 1e3 * np.array(decoded.token_s)
     cores, total = situation.system.compute_cores(device), device.dram_total_gb_per_s.value * 1e9
@@ -164,7 +262,7 @@ def _result(situation: Situation, seen: Traffic, decoded: Decoded, first_s: floa
         p50_ms=float(np.percentile(milliseconds, 50)),
         p90_ms=float(np.percentile(milliseconds, 90)),
         p99_ms=float(np.percentile(milliseconds, 99)),
-        prefill_tokens_per_s=wishes.prompt_tokens / first_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
         miss_rate=seen.miss_rate,
         p99_miss_rate=float(np.percentile(seen.miss_rates(), 99)),
         looked_miss_rate=seen.looked_miss_rate,

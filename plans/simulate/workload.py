@@ -143,3 +143,16 @@ def recorded(recording: Recording, tokens: int) -> Workload:
         for layer in token:
             counts[layer] += 1
     return Workload(made, order, counts / len(steps), 1.0, of_layer)
+
+
+def in_clusters(work: Workload, experts: int, neurons: int) -> tuple[list[list[Ids]], int]:
+    """The same in clusters of so many neurons, hottest first as in the workload: of each token what each layer looks
+    up; and how many clusters there are of a feed-forward."""
+    of_ffn = work.of_layer // experts
+    clusters = -(-of_ffn // neurons)
+
+    def touched(ids: Ids) -> Ids:
+        ffn, neuron = np.divmod(ids, of_ffn)
+        return np.unique(ffn * clusters + neuron // neurons)
+
+    return [[touched(layer.looked) for layer in token] for token in work.tokens], clusters

@@ -1,0 +1,135 @@
+"""What the services' cache misses of a package under its plan, cluster by cluster.
+
+Each part has its slots, its reserve of free ones and its pinned clusters, and is warmed up, as the plan says; which one
+goes is decided by native/residency/clock.c. What is asked for ahead of computing is evicted for before its layer's read
+window opens; value parts that wait for their gate are asked for, and evicted for, within it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.speed import reads_whole
+from neuronpipe.plans.simulate.caching import Traffic
+from neuronpipe.plans.simulate.policies import Ids
+
+Step = Sequence[Ids]
+"""Of each layer the clusters that are wanted, numbered over all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """prompt: what all of its tokens want together, in one step; None: there is none. tokens: of each one."""
+
+    tokens: Sequence[Step]
+    prompt: Step | None = None
+
+
+class Region:
+    """One part's slots and residency entries."""
+
+    def __init__(self, layers: int, clusters: int, *, slots: int, reserve: int, pinned: int) -> None:
+        """pinned: of each layer."""
+        self._words = np.zeros(layers * clusters, dtype=np.uint32)
+        by_layer = self._words.reshape(layers, clusters)
+        pinned = min(pinned, clusters)
+        unpinned_slots = slots - reserve - layers * pinned
+        by_layer[:, : pinned + max(0, unpinned_slots) // layers] = lib.NP_ENTRY_PRESENT
+        by_layer[:, :pinned] |= np.uint32(lib.NP_ENTRY_PINNED)
+        self._reserve = 0 if slots >= layers * clusters else reserve
+        self._free = slots - int(np.count_nonzero(self._words))
+        self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
+        self._hand: Any = ffi.new("size_t *", 0)
+        self._window: Any = ffi.new("uint64_t[1]")
+
+    def step(self, wanted: Ids, window: tuple[int, int] = (0, 0)) -> int:
+        """Look these clusters of a layer up, and bring those that are not there. window: first and end of what the hand
+        leaves alone meanwhile. Returns how many were not there."""
+        self._window[0] = window[0] << 32 | window[1]
+        present = self._words[wanted] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
+        self._words[wanted[present]] |= np.uint32(lib.NP_ENTRY_REFERENCED)
+        missing = wanted[~present]
+        brought = 0
+        while brought < len(missing):  # a few at a time, where memory holds less than a layer wants
+            self._evict(len(missing) - brought - self._free)
+            if not self._free:
+                break  # all that is there is pinned, or wanted at this moment
+            some = missing[brought : brought + self._free]
+            self._free -= len(some)
+            self._words[some] = lib.NP_ENTRY_LOADING
+            self._evict(self._reserve - self._free)
+            self._words[some] = lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED
+            brought += len(some)
+        return len(missing)
+
+    def _evict(self, count: int) -> None:
+        if count > 0:
+            slots: Any = ffi.new("uint32_t[]", count)
+            self._free += lib.np_clock_take(self._pointer, len(self._words), self._hand, self._window, 1, count, slots)
+
+
+def planned_traffic(
+    manifest: Manifest, plan: Plan, texts: Sequence[Text], skipped_texts: int, sampled: int | None = None
+) -> Traffic:
+    """Of the tokens of all texts but the first ones. Its units are clusters, and its misses those that `bench` counts:
+    of the parts that a token looks up. sampled: the texts have so many clusters of each feed-forward (default: all).
+
+    What a text wants is what its mode looks for: in predicted mode clusters that the predictor names, which are taken
+    to fire; else those that fire, beside all triggers.
+    """
+    model, memory, flash = manifest.model, plan.memory, plan.flash
+    clusters = sampled or manifest.layout.clusters
+    scale = manifest.layout.clusters / clusters
+
+    def region(slots: int, reserve: int, pinned: int) -> Region:
+        sizes = [round(size / scale) for size in (slots, reserve, pinned)]
+        return Region(model.layers * model.experts, clusters, slots=sizes[0], reserve=sizes[1], pinned=sizes[2])
+
+    triggers = region(memory.trigger_slots, flash.reserved_triggers, memory.pinned_triggers_per_layer)
+    values = region(memory.value_slots, flash.reserved_values, memory.pinned_values_per_layer)
+    predicted, whole = plan.compute.mode == "predicted", reads_whole(plan.compute, flash)
+    counts: list[list[tuple[int, ...]]] = []
+
+    def step(wanted: Step) -> list[tuple[int, ...]]:
+        rows: list[tuple[int, ...]] = []
+        for layer, fires in enumerate(wanted):
+            looked = fires if predicted else _all_of_their_experts(fires, clusters)
+            missed = triggers.step(looked)
+            if flash.bundle:
+                missed_values = values.step(looked)
+            else:
+                first = layer * model.experts * clusters
+                missed_values = values.step(fires, (first, first + model.experts * clusters))
+            both = (missed, len(looked)) if whole else (missed + missed_values, len(looked) + len(fires))
+            rows.append((len(looked), len(fires), missed, missed_values, *both))
+        return rows
+
+    for number, text in enumerate(texts):
+        if text.prompt is not None:
+            step(text.prompt)
+        rows = [step(token) for token in text.tokens]
+        counts += rows if number >= skipped_texts else []
+    looked, fire, missed, missed_values, wanted_missed, wanted = scale * np.moveaxis(
+        np.array(counts, dtype=float), 2, 0
+    )
+    return Traffic(
+        hot_share=0.0,
+        looked=looked,
+        fire=fire,
+        trigger_misses=missed,
+        value_misses=missed_values,
+        fire_misses=wanted_missed,
+        all_fire=wanted,
+    )
+
+
+def _all_of_their_experts(fires: Ids, clusters: int) -> Ids:
+    """All clusters of the feed-forwards of which any fires."""
+    first = np.unique(fires // clusters) * clusters
+    return (first[:, None] + np.arange(clusters)).reshape(-1)

@@ -1,0 +1,164 @@
+"""A package simulated under its plan: the services' cache cluster by cluster, and the planner's costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from neuronpipe.launch.cli import main
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, device_facts, plan
+from neuronpipe.plans.simulate.costs import PlannedCosts
+from neuronpipe.plans.simulate.described import described
+from neuronpipe.plans.simulate.device_file import DeviceModel, read_device
+from neuronpipe.plans.simulate.policies import Clock, Ids
+from neuronpipe.plans.simulate.recording import Recording
+from neuronpipe.plans.simulate.residency import Region, Text, planned_traffic
+from neuronpipe.plans.simulate.simulate import PlannedRun, Wishes, simulate_plan, texts_of
+from neuronpipe.plans.simulate.workload import Wanted as WantedNeurons
+from neuronpipe.plans.simulate.workload import Workload, in_clusters
+from neuronpipe.protocol.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Manifest:
+    return Package.open(DEMO).manifest
+
+
+@pytest.fixture(scope="module")
+def phone() -> DeviceModel:
+    return read_device("oneplus-12")
+
+
+def facts_of(phone: DeviceModel, manifest: Manifest) -> DeviceFacts:
+    return device_facts(described(phone, manifest))
+
+
+def planned(phone: DeviceModel, manifest: Manifest, share: float, *, bundle: bool | None = None) -> Plan:
+    return plan(manifest, facts_of(phone, manifest), Wanted(ffn_resident_share=share, bundle=bundle))
+
+
+def steps(seed: int, tokens: int, layers: int, clusters: int) -> list[list[Ids]]:
+    """The first clusters are wanted most."""
+    random = np.random.default_rng(seed)
+    shares = 0.9 * np.linspace(1, 0, clusters) ** 2
+    return [
+        [np.flatnonzero(random.random(clusters) < shares) + n * clusters for n in range(layers)] for _ in range(tokens)
+    ]
+
+
+def misses(region: Region, wanted: list[list[Ids]]) -> int:
+    return sum(region.step(layer) for token in wanted for layer in token)
+
+
+def test_a_region_without_a_reserve_misses_about_what_clock_does() -> None:
+    wanted = steps(1, 120, 4, 256)
+    region = Region(4, 256, slots=512, reserve=0, pinned=0)
+    order = np.arange(1024).reshape(4, 256).T.reshape(-1)
+    clock = Clock(order, 512, most_uses=7)
+    assert misses(region, wanted) == pytest.approx(sum(clock.step(x) for token in wanted for x in token), rel=0.05)
+
+
+def test_free_slots_kept_ready_hold_nothing_and_cost_misses() -> None:
+    wanted = steps(2, 120, 4, 256)
+    without = misses(Region(4, 256, slots=512, reserve=0, pinned=0), wanted)
+    kept_free = misses(Region(4, 256, slots=512, reserve=128, pinned=0), wanted)
+    fewer_slots = misses(Region(4, 256, slots=384, reserve=0, pinned=0), wanted)
+    assert without < kept_free == pytest.approx(fewer_slots, rel=0.1)
+
+
+def test_pinned_clusters_and_open_windows_are_not_evicted() -> None:
+    region = Region(2, 64, slots=64, reserve=0, pinned=16)
+    for _ in range(10):
+        region.step(np.arange(16, 48), (16, 48))
+    assert region.step(np.arange(16)) == 0
+    assert region.step(np.arange(64, 80)) == 0
+    everything = Region(2, 64, slots=128, reserve=32, pinned=64)
+    assert everything.step(np.arange(128)) == 0
+
+
+def test_what_a_prompt_brings_is_not_counted_but_there_afterwards(phone: DeviceModel, manifest: Manifest) -> None:
+    made = planned(phone, manifest, 0.6, bundle=False)
+    layers, clusters = manifest.model.layers, manifest.layout.clusters
+    last = [np.arange(clusters - 2, clusters) + n * clusters for n in range(layers)]
+    cold = planned_traffic(manifest, made, [Text([last])], 0)
+    warm = planned_traffic(manifest, made, [Text([last], prompt=last)], 0)
+    assert cold.value_misses.sum() == 2 * layers
+    assert warm.value_misses.sum() == 0
+    assert warm.looked.shape == (1, layers)
+
+
+def test_only_texts_after_the_first_ones_count(phone: DeviceModel, manifest: Manifest) -> None:
+    made = planned(phone, manifest, 0.5)
+    tokens = steps(3, 4, manifest.model.layers, manifest.layout.clusters)
+    seen = planned_traffic(manifest, made, [Text(tokens[:3]), Text(tokens[3:])], 1)
+    assert len(seen.looked) == 1
+    assert seen.fire.sum() == sum(len(layer) for layer in tokens[3])
+
+
+def test_a_sample_of_clusters_stands_for_all(phone: DeviceModel, manifest: Manifest) -> None:
+    made, layers = planned(phone, manifest, 0.5), manifest.model.layers
+    half = manifest.layout.clusters // 2
+    every = [np.arange(half) + n * half for n in range(layers)]
+    seen = planned_traffic(manifest, made, [Text([every])], 0, sampled=half)
+    assert seen.looked.sum() == layers * manifest.layout.clusters
+
+
+def test_neighbours_in_the_order_of_frequency_make_a_cluster() -> None:
+    layers = [WantedNeurons(np.array([0, 1, 6]), np.ones(3, bool)), WantedNeurons(np.array([8, 15]), np.ones(2, bool))]
+    work = Workload([layers], np.arange(16), np.ones(16), 1.0, 8)
+    ((first, second),), clusters = in_clusters(work, 1, 3)
+    assert clusters == 3
+    assert first.tolist() == [0, 2]
+    assert second.tolist() == [3, 5]
+    ((first, _),), clusters = in_clusters(work, 2, 2)
+    assert (clusters, first.tolist()) == (2, [0, 3])
+
+
+def test_under_a_plan_time_is_what_the_planners_costs_say(phone: DeviceModel, manifest: Manifest) -> None:
+    facts, made = facts_of(phone, manifest), planned(phone, manifest, 1.0)
+    run = PlannedRun(device=phone, manifest=manifest, plan=made, facts=facts)
+    texts, sampled = texts_of(manifest, made.compute.mode, Wishes(tokens=4), None)
+    result, _ = simulate_plan(run, texts, 1, sampled=sampled, context_tokens=64, prompt_tokens=64)
+    assert result.miss_rate == 0
+    assert result.tokens_per_s == pytest.approx(made.expected.tokens_per_s, rel=0.25)
+    slow = dataclasses.replace(facts, memory_speed=None, profile=None)
+    with pytest.raises(UserError, match="were not measured"):
+        simulate_plan(
+            dataclasses.replace(run, facts=slow), texts, 1, sampled=sampled, context_tokens=64, prompt_tokens=64
+        )
+
+
+def test_a_loader_without_a_core_of_its_own_takes_the_workers_time(phone: DeviceModel, manifest: Manifest) -> None:
+    facts, made = facts_of(phone, manifest), planned(phone, manifest, 0.5)
+
+    def costs(shared: bool) -> PlannedCosts:
+        cost = Cost(manifest, made.compute.mode, 5, shared, facts.flash, facts.memory_speed, facts.profile)
+        return PlannedCosts(manifest, made, cost, 1000.0, 100.0)
+
+    assert costs(False).read(8, 4096, 8).loader_s == 0
+    assert costs(True).read(8, 4096, 8).loader_s > 0
+
+
+def test_a_recording_of_other_clusters_is_refused(manifest: Manifest) -> None:
+    layers = manifest.model.layers
+    other = Recording(np.ones((3, layers, 1), dtype=np.uint8), np.ones((3, layers, 1), dtype=bool), 5, True, "other")
+    with pytest.raises(UserError, match="of 5 clusters"):
+        texts_of(manifest, "exact", Wishes(), other)
+
+
+def test_a_package_is_simulated_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "this-machine", str(DEMO), "--ffn-resident", "50%", "--tokens", "8", "--json"]
+    assert main(words) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["resident"] == pytest.approx(0.5, abs=0.02)
+    assert result["tokens_per_s"] > 0
+    assert result["miss_rate"] > 0
+    assert main(["simulate", "oneplus-12", str(DEMO), "--mode", "exact"]) == 2
+    assert "--mode exact" in capsys.readouterr().err
