@@ -13,15 +13,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.svg import FAINT, GRID, Svg, add_line, add_text, finished, new_page, round_above
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.plans.package.whole import whole_file
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
-FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 COLUMNS, PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 3, 440, 330, 24, 66
+FOUR_ROUND_PARTS = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
 HIGH_SPREAD = 0.25  # what is left of a longer bar is cut
 LEFT, TOP, BOTTOM = 56, 50, 84  # within a panel: for the axis, the title, the labels and the legend
 
@@ -61,32 +61,16 @@ def draw(profile: DeviceProfile) -> str:
         panels += _flash(profile.flash)
     rows = -(-len(panels) // COLUMNS)
     width, height = 2 * MARGIN + COLUMNS * PANEL_WIDTH, HEAD + rows * PANEL_HEIGHT + MARGIN
-    svg = ElementTree.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "font-family": FONT,
-            "width": str(width),
-            "height": str(height),
-            "viewBox": f"0 0 {width} {height}",
-        },
-    )
-    ElementTree.SubElement(svg, "rect", {"fill": "#ffffff", "width": str(width), "height": str(height)})
-    _text(
-        svg,
-        MARGIN,
-        32,
-        f"device {profile.device_id}: {profile.architecture}, {profile.instruction_set}",
-        19,
-        weight="600",
-    )
+    svg = new_page()
+    title = f"device {profile.device_id}: {profile.architecture}, {profile.instruction_set}"
+    add_text(svg, MARGIN, 32, title, size=19, weight="600")
     engine = f"; flash by {profile.flash.engine}" if profile.flash else ""
     direct = "" if profile.flash is None or profile.flash.direct else ", without direct I/O: the page cache's figures"
     busy = f"other programs had {profile.busy:.0%} of the machine"
-    _text(svg, MARGIN, 52, f"{profile.decode_workers} decode workers{engine}{direct}; {busy}", 13, FAINT)
+    add_text(svg, MARGIN, 52, f"{profile.decode_workers} decode workers{engine}{direct}; {busy}", size=13, fill=FAINT)
     for number, panel in enumerate(panels):
         _panel(svg, panel, MARGIN + number % COLUMNS * PANEL_WIDTH, HEAD + number // COLUMNS * PANEL_HEIGHT)
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+    return finished(svg, width, height)
 
 
 def _memory(profile: DeviceProfile) -> Iterator[Panel]:
@@ -163,12 +147,12 @@ def _short(size_bytes: int) -> str:
     return f"{size_bytes >> 10}K" if size_bytes < 1 << 20 else f"{size_bytes >> 20}M"
 
 
-def _panel(svg: ElementTree.Element, panel: Panel, x: float, y: float) -> None:
+def _panel(svg: Svg, panel: Panel, x: float, y: float) -> None:
     inner_width, inner_height = PANEL_WIDTH - LEFT - MARGIN, PANEL_HEIGHT - TOP - BOTTOM
     left, bottom = x + LEFT, y + TOP + inner_height
     figures = [figure for line in panel.lines for _, figure in line.points]
     tops = [figure.median * (1 + min(HIGH_SPREAD, figure.spread)) for figure in figures]
-    highest = _nice((panel.highest or max(tops)) / panel.scale)
+    highest = round_above((panel.highest or max(tops)) / panel.scale, FOUR_ROUND_PARTS)
     places = [_place(position, log=panel.log) for position, _ in panel.labels]
     least, width = min(places), (max(places) - min(places)) or 1.0
 
@@ -176,14 +160,14 @@ def _panel(svg: ElementTree.Element, panel: Panel, x: float, y: float) -> None:
         across = (_place(position, log=panel.log) - least) / width if len(places) > 1 else 0.5
         return left + across * inner_width, bottom - min(1.0, value / panel.scale / highest) * inner_height
 
-    _text(svg, x + LEFT - 30, y + 16, panel.title, 14, weight="600")
-    _text(svg, x + LEFT - 30, y + 33, panel.about, 11, FAINT)
+    add_text(svg, x + LEFT - 30, y + 16, panel.title, size=14, weight="600")
+    add_text(svg, x + LEFT - 30, y + 33, panel.about, size=11, fill=FAINT)
     for tick in range(5):
         level = bottom - tick / 4 * inner_height
-        _line(svg, left, level, left + inner_width, level, GRID)
-        _text(svg, left - 8, level + 4, f"{highest * tick / 4:g}", 11, FAINT, anchor="end")
+        add_line(svg, left, level, left + inner_width, level, GRID)
+        add_text(svg, left - 8, level + 4, f"{highest * tick / 4:g}", size=11, fill=FAINT, anchor="end")
     for position, label in panel.labels:
-        _text(svg, at(position, 0)[0], bottom + 16, label, 11, FAINT, anchor="middle")
+        add_text(svg, at(position, 0)[0], bottom + 16, label, size=11, fill=FAINT, anchor="middle")
     for number, line in enumerate(panel.lines):
         _curve(
             svg,
@@ -196,58 +180,26 @@ def _panel(svg: ElementTree.Element, panel: Panel, x: float, y: float) -> None:
     _legend(svg, [line.name for line in panel.lines], left, bottom + 36, left + inner_width)
 
 
-def _curve(
-    svg: ElementTree.Element, points: Sequence[tuple[tuple[float, float], tuple[float, float]]], number: int
-) -> None:
+def _curve(svg: Svg, points: Sequence[tuple[tuple[float, float], tuple[float, float]]], number: int) -> None:
     colour = COLOURS[number % len(COLOURS)]
     path = " ".join(f"{px:.1f},{py:.1f}" for (px, py), _ in points)
     ElementTree.SubElement(svg, "polyline", {"points": path, "fill": "none", "stroke": colour, "stroke-width": "2"})
     for (px, py), (_, top) in points:
-        _line(svg, px, top, px, 2 * py - top, colour)
+        add_line(svg, px, top, px, 2 * py - top, colour)
         ElementTree.SubElement(svg, "circle", {"cx": f"{px:.1f}", "cy": f"{py:.1f}", "r": "3", "fill": colour})
 
 
-def _legend(svg: ElementTree.Element, names: Sequence[str], x: float, y: float, end: float) -> None:
+def _legend(svg: Svg, names: Sequence[str], x: float, y: float, end: float) -> None:
     """Names in the colours of their curves, in as many rows as they need."""
     place = x
     for number, name in enumerate(names):
         width = 22 + 6.3 * len(name)
         if place + width > end and place > x:
             place, y = x, y + 16
-        _line(svg, place, y - 4, place + 12, y - 4, COLOURS[number % len(COLOURS)], width="3")
-        _text(svg, place + 16, y, name, 11)
+        add_line(svg, place, y - 4, place + 12, y - 4, COLOURS[number % len(COLOURS)], width=3)
+        add_text(svg, place + 16, y, name, size=11)
         place += width + 6
 
 
 def _place(position: float, *, log: bool) -> float:
     return math.log(position) if log else position
-
-
-def _nice(value: float) -> float:
-    """The next round number above, with four round parts."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10) if factor * power >= value)
-
-
-def _text(
-    svg: ElementTree.Element,
-    x: float,
-    y: float,
-    text: str,
-    size: int,
-    fill: str = INK,
-    *,
-    anchor: str = "start",
-    weight: str = "400",
-) -> None:
-    attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
-    if anchor != "start":
-        attributes["text-anchor"] = anchor
-    if weight != "400":
-        attributes["font-weight"] = weight
-    ElementTree.SubElement(svg, "text", attributes).text = text
-
-
-def _line(svg: ElementTree.Element, x0: float, y0: float, x1: float, y1: float, stroke: str, width: str = "1") -> None:
-    attributes = {"x1": f"{x0:.1f}", "y1": f"{y0:.1f}", "x2": f"{x1:.1f}", "y2": f"{y1:.1f}", "stroke": stroke}
-    ElementTree.SubElement(svg, "line", {**attributes, "stroke-width": width})

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from neuronpipe.launch.svg import FAINT, GRID, INK, Svg, add_line, add_text, finished, new_page, round_above
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.spans import KINDS
@@ -23,8 +24,6 @@ WIDTH, LEFT, RIGHT, MARGIN = 1370, 130, 240, 24
 EDGE = 0.8
 ROW, GAP, HEAD, FOOT = 34, 8, 46, 34  # heights: a row, between rows, above and under the rows of a panel
 MAX_LANES = 4  # of spans of one process that overlap: reads in flight
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
-FONT = "system-ui, 'Segoe UI', 'Noto Sans', 'DejaVu Sans', sans-serif"
 
 
 _NAME = {kind.number: kind.name for kind in KINDS}
@@ -48,9 +47,8 @@ def draw(rows: Sequence[Row], title: str) -> str:
         (row for row in rows if any(window.shows(span) for span in row.spans)),
         key=lambda row: (_ORDER.index(row.role) if row.role in _ORDER else len(_ORDER), row.index),
     )
-    svg = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": FONT})
-    paper = ElementTree.SubElement(svg, "rect", {"fill": "#ffffff"})
-    _text(svg, MARGIN, 34, title, size=19, weight="600")
+    svg = new_page()
+    add_text(svg, MARGIN, 34, title, size=19, weight="600")
     y = 52
     y = _panel(svg, shown, window, y, _steps_title(shown, window))
     close = middle_layers(shown, window)
@@ -58,11 +56,7 @@ def draw(rows: Sequence[Row], title: str) -> str:
         layers = "the middle layers of the last step as decode.0 came through them"
         y = _panel(svg, shown, close, y, f"a closer look: {layers}, {close.ns / 1e6:.2f} ms")
     y = _legend(svg, shown, window, y + 4)
-    for element in (svg, paper):
-        element.set("width", str(WIDTH))
-        element.set("height", str(y))
-    svg.set("viewBox", f"0 0 {WIDTH} {y}")
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+    return finished(svg, WIDTH, y)
 
 
 def _steps_title(rows: Sequence[Row], window: TimeWindow) -> str:
@@ -78,18 +72,18 @@ def _sent(rows: Sequence[Row], window: TimeWindow) -> list[Span]:
     return sorted(s for s in spans if s.kind == NUMBER["send"] and s.start_ns >= window.from_ns and s.step in answered)
 
 
-def _panel(svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, y: int, title: str) -> int:
+def _panel(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int, title: str) -> int:
     """One stretch of time; returns where the next thing may start."""
     scale = (WIDTH - LEFT - RIGHT) / window.ns
     top, bottom = y + HEAD, y + HEAD + len(rows) * (ROW + GAP)
-    _text(svg, LEFT, y + 18, title, size=14, fill=FAINT)
+    add_text(svg, LEFT, y + 18, title, size=14, fill=FAINT)
     for ns, label in _ticks(window.ns):
         x = LEFT + ns * scale
-        _line(svg, x, top - 4, x, bottom, GRID)
-        _text(svg, x, bottom + 15, label, size=11, fill=FAINT, anchor="middle")
+        add_line(svg, x, top - 4, x, bottom, GRID)
+        add_text(svg, x, bottom + 15, label, size=11, fill=FAINT, anchor="middle")
     for n, row in enumerate(rows):
         row_y = top + n * (ROW + GAP)
-        _text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
+        add_text(svg, LEFT - 12, row_y + ROW / 2 + 5, row.name, size=14, anchor="end")
         placed = list(_lanes([span for span in row.spans if window.shows(span)]))
         for (span, lane, lanes), after in itertools.zip_longest(placed, placed[1:]):
             whole = after is None or after[0].start_ns >= span.end_ns  # nothing is drawn over it
@@ -124,9 +118,7 @@ def _is_whole(span: Span) -> bool:
     return span.kind in (NUMBER["step"], NUMBER["await"])
 
 
-def _span(
-    svg: ElementTree.Element, span: Span, window: TimeWindow, scale: float, y: float, height: float, *, named: bool
-) -> None:
+def _span(svg: Svg, span: Span, window: TimeWindow, scale: float, y: float, height: float, *, named: bool) -> None:
     group = GROUP_OF.get(span.kind)
     from_ns, to_ns = max(span.start_ns, window.from_ns), min(span.end_ns, window.to_ns)
     x, width = LEFT + (from_ns - window.from_ns) * scale, (to_ns - from_ns) * scale
@@ -145,7 +137,7 @@ def _span(
     name = _NAME.get(span.kind, str(span.kind))
     if named and not _is_whole(span) and width > 16 + 6.6 * len(name):
         ink = "#ffffff" if group is None or group.dark else INK
-        _text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
+        add_text(svg, x + width / 2, y + ROW / 2 + 4, name, size=11, fill=ink, anchor="middle")
     tip = ElementTree.SubElement(rect, "title")
     tip.text = (
         f"{name}, layer {span.layer}, step {span.step}: "
@@ -153,7 +145,7 @@ def _span(
     )
 
 
-def _shares(svg: ElementTree.Element, row: Row, window: TimeWindow, y: float) -> None:
+def _shares(svg: Svg, row: Row, window: TimeWindow, y: float) -> None:
     """To the right of a row: how much of the time it worked, and what it waited for. Waiting lies within work."""
     spans = [span for span in row.spans if window.shows(span) and not _is_whole(span) and span.kind in GROUP_OF]
     waiting = [span for span in spans if not GROUP_OF[span.kind].works]
@@ -165,7 +157,9 @@ def _shares(svg: ElementTree.Element, row: Row, window: TimeWindow, y: float) ->
         words += [f"{name} {_percent(ns / window.ns)}"] * (ns > 0)
     lines += ["waits: " + ", ".join(words)] * bool(words)
     for n, text in enumerate(lines):
-        _text(svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT)
+        add_text(
+            svg, WIDTH - RIGHT + 12, y + ROW / 2 + (5 if len(lines) == 1 else 14 * n - 2), text, size=12, fill=FAINT
+        )
 
 
 def _covered_ns(spans: Sequence[Span], window: TimeWindow) -> int:
@@ -184,19 +178,17 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def _step_marks(
-    svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, scale: float, top: int, bottom: int
-) -> None:
+def _step_marks(svg: Svg, rows: Sequence[Row], window: TimeWindow, scale: float, top: int, bottom: int) -> None:
     """Where a step is sent: a line through all rows, and its number, where the next one leaves room for it."""
     step_starts = [(LEFT + (span.start_ns - window.from_ns) * scale, span.step) for span in _sent(rows, window)]
     for (x, step), (after, _) in itertools.zip_longest(step_starts, step_starts[1:], fillvalue=(math.inf, 0)):
-        _line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
+        add_line(svg, x, top - 10, x, bottom, FAINT, dashes="3 3")
         name = f"step {step}"
         if after - x > 8 + 6.2 * len(name):
-            _text(svg, x + 4, top - 6, name, size=11, fill=FAINT)
+            add_text(svg, x + 4, top - 6, name, size=11, fill=FAINT)
 
 
-def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
+def _legend(svg: Svg, rows: Sequence[Row], window: TimeWindow, y: int) -> int:
     """What the colours mean, of those that occur."""
     there = {GROUP_OF[s.kind].label for row in rows for s in row.spans if window.shows(s) and s.kind in GROUP_OF}
     x = float(LEFT)
@@ -212,47 +204,17 @@ def _legend(svg: ElementTree.Element, rows: Sequence[Row], window: TimeWindow, y
             "rect",
             {"x": f"{x:.1f}", "y": str(y), "width": "14", "height": "14", "fill": group.colour, **frame},
         )
-        _text(svg, x + 21, y + 12, group.label, size=13)
+        add_text(svg, x + 21, y + 12, group.label, size=13)
         x += width
     return y + 14 + MARGIN
 
 
 def _ticks(length_ns: int) -> Iterator[tuple[int, str]]:
     """Six to twelve round times within the window."""
-    rough = length_ns / 9
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(int(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough)
+    step = int(round_above(length_ns / 9, (1, 2, 5, 10)))
     unit, ns_per_unit = ("ms", 1e6) if step >= 100_000 else ("us", 1e3)
     for ns in range(0, length_ns + 1, max(1, step)):
         yield ns, f"{ns / ns_per_unit:g} {unit}"
-
-
-def _text(
-    svg: ElementTree.Element,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int,
-    fill: str = INK,
-    anchor: str = "start",
-    weight: str = "400",
-) -> None:
-    attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "font-size": str(size), "fill": fill}
-    if anchor != "start":
-        attributes["text-anchor"] = anchor
-    if weight != "400":
-        attributes["font-weight"] = weight
-    ElementTree.SubElement(svg, "text", attributes).text = text
-
-
-def _line(
-    svg: ElementTree.Element, x0: float, y0: float, x1: float, y1: float, stroke: str, dashes: str | None = None
-) -> None:
-    attributes = {"x1": f"{x0:.1f}", "y1": f"{y0:.1f}", "x2": f"{x1:.1f}", "y2": f"{y1:.1f}", "stroke": stroke}
-    if dashes:
-        attributes["stroke-dasharray"] = dashes
-    ElementTree.SubElement(svg, "line", attributes)
 
 
 def middle_layers(rows: Sequence[Row], window: TimeWindow) -> TimeWindow | None:
