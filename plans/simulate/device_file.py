@@ -15,6 +15,8 @@ from typing import Literal
 
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import Device, FlashCurve
+from neuronpipe.plans.device.figures import between
+from neuronpipe.plans.package.activity import interpolated
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
@@ -23,6 +25,7 @@ THIS_MACHINE = "this-machine"
 MAX_FILE_BYTES = 1 << 20
 MIN_VALUE, MAX_VALUE = 1e-6, 1e6  # beyond, times are infinite or none
 MAX_CORES = 1024
+MAX_NAME_CHARACTERS = 100
 LOADER_DEPTH = 32
 POSSIBLE = f"{MIN_VALUE:g}..{MAX_VALUE:g}"
 WITHOUT_NPU = ("npu_tflop_per_s", "npu_start_us", "dram_npu_gb_per_s")  # may be 0
@@ -62,8 +65,7 @@ class Curve:
     source: str
 
     def bytes_per_s(self, block_bytes: float) -> float:
-        line = [(math.log(point.block_kib * 1024), math.log(point.gb_per_s * 1e9)) for point in self.points]
-        return math.exp(_between(line, math.log(max(1.0, block_bytes))))
+        return between({point.block_kib * 1024: point.gb_per_s * 1e9 for point in self.points}, block_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,8 @@ class Ranges:
     source: str
 
     def share(self, range_bytes: float) -> float:
-        line = [(math.log(point.range_mib * 2**20), point.share) for point in self.points]
-        return _between(line, math.log(max(1.0, range_bytes)))
+        line = tuple((math.log(point.range_mib * 2**20), point.share) for point in self.points)
+        return interpolated(line, math.log(max(1.0, range_bytes)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,15 +165,6 @@ def _shown(value: Curve | Ranges | Issuers) -> str:
     return f"big {value.big:g}, mid {value.mid:g}, little {value.little:g}, several {value.several:g}"
 
 
-def _between(line: Sequence[tuple[float, float]], wanted: float) -> float:
-    if wanted <= line[0][0]:
-        return line[0][1]
-    for (x0, y0), (x1, y1) in itertools.pairwise(line):
-        if wanted <= x1:
-            return y0 + (y1 - y0) * (wanted - x0) / (x1 - x0)
-    return line[-1][1]
-
-
 def known_devices() -> list[str]:
     """Names of the files that come with the program, and this machine's."""
     return [*sorted(file.stem for file in FOLDER.glob("*.json")), THIS_MACHINE]
@@ -201,6 +194,8 @@ def checked(device: DeviceModel, where: str) -> DeviceModel:
         if not holds:
             raise UserError(f"{where}: field '{field}': {complaint}")
 
+    name_fits = len(device.name.strip()) > 0 and len(device.name) <= MAX_NAME_CHARACTERS and device.name.isprintable()
+    require("name", name_fits, f"expected 1 to {MAX_NAME_CHARACTERS} characters that can be printed")
     for field, value in ((field.name, getattr(device, field.name)) for field in dataclasses.fields(device)):
         if isinstance(value, Sourced):
             none = value.value == 0 and field in WITHOUT_NPU
@@ -244,7 +239,8 @@ def this_machine(device: Device) -> DeviceModel:
         raise UserError(
             f"{THIS_MACHINE}: flash and memory were not measured; run `neuronpipe doctor PACKAGE` with a package"
         )
-    measured, assumed = "measured, kept profile", "assumed"
+    measured, assumed, profile = "measured, kept profile", "assumed", device.profile
+    workers = device.memory_speed.threads
     one = device.memory_speed.one_thread_bytes_per_s / 1e9
     most = max(one, device.memory_speed.sequential_bytes_per_s / 1e9)
     curve = Curve(points=tuple(_deep_points(device.flash)), source=measured)
@@ -259,8 +255,12 @@ def this_machine(device: Device) -> DeviceModel:
             npu_tflop_per_s=Sourced(value=0, source="no NPU"),
             npu_start_us=Sourced(value=0, source="no NPU"),
             copy_gb_per_s=Sourced(value=one / 2, source=f"{assumed}: half of what one thread reads"),
-            barrier_us=Sourced(value=10, source=assumed),
-            message_us=Sourced(value=190, source=assumed),
+            barrier_us=Sourced(value=profile.barrier_us(workers), source=measured)
+            if profile is not None
+            else Sourced(value=10, source=assumed),
+            message_us=Sourced(value=profile.message_us(workers), source=measured)
+            if profile is not None
+            else Sourced(value=190, source=assumed),
             lookup_ns=Sourced(value=100, source=assumed),
             flash_sequential=curve,
             flash_random=curve,

@@ -148,3 +148,16 @@ def test_a_plan_that_is_larger_than_the_phone_is_refused(tmp_path: Path, capsys:
     file.write_text(json.dumps(values))
     assert main(["plan", str(DEMO), "--device", str(file), "--memory", "1GiB"]) == 2
     assert "one program may use 47.7 MiB" in capsys.readouterr().err
+
+
+def test_the_most_that_a_device_file_may_say_can_be_planned_for(tmp_path: Path) -> None:
+    values = json.loads((FOLDER / "oneplus-12.json").read_text())
+    for core in values["cores"]:
+        core["computes_gb_per_s"] = core["reads_gb_per_s"] = 1e6
+    for name in ("dram_cpu_gb_per_s", "dram_total_gb_per_s", "memory_usable_gb"):
+        values[name]["value"] = 1e6
+    file = tmp_path / "fast.json"
+    file.write_text(json.dumps(values))
+    manifest = Package.open(DEMO).manifest
+    made = plan(manifest, device_facts(described(read_device(str(file)), manifest)), Wanted())
+    assert made.memory.slots_bytes == made.memory.ffn_bytes
