@@ -1,8 +1,9 @@
 """What the services' cache misses of a package under its plan, cluster by cluster.
 
 Each part has its slots, its reserve of free ones and its pinned clusters, and is warmed up, as the plan says; which one
-goes is decided by native/residency/clock.c. What is asked for ahead of computing is evicted for before its layer's read
-window opens; value parts that wait for their gate are asked for, and evicted for, within it.
+goes is decided by native/residency/clock.c. Read windows are left out, as in caching.py: what is asked for ahead of
+computing is evicted for before its layer's window opens. Value parts that wait for their gate are evicted for within it
+or later; README.md has what that is worth.
 """
 
 from __future__ import annotations
@@ -46,12 +47,9 @@ class Region:
         self._free = slots - int(np.count_nonzero(self._words))
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
-        self._window: Any = ffi.new("uint64_t[1]")
 
-    def step(self, wanted: Ids, window: tuple[int, int] = (0, 0)) -> int:
-        """Look these clusters of a layer up, and bring those that are not there. window: first and end of what the hand
-        leaves alone meanwhile. Returns how many were not there."""
-        self._window[0] = window[0] << 32 | window[1]
+    def step(self, wanted: Ids) -> int:
+        """Look these clusters of a layer up, and bring those that are not there. Returns how many these were."""
         present = self._words[wanted] & lib.NP_ENTRY_STATE_MASK == lib.NP_ENTRY_PRESENT
         self._words[wanted[present]] |= np.uint32(lib.NP_ENTRY_REFERENCED)
         missing = wanted[~present]
@@ -71,7 +69,7 @@ class Region:
     def _evict(self, count: int) -> None:
         if count > 0:
             slots: Any = ffi.new("uint32_t[]", count)
-            self._free += lib.np_clock_take(self._pointer, len(self._words), self._hand, self._window, 1, count, slots)
+            self._free += lib.np_clock_take(self._pointer, len(self._words), self._hand, ffi.NULL, 0, count, slots)
 
 
 def planned_traffic(
@@ -98,14 +96,9 @@ def planned_traffic(
 
     def step(wanted: Step) -> list[tuple[int, ...]]:
         rows: list[tuple[int, ...]] = []
-        for layer, fires in enumerate(wanted):
+        for fires in wanted:
             looked = fires if predicted else _all_of_their_experts(fires, clusters)
-            missed = triggers.step(looked)
-            if flash.bundle:
-                missed_values = values.step(looked)
-            else:
-                first = layer * model.experts * clusters
-                missed_values = values.step(fires, (first, first + model.experts * clusters))
+            missed, missed_values = triggers.step(looked), values.step(looked if flash.bundle else fires)
             both = (missed, len(looked)) if whole else (missed + missed_values, len(looked) + len(fires))
             rows.append((len(looked), len(fires), missed, missed_values, *both))
         return rows
