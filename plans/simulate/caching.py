@@ -46,9 +46,11 @@ class NativeClock(Policy):
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """[tokens, layers] each, in neurons. looked, fire: outside the hot region. trigger_misses, value_misses: reads of
-    either part. fire_misses, all_fire: of those that fire, hot ones among the latter."""
+    either part. fire_misses, all_fire: of those that fire, hot ones among the latter. hot_share: of a feed-forward,
+    what is computed densely; streamed_share: of these, what is read for every token."""
 
     hot_share: float
+    streamed_share: float
     looked: Counts
     fire: Counts
     trigger_misses: Counts
@@ -73,11 +75,23 @@ class Traffic:
 
 
 def traffic(
-    workload: Workload, system: System, resident: float, batch: int, skipped_tokens: int, *, exact: bool = False
+    workload: Workload,
+    system: System,
+    resident: float,
+    batch: int,
+    skipped_tokens: int,
+    *,
+    exact: bool = False,
+    stream_from: float = 1.0,
 ) -> Traffic:
     """resident: share of all neurons that memory holds, hot ones among them. The first tokens are not counted. exact:
-    the first part of every neuron is looked up."""
-    hot_share = system.hot_share(resident, batch)
+    the first part of every neuron is looked up. stream_from: what is wanted by so many of the tokens is read sooner
+    with its neighbours than by itself."""
+    pinned_share = hot_share = system.hot_share(resident, batch)
+    if hot_share and resident < 1 and _wanted_share(workload, _hot(workload, hot_share)) > resident - hot_share:
+        # A token wants more than the others' slots: LRU would keep none of it until its next turn.
+        pinned_share = min(resident, system.hot_share(1.0, batch))
+        hot_share = max(pinned_share, float((workload.frequency >= stream_from).mean()))
     hot = _hot(workload, hot_share)
     cache = _cache(workload, system, resident, hot, exact)
     layers = len(workload.tokens[0])
@@ -88,7 +102,13 @@ def traffic(
             looked, fires = wanted.looked[cold], wanted.fires[cold]
             counts[:, n, layer] = (len(looked), fires.sum(), *cache.look(Wanted(looked, fires)), wanted.fires.sum())
     kept = counts[:, skipped_tokens:] * workload.scale
-    return Traffic(hot_share, *kept)
+    return Traffic(hot_share, hot_share - pinned_share, *kept)
+
+
+def _wanted_share(workload: Workload, hot: NDArray[np.bool_]) -> float:
+    """Of all neurons, those outside the hot region that a token looks up."""
+    cold = sum(int((~hot[layer.looked]).sum()) for token in workload.tokens for layer in token)
+    return cold / len(workload.tokens) / len(workload.order)
 
 
 def _hot(workload: Workload, share: float) -> NDArray[np.bool_]:

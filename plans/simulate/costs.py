@@ -14,7 +14,7 @@ from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import joined_reads
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel
-from neuronpipe.plans.simulate.models import Parts, SimulatedModel
+from neuronpipe.plans.simulate.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
 from neuronpipe.protocol.errors import UserError
 
@@ -67,6 +67,7 @@ class FileCosts:
         self._computes = sum(core.computes_gb_per_s for core in cores) * 1e9 / len(cores)
         self.parts, self.rows, self.value_rows, self.whole = Parts.of(model), 1.0, 1.0, False
         self._range = self.parts.whole_bytes * model.spec.neurons * model.spec.experts_per_token
+        self._quants = model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         self._messages = system.name == "ours"  # the others are one process
 
     def core_s(self, kernel: Kernel, size_bytes: float, tokens: float) -> float:
@@ -75,6 +76,13 @@ class FileCosts:
     def read(self, count: float, read_bytes: float, at_once: float) -> Read:
         size = count * read_bytes
         return Read(count, size, size / self._device.random_bytes_per_s(read_bytes, self._range, self._issuer))
+
+    def stream_from(self) -> float:
+        """Of the tokens, how many must want a neuron for reading it with its neighbours, quants only, to be no slower
+        than both of its parts at random."""
+        parts = (self.parts.trigger_bytes, self.parts.value_bytes)
+        alone_s = sum(self.read(1, size, 1).seconds for size in parts)
+        return self._quants / self._device.sequential_bytes_per_s() / alone_s
 
     def lookups_s(self, count: float) -> float:
         return count * self._device.lookup_ns.value * 1e-9

@@ -15,6 +15,7 @@ from neuronpipe.plans.simulate.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
 
 LOADER_RANK = -1  # the kernel lets it go first: it slept until now
+STREAMED_READ_BYTES = 512 << 10
 READ_GROUPS = 6  # of a layer's misses: clusters in flight
 MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
 
@@ -114,7 +115,7 @@ class _Token:
             predicted = self._predict(layer, attended)
         ends = [*attended, *predicted]
         if self._traffic.hot_share:
-            ends.append(self._hot(layer, attended))
+            ends.append(self._hot(layer, [*attended, *self._stream(layer, before, attended)]))
         reads_from = predicted
         computes_from = [*attended, *predicted]
         ends += self._cold(layer, reads_from, computes_from)
@@ -148,6 +149,18 @@ class _Token:
         bytes = rows * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
         start = self._device.npu_start_us.value * 1e-6
         return self.simulation.add("npu", "neurons", layer, seconds=start, bytes=bytes, after=after, value=round(rows))
+
+    def _stream(self, layer: int, before: list[Task], attended: list[Task]) -> list[Task]:
+        """Hot neurons that memory does not hold, from end to end while attention goes on; of experts when it has chosen
+        them."""
+        model, share = self._model, self._traffic.streamed_share
+        if not share:
+            return []
+        neurons = share * model.spec.neurons * model.spec.experts_per_token
+        size = neurons * model.neuron_bytes * (1 - SCALE_BITS / model.bits_per_weight)
+        self.flash_bytes, self.flash_reads = self.flash_bytes + size, self.flash_reads + size / STREAMED_READ_BYTES
+        seconds = size / self._device.sequential_bytes_per_s(STREAMED_READ_BYTES)
+        return [self._from_flash(layer, size, seconds, before if model.spec.experts == 1 else attended)]
 
     def _cold(self, layer: int, reads_from: list[Task], computes_from: list[Task]) -> list[Task]:
         """Resident neurons on all cores, and those that arrive."""

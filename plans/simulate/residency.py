@@ -113,6 +113,7 @@ def planned_traffic(
     )
     return Traffic(
         hot_share=0.0,
+        streamed_share=0.0,
         looked=looked,
         fire=fire,
         trigger_misses=missed,

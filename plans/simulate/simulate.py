@@ -101,14 +101,21 @@ def simulate(
     resident = resident_share(model, wishes)
     work = _workload(model, wishes, recording)
     progress(0, wishes.tokens)
+    costs = FileCosts(device, model, system)
     seen = traffic(
-        work, system, resident, wishes.batch, min(SKIPPED_TOKENS, len(work.tokens) // 2), exact=model.predicted >= 1
+        work,
+        system,
+        resident,
+        wishes.batch,
+        min(SKIPPED_TOKENS, len(work.tokens) // 2),
+        exact=model.predicted >= 1,
+        stream_from=costs.stream_from(),
     )
     situation = Situation(
         device,
         model,
         system,
-        FileCosts(device, model, system),
+        costs,
         wishes.context_tokens,
         resident,
         wishes.batch,

@@ -353,3 +353,12 @@ def test_the_documents_first_figure_is_the_simulators_and_near_what_was_publishe
     value = simulated(row, table.unit)
     assert row_line(row, table, value) in DOCUMENT.read_text().splitlines()
     assert not off(row, table, value)
+
+
+def test_where_a_token_wants_more_than_memory_holds_the_hottest_stay_and_are_read_in_order(phone: DeviceModel) -> None:
+    model = dataclasses.replace(model_named(SMALL), active=0.3, predicted=0.3)
+    little, _ = simulate(phone, model, SYSTEMS["powerinfer2"], Wishes(resident=0.1, tokens=16))
+    assert little.miss_rate < 0.6  # LRU alone would miss all
+    assert little.flash_bytes_per_token / little.flash_reads_per_token > 4096  # some of it in long reads
+    half, _ = simulate(phone, model, SYSTEMS["powerinfer2"], Wishes(resident=0.6, tokens=16))
+    assert half.flash_bytes_per_token / half.flash_reads_per_token <= 4096
