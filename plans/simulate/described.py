@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from neuronpipe.plans.device import points
 from neuronpipe.plans.device.cores import FULL_CAPACITY, Core, Kind, assign_cores, most_decode_workers
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
-from neuronpipe.plans.device.figures import MAX_FIGURE, Figure
-from neuronpipe.plans.device.profile import VERSION, DeviceProfile
+from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.profile import LIMITS, VERSION, DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES, Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.simulate.device_file import LOADER_DEPTH, CoreClass, DeviceModel
@@ -175,8 +175,10 @@ def _multiplied(computed: dict[int, float]) -> Iterator[tuple[Quantization, int,
 
 
 def _waits(teams: dict[int, list[CoreClass]], us: float) -> tuple[points.Wait, ...]:
-    return tuple(points.Wait(workers=count, us=_figure(us)) for count in teams)
+    return tuple(points.Wait(workers=count, us=_figure(us, "us")) for count in teams)
 
 
-def _figure(value: float) -> Figure:
-    return Figure(median=min(MAX_FIGURE, value), spread=0.0)
+def _figure(value: float, unit: str = "per_s") -> Figure:
+    """Within what a profile can say: a device file may say a little more."""
+    least, most = LIMITS[unit]
+    return Figure(median=min(most, max(least, value)), spread=0.0)

@@ -156,6 +156,7 @@ def test_the_most_that_a_device_file_may_say_can_be_planned_for(tmp_path: Path) 
         core["computes_gb_per_s"] = core["reads_gb_per_s"] = 1e6
     for name in ("dram_cpu_gb_per_s", "dram_total_gb_per_s", "memory_usable_gb"):
         values[name]["value"] = 1e6
+    values["barrier_us"]["value"] = 1e-6
     file = tmp_path / "fast.json"
     file.write_text(json.dumps(values))
     manifest = Package.open(DEMO).manifest
