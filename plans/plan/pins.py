@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from neuronpipe.protocol.errors import quoted
@@ -56,3 +56,16 @@ def read_counts(text: str, ffns: int) -> tuple[int, ...]:
     if len(counts) != ffns:
         raise ValueError(f"runs for {len(counts)} feed-forwards, but there are {ffns}")
     return tuple(counts)
+
+
+def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, ...]:
+    """Of each feed-forward of so many clusters, the first ones that are worth loading before anybody asks, the pinned
+    ones among them: of all as many, as long as there are slots."""
+    low, high = 0, clusters
+    while low < high:
+        level = (low + high + 1) // 2
+        if sum(max(level, count) for count in pinned) <= slots:
+            low = level
+        else:
+            high = level - 1
+    return tuple(max(low, count) for count in pinned)

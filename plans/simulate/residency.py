@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.pins import warm_counts
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import reads_whole
 from neuronpipe.plans.simulate.caching import Traffic
@@ -35,15 +36,14 @@ class Text:
 class Region:
     """One part's slots and residency entries."""
 
-    def __init__(self, layers: int, clusters: int, *, slots: int, reserve: int, pinned: int) -> None:
-        """pinned: of each layer."""
-        self._words = np.zeros(layers * clusters, dtype=np.uint32)
-        by_layer = self._words.reshape(layers, clusters)
-        pinned = min(pinned, clusters)
-        unpinned_slots = slots - reserve - layers * pinned
-        by_layer[:, : pinned + max(0, unpinned_slots) // layers] = lib.NP_ENTRY_PRESENT
-        by_layer[:, :pinned] |= np.uint32(lib.NP_ENTRY_PINNED)
-        self._reserve = 0 if slots >= layers * clusters else reserve
+    def __init__(self, clusters: int, *, slots: int, reserve: int, pinned: Sequence[int]) -> None:
+        """clusters: of a feed-forward. pinned: of each, how many of its first ones."""
+        self._words = np.zeros(len(pinned) * clusters, dtype=np.uint32)
+        numbers = np.arange(clusters)
+        warm = numbers < np.array(warm_counts(pinned, clusters, slots - reserve))[:, None]
+        self._words[warm.reshape(-1)] = lib.NP_ENTRY_PRESENT
+        self._words[(numbers < np.array(pinned)[:, None]).reshape(-1)] |= np.uint32(lib.NP_ENTRY_PINNED)
+        self._reserve = 0 if slots >= len(self._words) else reserve
         self._free = slots - int(np.count_nonzero(self._words))
         self._pointer: Any = ffi.from_buffer("uint32_t[]", self._words)
         self._hand: Any = ffi.new("size_t *", 0)
@@ -85,12 +85,13 @@ def planned_traffic(
     clusters = sampled or manifest.layout.clusters
     scale = manifest.layout.clusters / clusters
 
-    def region(slots: int, reserve: int, pinned: int) -> Region:
-        sizes = [round(size / scale) for size in (slots, reserve, pinned)]
-        return Region(model.layers * model.experts, clusters, slots=sizes[0], reserve=sizes[1], pinned=sizes[2])
+    def region(slots: int, reserve: int, pinned: Sequence[int]) -> Region:
+        counts = [round(count / scale) for count in pinned]
+        return Region(clusters, slots=round(slots / scale), reserve=round(reserve / scale), pinned=counts)
 
-    triggers = region(memory.trigger_slots, flash.reserved_triggers, memory.pinned_triggers_per_layer)
-    values = region(memory.value_slots, flash.reserved_values, memory.pinned_values_per_layer)
+    pinned_triggers, pinned_values = memory.pins_for(1).counts(model.ffns)
+    triggers = region(memory.trigger_slots, flash.reserved_triggers, pinned_triggers)
+    values = region(memory.value_slots, flash.reserved_values, pinned_values)
     predicted, whole = plan.compute.mode == "predicted", reads_whole(plan.compute, flash)
     counts: list[list[tuple[int, ...]]] = []
 

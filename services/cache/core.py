@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
+from neuronpipe.plans.plan.pins import warm_counts
+
 Counts = tuple[int, ...]
 """Of each feed-forward, how many of its first clusters."""
 GROW_AFTER_S: Final = 0.5
@@ -50,14 +52,7 @@ class Region:
     def warm(self) -> tuple[int, ...]:
         """Of each feed-forward, the first clusters worth loading before anybody asks, the pinned ones among them: of
         all as many, where the converter puts the hottest, as long as there are slots."""
-        low, high = 0, self.clusters_per_ffn
-        while low < high:
-            level = (low + high + 1) // 2
-            if sum(max(level, pinned) for pinned in self.pinned) <= self.slots - self.reserve:
-                low = level
-            else:
-                high = level - 1
-        return tuple(max(low, pinned) for pinned in self.pinned)
+        return warm_counts(self.pinned, self.clusters_per_ffn, self.slots - self.reserve)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,7 @@ def misses(region: Region, wanted: list[list[Ids]]) -> int:
 
 def test_a_region_without_a_reserve_misses_about_what_clock_does() -> None:
     wanted = steps(1, 120, 4, 256)
-    region = Region(4, 256, slots=512, reserve=0, pinned=0)
+    region = Region(256, slots=512, reserve=0, pinned=[0] * 4)
     order = np.arange(1024).reshape(4, 256).T.reshape(-1)
     clock = Clock(order, 512, most_uses=7)
     assert misses(region, wanted) == pytest.approx(sum(clock.step(x) for token in wanted for x in token), rel=0.05)
@@ -67,19 +67,19 @@ def test_a_region_without_a_reserve_misses_about_what_clock_does() -> None:
 
 def test_free_slots_kept_ready_hold_nothing_and_cost_misses() -> None:
     wanted = steps(2, 120, 4, 256)
-    without = misses(Region(4, 256, slots=512, reserve=0, pinned=0), wanted)
-    kept_free = misses(Region(4, 256, slots=512, reserve=128, pinned=0), wanted)
-    fewer_slots = misses(Region(4, 256, slots=384, reserve=0, pinned=0), wanted)
+    without = misses(Region(256, slots=512, reserve=0, pinned=[0] * 4), wanted)
+    kept_free = misses(Region(256, slots=512, reserve=128, pinned=[0] * 4), wanted)
+    fewer_slots = misses(Region(256, slots=384, reserve=0, pinned=[0] * 4), wanted)
     assert without < kept_free == pytest.approx(fewer_slots, rel=0.1)
 
 
 def test_pinned_clusters_are_not_evicted() -> None:
-    region = Region(2, 64, slots=64, reserve=0, pinned=16)
+    region = Region(64, slots=64, reserve=0, pinned=[16] * 2)
     for _ in range(10):
         region.step(np.arange(16, 64))
     assert region.step(np.arange(16)) == 0
     assert region.step(np.arange(64, 80)) == 0
-    everything = Region(2, 64, slots=128, reserve=32, pinned=64)
+    everything = Region(64, slots=128, reserve=32, pinned=[64] * 2)
     assert everything.step(np.arange(128)) == 0
 
 
