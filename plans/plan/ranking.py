@@ -18,7 +18,6 @@ Bins = Sequence[tuple[float, int]]
 
 # Steps for which CLOCK may hold what was wanted; what lies between is interpolated.
 TIMES = (0.0, *(2 ** (n / 4) for n in range(-12, 57)))
-TRIED_EVERY = 4  # of them, to find how many to pin: an octave apart
 GRAINS = 512  # of all slots: as finely as pins are looked for
 SPREAD = 0.1  # T varies by so much from step to step: steps do not want equally much
 CLASSES_PER_OCTAVE = 16  # of frequencies that count as one
@@ -26,6 +25,10 @@ LEAST_FREQUENCY = 1e-6
 # Misses that are this near are the same: then what adapts to the text is better than what stays.
 ALIKE = 0.05
 ALIKE_RATE = 0.005  # of what is wanted
+# Where CLOCK alone misses no more than this, nothing is pinned: tokens want what the token before did, of which
+# frequencies know nothing. A 1B at half resident missed 5.0 % with nothing pinned, and 5.9 % with what seemed best by
+# frequency. Where it missed 13.7 %, what seemed best did better: 11.5 %.
+LEFT_TO_CLOCK = 0.1
 
 
 class Ranking:
@@ -82,10 +85,9 @@ class Ranking:
         return self._best[asked]
 
     def _best_of(self, slots: int, most: int) -> int:
-        if slots >= self.clusters or most <= 0:
+        if slots >= self.clusters or most <= 0 or self.miss_rate(slots, 0) <= LEFT_TO_CLOCK:
             return 0
-        times = range(0, len(TIMES), TRIED_EVERY)
-        counts = {0, most, *(min(most, int(found)) for n in times if (found := self.pinned_at(n, slots)))}
+        counts = {0, most, *(min(most, int(found)) for n in range(len(TIMES)) if (found := self.pinned_at(n, slots)))}
         rates = {count: self.miss_rate(slots, count) for count in counts}
         least = min(rates.values())
         return min(count for count, rate in rates.items() if rate <= max(least * (1 + ALIKE), least + ALIKE_RATE))
