@@ -91,6 +91,12 @@ class _Parser(argparse.ArgumentParser):
         message = _LONG_QUOTE.sub(r"\1\2...\1", message)
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """argparse takes the two dashes of `--option=--` for the end of options, and gives the option an empty list."""
+        if action.option_strings and arg_strings == ["--"] and action.nargs is None:
+            raise argparse.ArgumentError(action, "expected one argument, and -- is none")
+        return super()._get_values(action, arg_strings)
+
     def refuse(self, unknown: str) -> NoReturn:
         """A word that is none of this parser's options, or one more than it takes. Raises UserError."""
         name = _cut(unknown.partition("=")[0])

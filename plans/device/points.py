@@ -18,6 +18,7 @@ them), Ups and Downs."""
 
 ReusedKind = Literal["ups", "downs"]
 StepMode = Literal["exact", "predicted"]
+MAX_SHARE = 10.0  # of a speed that is kept: more says that the other repetition was disturbed
 
 
 def positive(owner: object, *names: str) -> None:

@@ -17,6 +17,7 @@ from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure, between, between_all
 from neuronpipe.plans.device.points import (
+    MAX_SHARE,
     SEQUENTIAL_PIECE_BYTES,
     CoreClass,
     DecodeKind,
@@ -43,7 +44,7 @@ MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
 MAX_WORKERS = 4096
-LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, 10.0)}
+LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE)}
 """What a figure can be, by how its name ends: less and more were never measured."""
 
 

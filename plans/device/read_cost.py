@@ -20,7 +20,7 @@ from neuronpipe.plans.device.arena import Arena, Neurons
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.flash import open_reader
-from neuronpipe.plans.device.points import ReadCost, Sharing
+from neuronpipe.plans.device.points import MAX_SHARE, ReadCost, Sharing
 from neuronpipe.protocol.errors import UserError
 
 SIZES_BYTES = (4096, 16384, 65536)
@@ -161,7 +161,7 @@ def measure_sharing(
     for place in (core, *others[:1]):
         shares: list[tuple[float, float]] = []
         for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s)):
-            shares.append((worker[1] / worker[0], loader[1] / loader[0]))
+            shares.append((min(MAX_SHARE, worker[1] / worker[0]), min(MAX_SHARE, loader[1] / loader[0])))
             progress()
         worker_share, loader_share = (Figure.of(of_one) for of_one in zip(*shares, strict=True))
         found.append(Sharing(same_core=place == core, worker_share=worker_share, loader_share=loader_share))

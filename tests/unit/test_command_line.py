@@ -199,3 +199,10 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(
 
 def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a whole invitation" in refused(capsys, "watch", "tcp://[:1", "--once")
+
+
+@pytest.mark.parametrize("word", ["--max-tokens=--", "-n=--", "-n--"])
+def test_two_dashes_are_no_value(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", word, "hi"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected one argument, and -- is none" in line

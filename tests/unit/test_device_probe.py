@@ -172,5 +172,6 @@ def test_the_curve_is_read_between_and_beyond_its_points() -> None:
         points=tuple(FlashPoint(request_bytes=size, depth=depth, bytes_per_s=speed) for size, depth, speed in points),
     )
     assert curve.bytes_per_s(8192, 1) == pytest.approx(200.0)
-    assert curve.bytes_per_s(1 << 20, 2) == pytest.approx(400.0)
+    assert curve.bytes_per_s(1 << 20, 1) == pytest.approx(400.0)
+    assert curve.bytes_per_s(4096, 32**0.5) == pytest.approx(100.0 * 10**0.5)  # halfway to 1000, on logarithmic scales
     assert curve.bytes_per_s(512, 64) == pytest.approx(1000.0)
