@@ -2,8 +2,8 @@
 
     step = fixed matrices, keys and values + neurons + reading and meetings + flash time that nothing hides
 
-`cost.py` says what each takes on a device, `firing.py` what a cache misses. The texts of a batch and the tokens of a
-prompt are taken to choose their neurons independently of each other.
+`cost.py` says what each takes on a device, `firing.py` what a cache misses. What one to four texts want together is in
+an activity profile; without one, and for the tokens of a prompt, they are taken to choose their neurons independently.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ class _Run:
             return _Parts(together, int(together * (1 - resident)))
         if tokens <= max(BATCHES):
             ranked = ranking(self.manifest, self.compute.mode, self.rates.heat, tokens, whole_experts=all_wanted)
-            if ranked is not None:
-                return _Parts(together, int(together * ranked.miss_rate(slots, pinned)))
+            if ranked is not None:  # texts want more of the same than independent ones, and neighbours fire together
+                return _Parts(ranked.wanted, int(ranked.wanted * ranked.miss_rate(slots, pinned)))
         if together >= slots:  # what a step brings is gone before the next one, but for what is pinned
             neurons = self.manifest.layout.cluster_neurons
             stays = self.rates.clusters_within(pinned / clusters, share, neurons)

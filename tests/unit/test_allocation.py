@@ -297,6 +297,23 @@ def test_the_expected_misses_of_a_batch_are_those_of_its_pins() -> None:
     assert with_pins < without
 
 
+def test_texts_that_want_the_same_read_it_once() -> None:
+    plain = predicted(manifest(width=2048, neurons=2048, layers=4))
+    reads = []
+    for bins in (lambda batch, ffn: SKEWED, lambda batch, ffn: several(batch, SKEWED)):
+        m, heat = profiled(plain, bins=bins)
+        made = plan(m, device(1), Wanted(mode="predicted", ffn_resident_share=0.5, sequences=4), heat=heat)
+        one, four = (
+            expected(
+                m, rates(m, "predicted", heat), made.compute, made.memory, made.flash, None, None, batch=batch
+            ).flash_reads_per_token
+            for batch in (1, 4)
+        )
+        reads.append(four / one)
+    assert reads[0] == pytest.approx(1 / 4, rel=0.2)
+    assert reads[1] > 2 * reads[0]
+
+
 def test_a_47b_with_a_profile_is_searched_in_seconds() -> None:
     """3.7 million clusters, 256 feed-forwards, two modes, four fast cores, four texts."""
     plain = predicted(manifest(width=4096, neurons=14336, layers=32))
