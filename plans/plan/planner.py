@@ -330,7 +330,7 @@ class _Planning:
 
     def _memory(self, others: MemoryBudget, regions: Regions) -> Memory:
         return Memory(
-            **dataclasses.asdict(others),
+            **{field.name: getattr(others, field.name) for field in dataclasses.fields(MemoryBudget)},
             limit_bytes=self._limit_bytes,
             least_bytes=self._budgets.least_limit_bytes(self._shape),
             trigger_slots=regions.triggers,
