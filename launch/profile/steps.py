@@ -38,13 +38,12 @@ NEEDED_BYTES = 1 << 30  # of memory: a run of it takes half as much
 
 
 def measure_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> tuple[StepPoint, ...]:
-    """Steps in both modes with all decode workers, and in exact mode with one; none where memory is short. progress is
-    called `steps_count(device)` times."""
-    if device.memory_available_bytes < NEEDED_BYTES:
+    """Steps in both modes with all decode workers, and in exact mode with one; none where memory is short, or its speed
+    is not in the profile. progress is called `steps_count(device)` times."""
+    memory_speed = profile.memory_speed()
+    if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
         return ()
-    device = dataclasses.replace(
-        device, profile=profile, flash=profile.flash_curve(), memory_speed=profile.memory_speed()
-    )
+    device = dataclasses.replace(device, profile=profile, flash=profile.flash_curve(), memory_speed=memory_speed)
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
         package = _make_package(Path(folder) / "package")
         progress()
