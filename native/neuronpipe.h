@@ -82,6 +82,13 @@ void np_dot_scattered(int type, const void *const *quants, const void *const *sc
  * largest |a * scale| at most. A factor or scale that is not finite shows in all of its columns. Takes 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
+/* Rows of q8 or q4 that lie anywhere as signed bytes, `out_stride` apart, with one scale each: w[r][j] is about row_scales[r] *
+ * out[r*out_stride + j], rounded to the nearest, to even between two; the largest magnitude of a row becomes 127. The same bits under every
+ * instruction set. A row with a scale that is not finite gets no number as its scale, and zeros. Returns NP_OK, or NP_E_ARGUMENT for
+ * another type, for n that is no multiple of 32, or for an out_stride below n, and then writes nothing. */
+int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
+                  size_t out_stride, float *row_scales);
+
 /* w[j] as float32. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w);
 
@@ -499,6 +506,8 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
     np_trace trace;                        /* this participant's own */
+    float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.outside; else not looked at */
+    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], the same */
     uint8_t *activity;                     /* [layers][experts][blocks*block_neurons], this participant's own: bits of np_activity are set; or NULL */
 } np_shared;
 
@@ -512,6 +521,10 @@ typedef struct {
     int32_t pipeline;          /* 0: one matrix after the other, each when all that it needs is there */
     int32_t hints;             /* 1: the predictor decides nothing; in steps of few tokens, where there is prefetch, the value parts of those
                                 * whom it names are asked for before their triggers are computed; experts before their router's input is there */
+    int32_t outside;           /* 1: another computes the products of layers: steps go by np_engine_begin and np_engine_next */
+    uint32_t product_blocks;   /* with outside: blocks of one product; at most window_blocks, of which a multiple of it is used */
+    int32_t held;              /* 1: another, who holds their weights, computes this participant's blocks: steps go by np_engine_begin_held and
+                                * np_engine_next_blocks; nothing else is computed here than norms, routes and a share of sums */
 } np_engine_config;
 
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
@@ -521,6 +534,7 @@ typedef struct {
     uint32_t epoch;
     uint32_t participants, participant; /* how many compute it, and which of them this is */
     uint32_t first_block, end_block;    /* whose neurons it computes, in every layer and expert */
+    uint32_t held_blocks;               /* the first ones are of who holds their weights: nobody looks for their clusters */
     uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
                                          * groups that share blocks are one too many */
     uint32_t count;
@@ -539,6 +553,78 @@ void np_engine_destroy(np_engine *engine);
 /* Compute this participant's share of a step, together with the others. Every field is checked. Returns NP_OK, NP_E_ARGUMENT,
  * NP_E_EPOCH or NP_E_DAMAGED. */
 int np_engine_step(np_engine *engine, const np_step *step);
+
+/* A product that another computes, a neural processor say: a matrix times each token's input. Input t is the row token[t] of `inputs` (row t,
+ * where token is NULL); output t goes into row t of `outputs`. Of neurons there are three matrices: output t[j] is the sum, over the neurons r, of
+ * activation(gate r * input, up r * input) * down[r][j]; it is added to what is there, and that is zero before a layer's (in a mixture an
+ * expert's) first. The `of` products of a turn have the same inputs and outputs, and are good until the turn's end. */
+enum { NP_PRODUCT_QKV = 1, NP_PRODUCT_ATTENTION_OUTPUT = 2, NP_PRODUCT_NEURONS = 3 };
+typedef struct {
+    int32_t kind; /* NP_PRODUCT_* */
+    uint32_t layer, tokens;
+    uint32_t number, of; /* which product of its turn this is, and of how many */
+    uint32_t rows, columns;
+    uint32_t inputs_stride, outputs_stride; /* elements from one token's to the next */
+    const uint32_t *token; /* [tokens], ascending; or NULL */
+    const float *inputs;
+    float *outputs;
+} np_product;
+
+/* Where the rows of a product lie: anywhere. NP_PRODUCT_NEURONS: of gate, up and down; else of the first matrix alone. */
+typedef struct {
+    int32_t kind; /* NP_PRODUCT_* */
+    uint32_t layer, expert, first_block;
+    uint32_t rows, columns;
+    const void *const *quants[3], *const *scales[3]; /* [rows] each, once they are open */
+} np_product_rows;
+
+/* A step whose products are computed outside (config.outside; native/README.md has its states). Each participant begins it, then calls
+ * np_engine_next until that returns NP_OK: the step is over, or an error, as np_engine_step has it. Participant 0 gets 1 for each product
+ * wanted, and calls again; after a turn's last product once all of the turn are computed. The others wait inside. The shape must be gated,
+ * without a predictor that decides, and not NP_SILU or NP_F16. */
+int np_engine_begin(np_engine *engine, const np_step *step);
+int np_engine_next(np_engine *engine, np_product *wanted);
+/* The rows of participant 0's products, in the order in which those are wanted, and ahead of them: for one thread at a time, which may be another
+ * than that of np_engine_next, between the return of np_engine_begin and np_engine_close_rows; the step before must be closed. np_engine_next_rows names the
+ * next rows and returns 1; NP_ROWS_UNKNOWN: which they are depends on a product that is not wanted yet; NP_OK: there are no more. np_engine_open_rows
+ * waits until they are there, and says where: they stay until other rows are opened. Rows of before may be opened again. It
+ * returns NP_OK, or an error as np_engine_step has it. np_engine_close_rows lets go of what is open. */
+enum { NP_ROWS_UNKNOWN = 2 };
+int np_engine_next_rows(np_engine *engine, np_product_rows *next);
+int np_engine_open_rows(np_engine *engine, np_product_rows *rows);
+void np_engine_close_rows(np_engine *engine);
+/* A product by the engine's own kernels, for `count` of its tokens: out[i*out_stride...] is that of tokens[i] alone. rows: open. */
+int np_engine_product(np_engine *engine, const np_product *product, const np_product_rows *rows, const uint32_t *tokens, uint32_t count, float *out,
+                      size_t out_stride);
+
+/* The tokens that one expert computes. A token and one of its experts are a pair; a group's pairs follow each other, by ascending token,
+ * and groups by ascending expert. A dense layer is one group of all tokens. */
+typedef struct {
+    uint32_t expert, first, count; /* pairs [first, first+count) */
+} np_group;
+
+/* Blocks that another computes, a GPU say, who holds their weights: of a layer the first `blocks` of every group's expert, for the group's
+ * tokens. What is named here is good until the next np_engine_next_blocks. Token t's prepared vector lies at t * vector_stride. The block
+ * sums of pair p go to partials[p*partials_stride...], by block: neurons' rows of Down in index order times value and the pair's weight,
+ * with the bits of the kernels in use. */
+typedef struct {
+    uint32_t layer, tokens, pairs, blocks, groups;
+    const np_group *group;        /* [groups] */
+    const uint32_t *pair_token;   /* [pairs] */
+    const float *pair_weight;     /* [pairs] */
+    const uint8_t *vectors;
+    size_t vector_stride;         /* in bytes */
+    const uint8_t *predicted;     /* as in np_shared, where a predictor decides which triggers are computed; else NULL */
+    uint32_t mask_bytes, predicted_neurons; /* of a neuron's predictions; neurons of a group in `predicted` */
+    float *partials;
+    size_t partials_stride;       /* elements from one pair's sums to the next's */
+} np_wanted_blocks;
+
+/* A step of a participant whose blocks another computes (config.held): it begins, then calls np_engine_next_blocks until that returns
+ * NP_OK: the step is over, or an error, as np_engine_step has it. 1: the blocks of a layer are wanted; it calls again when their sums are
+ * there. The first block must be 0. Quantized weights, no NP_SILU. */
+int np_engine_begin_held(np_engine *engine, const np_step *step);
+int np_engine_next_blocks(np_engine *engine, np_wanted_blocks *wanted);
 
 typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */
@@ -561,6 +647,9 @@ int np_process_die_with(int32_t parent);
 int np_process_name(const char *name); /* as `ps` and `top` show it; 15 characters */
 /* Freed memory that the C library keeps for later goes back to the kernel, where the library can do that. */
 void np_memory_give_back(void);
+/* From now on, what the C library allocates of so many bytes and more goes back to the kernel whenever it is freed, where it can do that.
+ * Else such memory stays, in pieces, and how much depends on the order of all that was allocated before. */
+void np_memory_map_from(size_t bytes);
 /* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
 /* What of this mapping was touched, or will be, stays in memory: it is neither swapped out nor unmapped as seldom used. A process without

@@ -51,22 +51,23 @@ uint32_t np_lacking(np_engine *engine, uint32_t layer, uint32_t expert, uint32_t
 
 int np_ask(np_engine *engine, const uint32_t *entries, uint32_t count)
 {
-    for (;;) {
+    while (count) {
         const uint32_t head = np_word_load(engine->shared.requests.head); /* before the attempt: no room made is slept through */
         const uint32_t taken = np_requests_put(&engine->shared.requests, entries, count);
         entries += taken;
         count -= taken;
         if (!count)
-            return NP_OK;
+            break;
         const int woken = np_word_wait(engine->shared.requests.head, head, engine->shared.epoch, engine->epoch, engine->config.spin_us, 0);
         if (woken < 0)
             return woken;
     }
+    return NP_OK;
 }
 
 void np_ask_ahead(np_engine *engine, uint32_t layer, uint32_t expert, np_range blocks, uint32_t parts, uint32_t how)
 {
-    for (uint32_t block = blocks.from; block < blocks.to; block++) {
+    for (uint32_t block = blocks.from; block < blocks.to && !engine->config.held; block++) {
         const np_range clusters = np_clusters_of(engine, block, block + 1);
         uint32_t count = 0;
         for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {

@@ -11,6 +11,8 @@
  */
 #include "engine.h"
 
+#include <string.h>
+
 /* The keys (which 0) or values (which 1) of one layer, sequence and key head: [context_tokens][head_width]. */
 static uint16_t *kv_of(const np_engine *engine, uint32_t layer, uint32_t sequence, uint32_t key_head, uint32_t which)
 {
@@ -49,14 +51,29 @@ static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     }
 }
 
+/* Rows of a matrix times each token's vector, into `rows`; computed outside, they only have to be fetched. all_rows: of the matrix. */
+static void products(np_engine *engine, const np_matrix *matrix, uint32_t first_row, uint32_t rows, uint32_t all_rows, const float *bias)
+{
+    if (!engine->config.outside) {
+        np_engine_dot(engine, &engine->vectors, matrix, first_row, rows, bias, engine->rows, engine->max_rows);
+        return;
+    }
+    for (uint32_t t = 0; t < engine->count; t++) {
+        memcpy(engine->rows + t * engine->max_rows, engine->shared.outputs + (size_t)t * all_rows + first_row, rows * sizeof(float));
+        if (bias)
+            np_add(bias + first_row, rows, engine->rows + t * engine->max_rows);
+    }
+}
+
 static void compute_heads(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
     const uint32_t width = s->head_width;
     const uint64_t started = np_clock_ns();
-    for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, s->query_heads + 2 * s->key_heads)) != NP_NO_PIECE;) {
-        np_engine_dot(engine, &engine->vectors, &l->qkv, head * width, width, l->qkv_bias, engine->rows, engine->max_rows);
+    const uint32_t heads = s->query_heads + 2 * s->key_heads;
+    for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NO_PIECE;) {
+        products(engine, &l->qkv, head * width, width, heads * width, l->qkv_bias);
         for (uint32_t t = 0; t < engine->count; t++)
             place_head(engine, layer, head, t, engine->rows + t * engine->max_rows);
     }
@@ -88,16 +105,20 @@ static void attend(np_engine *engine, uint32_t layer)
 
 int np_engine_project(np_engine *engine, uint32_t layer)
 {
+    const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
+    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
+    return np_engine_add_projection(engine, layer);
+}
+
+int np_engine_add_projection(np_engine *engine, uint32_t layer)
+{
     const np_shape *s = &engine->shape;
     const np_layer *l = &engine->fixed.layers[layer];
-    const size_t columns = (size_t)s->query_heads * s->head_width;
     const uint64_t started = np_clock_ns();
-    np_engine_prepare(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
     const uint32_t pieces = (s->width + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
     for (uint32_t piece; (piece = np_engine_claim(engine, layer, NP_WORK_PROJECT, pieces)) != NP_NO_PIECE;) {
         const uint32_t row = piece * NP_PIECE_ROWS, rows = s->width - row < NP_PIECE_ROWS ? s->width - row : NP_PIECE_ROWS;
-        np_engine_dot(engine, &engine->vectors, &l->attention_output, row, rows, l->attention_output_bias, engine->rows,
-                      engine->max_rows);
+        products(engine, &l->attention_output, row, rows, s->width, l->attention_output_bias);
         for (uint32_t t = 0; t < engine->count; t++) {
             np_scale(engine->rows + t * engine->max_rows, rows, s->residual_scale);
             np_add(engine->rows + t * engine->max_rows, rows, engine->shared.residual + (size_t)t * s->width + row);
@@ -121,10 +142,13 @@ int np_engine_attention(np_engine *engine, uint32_t layer)
     engine->layer = layer;
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
     int done = np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
-    if (done < 0)
-        return done;
+    return done < 0 ? done : np_engine_heads(engine, layer);
+}
+
+int np_engine_heads(np_engine *engine, uint32_t layer)
+{
     compute_heads(engine, layer);
-    done = np_engine_barrier(engine);
+    const int done = np_engine_barrier(engine);
     if (done < 0)
         return done;
     attend(engine, layer);

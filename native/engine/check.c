@@ -74,11 +74,20 @@ static const char *wrong_place(const np_shape *s)
                 {"down", is_placed(s, &s->down, NP_VALUE)});
 }
 
+/* Whether all of a layer's products are ones that another may be asked for. */
+static int may_be_outside(const np_engine_config *p, const np_shape *s)
+{
+    return s->gated && s->activation != NP_SILU && s->type != NP_F16 && (!s->predictor_rank || p->hints);
+}
+
 static const char *wrong_config(const np_engine_config *p, const np_shape *s)
 {
     FIRST_WRONG({"sequences", p->sequences > 0}, {"max_tokens", p->max_tokens > 0}, {"logit_rows", p->logit_rows > 0},
                 {"window_blocks", p->window_blocks > 0},
-                {"partial_tokens", p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks)});
+                {"outside", !p->outside || may_be_outside(p, s)},
+                {"product_blocks", !p->outside || (p->product_blocks && p->product_blocks <= p->window_blocks)},
+                {"held", !p->held || (!p->outside && s->activation != NP_SILU && s->type != NP_F16 && p->partial_tokens >= p->max_tokens)},
+                {"partial_tokens", p->outside || (p->partial_tokens && (p->partial_tokens >= p->max_tokens || p->window_blocks >= s->blocks))});
 }
 
 static const char *wrong_layer(const np_shape *s, const np_fixed *fixed)
@@ -100,6 +109,8 @@ const char *np_engine_wrong_field(const np_shape *shape, const np_fixed *fixed, 
         wrong = wrong_config(config, shape);
     if (!wrong)
         wrong = wrong_layer(shape, fixed);
+    if (!wrong && config->outside && !(shared->inputs && shared->outputs))
+        wrong = shared->inputs ? "outputs" : "inputs";
     if (!wrong && shape->predictor_rank && !(shared->ranks && shared->predicted))
         wrong = shared->ranks ? "predicted" : "ranks";
     return wrong;

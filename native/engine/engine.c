@@ -45,6 +45,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shared = *shared;
     engine->config = *config;
     engine->counters.damaged_word = -1;
+    engine->outside.result = NP_E_ARGUMENT; /* no step was begun */
 
     const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = config->max_tokens;
     const size_t longest = larger(shape->width, heads_width);
@@ -140,12 +141,13 @@ void np_engine_destroy(np_engine *engine)
     free(engine->shares);
     free(engine->expert_counts);
     free(engine->expert_values);
+    np_rows_destroy(engine);
     free(engine->guesses);
     free(engine->guessed);
     free(engine);
 }
 
-static int begin(np_engine *engine, const np_step *step)
+int np_engine_take_step(np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
     const uint32_t count = step->count;
@@ -153,7 +155,7 @@ static int begin(np_engine *engine, const np_step *step)
         step->logits_count > engine->config.logit_rows)
         return NP_E_ARGUMENT;
     if (step->participant >= step->participants || step->sharer >= step->sharers || step->sharers > step->participants ||
-        step->first_block > step->end_block || step->end_block > s->blocks)
+        step->first_block > step->end_block || step->end_block > s->blocks || step->held_blocks > s->blocks)
         return NP_E_ARGUMENT;
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* all participants go through the same windows then, with barriers between */
@@ -161,12 +163,18 @@ static int begin(np_engine *engine, const np_step *step)
         if (step->sequences[t] < 0 || (uint32_t)step->sequences[t] >= engine->config.sequences || step->positions[t] < 0 ||
             (uint32_t)step->positions[t] >= s->context_tokens || step->tokens[t] < 0 || (uint32_t)step->tokens[t] >= s->vocabulary)
             return NP_E_ARGUMENT;
+    engine->started = np_clock_ns();
+    engine->step = step->number;
+    engine->epoch = step->epoch;
     engine->participants = step->participants;
     engine->participant = step->participant;
     engine->blocks = (np_range){step->first_block, step->end_block};
+    engine->held_blocks = step->held_blocks;
     engine->sharers = step->sharers;
     engine->sharer = step->sharer;
     engine->count = count;
+    engine->logits_first = step->logits_first;
+    engine->logits_count = step->logits_count;
     memcpy(engine->sequence, step->sequences, count * sizeof *step->sequences);
     memcpy(engine->position, step->positions, count * sizeof *step->positions);
     memcpy(engine->token, step->tokens, count * sizeof *step->tokens);
@@ -175,41 +183,50 @@ static int begin(np_engine *engine, const np_step *step)
     return NP_OK;
 }
 
-static int layer_of(np_engine *engine, uint32_t layer)
+void np_engine_begin_layer(np_engine *engine, uint32_t layer)
 {
-    int (*const stages[2][3])(np_engine *, uint32_t) = {
-        {np_engine_attention, np_engine_project, np_engine_feed_forward},
-        {np_engine_attention, np_engine_feed_forward, np_engine_project}, /* parallel: both read what the layer gets */
-    };
-    int done = NP_OK;
     if (np_engine_routes(engine, NP_READS_LAYER))
         np_engine_route(engine, layer);
     else
         np_engine_guess(engine, layer);
-    for (int i = 0; i < 3 && done >= 0; i++)
-        done = stages[engine->shape.parallel != 0][i](engine, layer);
+}
+
+np_stage *np_engine_stage(const np_engine *engine, uint32_t number)
+{
+    static np_stage *const stages[2][NP_STAGES] = {
+        {np_engine_attention, np_engine_project, np_engine_feed_forward},
+        {np_engine_attention, np_engine_feed_forward, np_engine_project}, /* parallel: both read what the layer gets */
+    };
+    return stages[engine->shape.parallel != 0][number];
+}
+
+static int layer_of(np_engine *engine, uint32_t layer)
+{
+    int done = NP_OK;
+    np_engine_begin_layer(engine, layer);
+    for (uint32_t i = 0; i < NP_STAGES && done >= 0; i++)
+        done = np_engine_stage(engine, i)(engine, layer);
     return done;
 }
 
-static int layers(np_engine *engine, uint32_t logits_first, uint32_t logits_count)
+int np_engine_end_step(np_engine *engine, int done)
 {
-    int done = np_engine_embed(engine);
-    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++)
-        done = layer_of(engine, layer);
-    return done >= 0 && logits_count ? np_engine_logits(engine, logits_first, logits_count) : done;
+    if (done >= 0 && engine->logits_count)
+        done = np_engine_logits(engine, engine->logits_first, engine->logits_count);
+    np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, engine->count, engine->step, engine->started);
+    engine->counters.step_ns += np_clock_ns() - engine->started;
+    return done < 0 ? done : NP_OK;
 }
 
 int np_engine_step(np_engine *engine, const np_step *step)
 {
-    const uint64_t started = np_clock_ns();
-    engine->step = step->number;
-    engine->epoch = step->epoch;
-    int done = begin(engine, step);
-    if (done >= 0)
-        done = layers(engine, step->logits_first, step->logits_count);
-    np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, step->count, step->number, started);
-    engine->counters.step_ns += np_clock_ns() - started;
-    return done < 0 ? done : NP_OK;
+    int done = engine->config.outside || engine->config.held ? NP_E_ARGUMENT : np_engine_take_step(engine, step);
+    if (done < 0)
+        return done;
+    done = np_engine_embed(engine);
+    for (uint32_t layer = 0; layer < engine->shape.layers && done >= 0; layer++)
+        done = layer_of(engine, layer);
+    return np_engine_end_step(engine, done);
 }
 
 uint32_t np_engine_claims(uint32_t layers)
@@ -219,6 +236,8 @@ uint32_t np_engine_claims(uint32_t layers)
 
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces)
 {
+    if (engine->config.held)
+        return NP_NO_PIECE; /* who waits for another's device holds nobody up */
     /* Relaxed: a barrier lies between this work and what it reads, and between it and who reads what it writes. */
     const uint32_t piece = __atomic_fetch_add(&engine->shared.claims[layer * NP_WORKS + (uint32_t)work], 1, __ATOMIC_RELAXED);
     return piece < pieces ? piece : NP_NO_PIECE;
@@ -339,6 +358,7 @@ int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out)
 {
     *out = engine->counters;
+    np_rows_count(engine, out);
     memset(&engine->counters, 0, sizeof engine->counters);
     engine->counters.damaged_word = -1;
 }

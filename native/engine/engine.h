@@ -27,16 +27,33 @@ typedef struct {
     uint32_t count;
 } np_row_list;
 
-/* The tokens that one expert computes. A token and one of its experts are a pair; a group's pairs follow each other, by ascending token,
- * and groups by ascending expert. A dense layer is one group of all tokens. */
-typedef struct {
-    uint32_t expert, first, count; /* pairs [first, first+count) */
-} np_group;
-
 /* How many experts were guessed for a layer, and how many of them it chose. */
 typedef struct {
     uint32_t made, right;
 } np_guesses;
+
+/* Where a step is whose products are computed outside (outside.c), and where the reader of their rows is (rows.c). */
+typedef struct {
+    uint32_t layer, turn;      /* turns of a layer: one product each, or the products of one group's neurons */
+    uint32_t groups;           /* of this layer; 1 until the first of them has begun */
+    int begun;                 /* 1: the turn's inputs are there */
+    uint32_t product, products; /* the next one of this turn, and how many there are */
+    int result;                /* what the step ended with; 1 while it goes on */
+    uint32_t routed;           /* layers of this step whose groups are known: a word that two threads use */
+
+    struct np_engine *reader;  /* of participant 0: an engine with nothing but windows and requests of its own */
+    uint32_t rows_layer, rows_turn, rows_product; /* whose rows are next */
+    const void **quants[3], **scales[3]; /* [rows], of those that are open */
+    uint32_t most_rows;
+} np_outside;
+
+/* Where a step is whose blocks another computes (held.c). */
+typedef struct {
+    uint64_t wanted;           /* when the blocks were last wanted, by np_clock_ns */
+    uint32_t layer, stage;     /* of this layer's stages, the next */
+    int are_wanted;            /* 1: this layer's blocks */
+    int result;                /* what the step ended with; 1 while it goes on */
+} np_held;
 
 struct np_engine {
     np_shape shape;
@@ -45,11 +62,13 @@ struct np_engine {
     np_engine_config config;
 
     /* the step */
-    uint64_t step;
+    uint64_t step, started;               /* its number; when it began, by np_clock_ns */
     uint32_t epoch, count;
+    uint32_t logits_first, logits_count;
     uint32_t participants, participant;
     np_range blocks;                      /* whose neurons are this participant's to compute, */
     uint32_t sharers, sharer;             /* with so many others */
+    uint32_t held_blocks;                 /* the first ones are looked for by nobody */
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch, private to this participant */
@@ -98,6 +117,8 @@ struct np_engine {
     uint32_t pending_count;
     np_row_list list;
     uint32_t *asked;           /* [G*clusters] requests for the loader */
+    np_outside outside;
+    np_held held;
     np_engine_counters counters;
 };
 
@@ -143,11 +164,27 @@ static inline void np_scale(float *x, size_t n, float factor)
         x[j] *= factor;
 }
 
+/* A step's two ends: take its arguments over, if they are in range; and, when all layers are done or one ended with an error, compute
+ * the logits, note what it took, and say how it ended. */
+int np_engine_take_step(np_engine *engine, const np_step *step);
+int np_engine_end_step(np_engine *engine, int done);
 int np_engine_embed(np_engine *engine);
+/* Who computes what in a layer, as far as that is known before its attention. */
+void np_engine_begin_layer(np_engine *engine, uint32_t layer);
 /* Attention of a layer, which leaves the residual stream as it is; and its output, which is added to it. */
 int np_engine_attention(np_engine *engine, uint32_t layer);
 int np_engine_project(np_engine *engine, uint32_t layer);
+/* Of these the parts behind the inputs of their matrix: heads, and what follows from them; rows of the output, added. */
+int np_engine_heads(np_engine *engine, uint32_t layer);
+int np_engine_add_projection(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
+/* Of this the parts before its blocks and behind them, where all block sums are held at once: inputs, routes and predictions; sums. */
+int np_feed_forward_begin(np_engine *engine, uint32_t layer);
+int np_feed_forward_end(np_engine *engine);
+/* A layer's three stages in the model's order: attention, its output, feed-forward. */
+typedef int np_stage(np_engine *engine, uint32_t layer);
+enum { NP_STAGES = 3 };
+np_stage *np_engine_stage(const np_engine *engine, uint32_t number);
 /* Routing (route.c): who computes which token of a layer, and asking for what that will need. np_engine_route_all is for dense layers. */
 int np_engine_routes(const np_engine *engine, int reads);
 void np_engine_route(np_engine *engine, uint32_t layer);
@@ -172,6 +209,29 @@ static inline int np_decides(const np_engine *engine)
     return engine->shape.predictor_rank && !engine->config.hints;
 }
 
+/* Of what a turn of a layer is made (outside.c): number: of the group. */
+enum { NP_TURN_QKV, NP_TURN_OUTPUT, NP_TURN_GROUP };
+int np_turn(const np_engine *engine, uint32_t turn, uint32_t groups, uint32_t *number);
+/* Products of a group's neurons, and the blocks of one of them. */
+uint32_t np_neuron_products(const np_engine *engine);
+np_range np_product_blocks(const np_engine *engine, uint32_t number);
+uint32_t np_qkv_rows(const np_shape *shape);
+
+/* Who reads the rows of participant 0's products (rows.c). Made with the first step, and told of each; 0 when memory is short. */
+int np_rows_begin(np_engine *engine);
+void np_rows_destroy(np_engine *engine);
+/* Add what the reader has counted, and let it begin anew. */
+void np_rows_count(np_engine *engine, np_engine_counters *to);
+
+/* Blocks of a group inside one window (ffn.c), for who reads neurons' rows without computing them here: the window is opened, if it is not, and
+ * asks for the next; returns 1 when all parts of the blocks' clusters are there. */
+int np_fetch_blocks(np_engine *engine, const np_group *group, np_range blocks);
+void np_close_window(np_engine *engine);
+/* Where a neuron's row of a matrix lies, inside a window whose clusters are there; padding beyond the clusters has none. */
+void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint32_t neuron, const void **quants, const void **scales);
+/* A neuron's value, from its gate's product and its up's. */
+float np_neuron_value(const np_engine *engine, float gate, float up);
+
 /* Prediction (predict.c): rank vectors from the residual stream; and, after a barrier, scores: who is predicted, and what of it
  * flash must bring. np_predicts: whether the predictor reads here (NP_READS_*). Unless it decides, everybody is predicted. */
 int np_predicts(const np_engine *engine, int reads);
@@ -191,6 +251,8 @@ int np_may_open_layers(const np_engine *engine);
 int np_find_triggers(np_engine *engine, np_range clusters);
 void np_compute_triggers(np_engine *engine, np_range clusters);
 int np_find_values(np_engine *engine, np_range clusters);
+/* Look both parts of a block's clusters up, for who wants all of them. Returns as the two that find. */
+int np_find_clusters(np_engine *engine, np_range clusters);
 void np_compute_values(np_engine *engine, np_range clusters);
 /* The block's partial sums of the group's tokens [from, to), into rows of `partials` from first_row on: its neurons' rows of Down in
  * index order, times the expert's share. */

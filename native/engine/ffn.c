@@ -34,7 +34,7 @@ static void publish_window(np_engine *engine, np_range experts, np_range cluster
     np_long_store(engine->shared.window, first << 32 | end);
 }
 
-static void close_window(np_engine *engine)
+void np_close_window(np_engine *engine)
 {
     np_long_store(engine->shared.window, 0);
     engine->window = (np_range){0, 0};
@@ -55,13 +55,13 @@ static void enter_group(np_engine *engine, const np_group *group)
     if (engine->group == group)
         return;
     if (!engine->layer_open)
-        close_window(engine);
+        np_close_window(engine);
     const uint32_t clusters = engine->shape.clusters, number = engine->layer_open ? (uint32_t)(group - engine->groups) : 0;
     engine->group = group;
     engine->cluster_state = engine->states + (size_t)number * clusters;
     for (int part = 0; part < NP_PARTS; part++)
         engine->slot[part] = engine->found[part] + (size_t)number * clusters;
-    engine->inputs = np_engine_gather(engine, group, &engine->vectors, &engine->gathered);
+    engine->inputs = engine->config.outside ? NULL : np_engine_gather(engine, group, &engine->vectors, &engine->gathered);
     if (engine->layer_open && number >= engine->opened_groups) {
         forget(engine, (np_range){0, clusters});
         engine->opened_groups = number + 1;
@@ -149,7 +149,7 @@ uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens
 /* Of a mixture all that the layer will want, by the experts that were chosen: each sharer asks for some of the groups. */
 void np_ask_for_groups(np_engine *engine, uint32_t layer)
 {
-    if (!engine->config.prefetch || np_decides(engine))
+    if (!engine->config.prefetch || np_decides(engine) || engine->config.outside) /* outside: the reader of rows asks */
         return;
     for (uint32_t g = engine->sharer; g < engine->group_count; g += engine->sharers)
         np_ask_ahead(engine, layer, engine->groups[g].expert, engine->blocks, np_parts_ahead(engine, layer, engine->groups[g].count),
@@ -181,6 +181,30 @@ static void open_window(np_engine *engine, uint32_t block)
     forget(engine, clusters);
     if (engine->config.prefetch && !np_decides(engine) && engine->shape.experts == 1 && block == first)
         ask_for_next_window(engine);
+}
+
+/* ---- windows that others read ------------------------------------------------------------------------------------ */
+static int block_there(np_engine *engine, uint32_t block)
+{
+    const int missing = np_find_clusters(engine, np_clusters_of(engine, block, block + 1));
+    return missing < 0 ? missing : !missing;
+}
+
+int np_fetch_blocks(np_engine *engine, const np_group *group, np_range blocks)
+{
+    engine->pending_count = 0;
+    enter_group(engine, group);
+    if (blocks.from < engine->window.from || blocks.to > engine->window.to)
+        open_window(engine, blocks.from);
+    for (uint32_t block = blocks.from; block < blocks.to; block++) {
+        const int there = block_there(engine, block);
+        if (there < 0)
+            return there;
+        if (!there)
+            wait_for(engine, block);
+    }
+    const int done = finish_pending(engine, block_there);
+    return done < 0 ? done : 1;
 }
 
 /* ---- without a pipeline ------------------------------------------------------------------------------------------ */
@@ -356,7 +380,7 @@ static int compute_groups(np_engine *engine)
     return done;
 }
 
-int np_engine_feed_forward(np_engine *engine, uint32_t layer)
+int np_feed_forward_begin(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     int done = NP_OK;
@@ -373,10 +397,21 @@ int np_engine_feed_forward(np_engine *engine, uint32_t layer)
         if (done >= 0)
             done = np_engine_barrier(engine);
     }
+    return done;
+}
+
+int np_feed_forward_end(np_engine *engine)
+{
+    return combine(engine, NULL, (np_range){0, engine->count});
+}
+
+int np_engine_feed_forward(np_engine *engine, uint32_t layer)
+{
+    int done = np_feed_forward_begin(engine, layer);
     const uint64_t started = np_clock_ns(), active = engine->counters.active;
     if (done >= 0)
         done = compute_groups(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, layer, (uint32_t)(engine->counters.active - active), engine->step, started);
-    close_window(engine); /* whatever happened: nothing is read now */
-    return done >= 0 && sums_at_once(engine) ? combine(engine, NULL, (np_range){0, engine->count}) : done;
+    np_close_window(engine); /* whatever happened: nothing is read now */
+    return done >= 0 && sums_at_once(engine) ? np_feed_forward_end(engine) : done;
 }

@@ -24,7 +24,7 @@ static int is_promising(const np_engine *engine, uint32_t layer)
 static int may_guess(const np_engine *engine, uint32_t layer)
 {
     return engine->shape.experts > 1 && engine->shape.router_reads == NP_READS_FEED_FORWARD && !np_decides(engine) &&
-           engine->config.hints && engine->config.prefetch && engine->sharer == 0 && engine->count < NP_DENSE_TOKENS && engine->shared.in_flight &&
+           engine->config.hints && engine->config.prefetch && !engine->config.outside && engine->sharer == 0 && engine->count < NP_DENSE_TOKENS && engine->shared.in_flight &&
            np_word_load(engine->shared.in_flight) == 0 && is_promising(engine, layer);
 }
 

@@ -281,6 +281,30 @@ int np_find_values(np_engine *engine, np_range clusters)
     return done < 0 ? done : missing;
 }
 
+int np_find_clusters(np_engine *engine, np_range clusters)
+{
+    const int triggers = np_find_triggers(engine, clusters);
+    if (triggers < 0)
+        return triggers;
+    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++)
+        engine->cluster_state[cluster] |= NP_CLUSTER_FIRED | (engine->slot[NP_TRIGGER][cluster] == NP_NO_PIECE ? 0 : NP_CLUSTER_TRIGGERED);
+    const int values = np_find_values(engine, clusters);
+    return values < 0 ? values : triggers + values;
+}
+
+void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint32_t neuron, const void **quants, const void **scales)
+{
+    const uint32_t cluster = neuron / engine->shape.cluster_neurons;
+    const size_t i = neuron % engine->shape.cluster_neurons;
+    *quants = quants_of(engine, matrix, cluster) + i * engine->row_quant_bytes;
+    *scales = scales_of(engine, matrix, cluster) + i * engine->row_scale_bytes;
+}
+
+float np_neuron_value(const np_engine *engine, float gate, float up)
+{
+    return fires(engine, gate) ? activate(engine->shape.activation, gate, up) : 0.0f;
+}
+
 /* Gates in `hidden` become values, where the value part is there. */
 static void multiply_by_ups(np_engine *engine, np_range clusters)
 {

@@ -171,6 +171,8 @@ int np_predict_scores(np_engine *engine)
         const uint32_t block = piece % s->blocks;
         enter_group(engine, &engine->groups[piece / s->blocks]);
         predicted += predict_block(engine, block);
+        if (block < engine->held_blocks)
+            continue;
         if (engine->config.hints)
             asked = hint(engine, block, asked);
         else if (engine->config.prefetch)
@@ -178,7 +180,7 @@ int np_predict_scores(np_engine *engine)
     }
     /* All at once, so that the loader is woken once. A hint that finds no room is let go. */
     int done = NP_OK;
-    if (engine->config.hints)
+    if (engine->config.hints && asked)
         np_requests_put(&engine->shared.requests, engine->asked, asked);
     else
         done = np_ask(engine, engine->asked, asked);

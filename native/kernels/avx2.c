@@ -1,6 +1,7 @@
 /* AVX2 with FMA and F16C: everything but the dot products, and the table. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -83,6 +84,40 @@ static NP_AVX2 void f16_to_f32(const uint16_t *x, size_t n, float *out) {
     for (; j < n; j++) out[j] = np_half_to_float(x[j]);
 }
 
+/* A quarter of a group: the lower or the upper eight bytes of a half. */
+NP_INLINE NP_AVX2 __m256 quants_of(int type, const uint8_t *quants, int quarter) {
+    const __m128i half = np_half_group(type, quants, quarter / 2);
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(quarter % 2 ? _mm_srli_si128(half, 8) : half));
+}
+
+NP_INLINE NP_AVX2 float largest_of_row(int type, const uint8_t *quants, const uint16_t *scales, size_t groups) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 most = _mm256_setzero_ps();
+    for (size_t g = 0; g < groups; g++, quants += np_group_bytes(type)) {
+        const __m256 scale = _mm256_set1_ps(_cvtsh_ss(scales[g]));
+        for (int quarter = 0; quarter < 4; quarter++)
+            most = _mm256_max_ps(most, _mm256_andnot_ps(sign, _mm256_mul_ps(quants_of(type, quants, quarter), scale)));
+    }
+    float lanes[8], largest = 0.0f;
+    _mm256_storeu_ps(lanes, most);
+    for (int lane = 0; lane < 8; lane++) largest = lanes[lane] > largest ? lanes[lane] : largest;
+    return largest;
+}
+
+NP_INLINE NP_AVX2 __m256i rounded(int type, const uint8_t *quants, int quarter, __m256 factor) {
+    return _mm256_cvtps_epi32(_mm256_mul_ps(quants_of(type, quants, quarter), factor));
+}
+
+NP_INLINE NP_AVX2 void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
+    const __m256 factors = _mm256_set1_ps(factor);
+    const __m256i first = _mm256_packs_epi32(rounded(type, quants, 0, factors), rounded(type, quants, 1, factors));
+    const __m256i second = _mm256_packs_epi32(rounded(type, quants, 2, factors), rounded(type, quants, 3, factors));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing goes by halves of the register */
+    _mm256_storeu_si256((__m256i *)(void *)out, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order));
+}
+
+static NP_DEFINE_NARROW(NP_AVX2, narrow, largest_of_row, round_group)
+
 static int runs_here(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -99,6 +134,7 @@ const np_isa np_isa_avx2 = {
     f16_to_f32,
     sum_tree,
     rope,
+    narrow,
     NULL,
 };
 #endif

@@ -1,6 +1,7 @@
 /* AVX-512 with VNNI: the table, and all but dot products and added rows. AMX: the same but for the panel. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -38,6 +39,29 @@ static NP_AVX512 void f16_to_f32(const uint16_t *x, size_t n, float *out) {
     }
 }
 
+NP_INLINE NP_AVX512 __m512 quants_of(int type, const uint8_t *quants, int half) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(np_half_group(type, quants, half)));
+}
+
+NP_INLINE NP_AVX512 float largest_of_row(int type, const uint8_t *quants, const uint16_t *scales, size_t groups) {
+    __m512 most = _mm512_setzero_ps();
+    for (size_t g = 0; g < groups; g++, quants += np_group_bytes(type)) {
+        const __m512 scale = _mm512_set1_ps(_cvtsh_ss(scales[g]));
+        for (int half = 0; half < 2; half++)
+            most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(quants_of(type, quants, half), scale)));
+    }
+    return _mm512_reduce_max_ps(most);
+}
+
+NP_INLINE NP_AVX512 void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
+    for (int half = 0; half < 2; half++) {
+        const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(quants_of(type, quants, half), _mm512_set1_ps(factor)));
+        _mm_storeu_si128((__m128i *)(void *)(out + half * 16), _mm512_cvtepi32_epi8(rounded));
+    }
+}
+
+static NP_DEFINE_NARROW(NP_AVX512, narrow, largest_of_row, round_group)
+
 static int runs_here(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -57,6 +81,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
      f16_to_f32,                                                  \
      sum_tree,                                                    \
      rope,                                                        \
+     narrow,                                                      \
      PANEL}
 
 const np_isa np_isa_avx512 = TABLE("avx512", runs_here, &np_avx512_panel);

@@ -43,6 +43,9 @@ typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows alone. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
+/* A row of q8 or q4 as signed bytes with one scale: np_rows_to_s8. */
+typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
+
 /* Rows of q8 or q4 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */
 typedef struct {
     size_t most_columns; /* n beyond this goes without a panel of its own */
@@ -62,6 +65,7 @@ typedef struct {
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
     void (*sum_tree)(const float *rows, size_t count, size_t stride, size_t n, float *out); /* count > 0 */
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
+    np_narrow_function *narrow;
     const np_panel_kernel *panel; /* NULL: through dot_rows */
 } np_isa;
 

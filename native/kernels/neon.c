@@ -1,6 +1,7 @@
 /* NEON: everything but the dot products, and the tables of both NEON instruction sets. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -78,6 +79,44 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
     for (; j < n; j++) out[j] = np_half_to_float(x[j]);
 }
 
+NP_INLINE int8x16_t half_group(int type, const uint8_t *quants, int half) {
+    if (type == NP_Q8) return vld1q_s8((const int8_t *)quants + half * 16);
+    const uint8x16_t both = vld1q_u8(quants);
+    return vsubq_s8(vreinterpretq_s8_u8(half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15))), vdupq_n_s8(8));
+}
+
+/* Sixteen bytes as floats, times a factor. */
+NP_INLINE float32x4x4_t times(int8x16_t bytes, float factor) {
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    return (float32x4x4_t){{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), factor),
+                            vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))), factor),
+                            vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), factor),
+                            vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(high))), factor)}};
+}
+
+NP_INLINE float largest_of_row(int type, const uint8_t *quants, const uint16_t *scales, size_t groups) {
+    float32x4_t most = vdupq_n_f32(0.0f);
+    for (size_t g = 0; g < groups; g++, quants += np_group_bytes(type))
+        for (int half = 0; half < 2; half++) {
+            const float32x4x4_t values = times(half_group(type, quants, half), np_half_to_float(scales[g]));
+            for (int i = 0; i < 4; i++) most = vmaxq_f32(most, vabsq_f32(values.val[i]));
+        }
+    return vmaxvq_f32(most);
+}
+
+NP_INLINE int16x8_t rounded(float32x4_t low, float32x4_t high) {
+    return vcombine_s16(vmovn_s32(vcvtnq_s32_f32(low)), vmovn_s32(vcvtnq_s32_f32(high)));
+}
+
+NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
+    for (int half = 0; half < 2; half++) {
+        const float32x4x4_t x = times(half_group(type, quants, half), factor);
+        vst1q_s8(out + half * 16, vcombine_s8(vmovn_s16(rounded(x.val[0], x.val[1])), vmovn_s16(rounded(x.val[2], x.val[3]))));
+    }
+}
+
+static NP_DEFINE_NARROW(, narrow, largest_of_row, round_group)
+
 static int neon_runs_here(void) { return 1; } /* part of every 64-bit Arm processor */
 
 #ifndef HWCAP_ASIMDDP
@@ -96,6 +135,7 @@ const np_isa np_isa_neon = {
     f16_to_f32,
     sum_tree,
     rope,
+    narrow,
     NULL,
 };
 
@@ -110,6 +150,7 @@ const np_isa np_isa_dotprod = {
     f16_to_f32,
     sum_tree,
     rope,
+    narrow,
     NULL,
 };
 #endif

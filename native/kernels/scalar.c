@@ -1,6 +1,7 @@
 /* The reference kernels: plain C, one operation after the other. */
 #include "kernels/activation.h"
 #include "kernels/exponential.h"
+#include "kernels/narrow.h"
 #include "kernels/rope.h"
 #include "kernels/sum.h"
 
@@ -101,6 +102,39 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
     for (size_t j = 0; j < n; j++) out[j] = np_half_to_float(x[j]);
 }
 
+NP_INLINE void unpack_group(int type, const uint8_t *quants, int8_t *q) {
+    if (type == NP_Q8) memcpy(q, quants, NP_GROUP);
+    for (int j = 0; type == NP_Q4 && j < NP_GROUP / 2; j++) {
+        q[j] = (int8_t)((quants[j] & 15) - 8);
+        q[j + NP_GROUP / 2] = (int8_t)((quants[j] >> 4) - 8);
+    }
+}
+
+NP_INLINE float largest_of_row(int type, const uint8_t *quants, const uint16_t *scales, size_t groups) {
+    float most = 0.0f;
+    for (size_t g = 0; g < groups; g++) {
+        int8_t q[NP_GROUP];
+        int16_t largest = 0;
+        unpack_group(type, quants + g * np_group_bytes(type), q);
+        for (int j = 0; j < NP_GROUP; j++) {
+            const int16_t magnitude = (int16_t)(q[j] < 0 ? -q[j] : q[j]);
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        const float magnitude = np_half_to_float(scales[g] & 0x7fff) * (float)largest;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+/* Adding and taking off 1.5 * 2^23 rounds to the nearest integer, to even between two. */
+NP_INLINE void round_group(int type, const uint8_t *quants, float factor, int8_t *out) {
+    int8_t q[NP_GROUP];
+    unpack_group(type, quants, q);
+    for (int j = 0; j < NP_GROUP; j++) out[j] = (int8_t)(int32_t)(((float)q[j] * factor + 12582912.0f) - 12582912.0f);
+}
+
+static NP_DEFINE_NARROW(, narrow, largest_of_row, round_group)
+
 static int runs_here(void) { return 1; }
 
 const np_isa np_isa_scalar = {
@@ -114,5 +148,6 @@ const np_isa np_isa_scalar = {
     f16_to_f32,
     sum_tree,
     rope,
+    narrow,
     NULL,
 };

@@ -69,6 +69,14 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
     if (all.quant_bytes) np_isa_current()->add_rows[type](&all, a, y);
 }
 
+int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
+                  size_t out_stride, float *row_scales) {
+    if ((type != NP_Q8 && type != NP_Q4) || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;
+    const np_isa *isa = np_isa_current();
+    for (size_t r = 0; r < rows; r++) isa->narrow(type, quants[r], scales[r], n, out + r * out_stride, row_scales + r);
+    return NP_OK;
+}
+
 /* Products of an fp16 scale and a small integer are exact, so that this needs no version for each instruction set. */
 void np_decode_row(int type, const void *quants, const void *scales, size_t n, float *w) {
     if (type == NP_F16) {

@@ -52,3 +52,12 @@ void np_memory_give_back(void)
     mallopt(M_PURGE, 0);
 #endif
 }
+
+void np_memory_map_from(size_t bytes)
+{
+#if defined(__GLIBC__)
+    mallopt(M_MMAP_THRESHOLD, bytes < INT32_MAX ? (int)bytes : INT32_MAX);
+#else
+    (void)bytes;
+#endif
+}

@@ -1,10 +1,11 @@
 /* A loader in C, with nothing but libc, written from SPEC.md: one read at a time, no io_uring, no prefetch ahead of a demand.
  *
- *     cc -O2 -o loader loader.c wire.c place.c sha256.c -lm
+ *     cc -O2 -o loader loader.c life.c wire.c place.c sha256.c -lm
  *     neuronpipe conformance loader --use argv:./loader
  *
  * It empties the workers' rings, reads what is absent into slots that the cache granted, checks it, publishes the words and wakes
  * who waits; and it lives the life of a service meanwhile. */
+#include "life.h"
 #include "place.h"
 #include "sha256.h"
 #include "wire.h"
@@ -19,7 +20,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #ifndef F_ADD_SEALS
@@ -31,7 +31,7 @@
 
 enum { SLOT = 0x00ffffff, STATE = 0x03000000, ABSENT = 0, LOADING = 0x01000000, PRESENT = 0x02000000, FAILED = 0x03000000 };
 enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, GUESS = 0x08000000, KNOWN_BITS = 0x0fffffff };
-enum { LINE = 16, BEAT_MS = 250, HELLO_MS = 1000, STOCK_MS = 50, SLEEP_MS = 250, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
+enum { LINE = 16, STOCK_MS = 50, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
 enum { MAX_IO_ERRORS = 3, MAX_WRONG_SUMS = 2 };
 enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPED = 5 };
 
@@ -58,16 +58,9 @@ static const uint32_t *epoch;
 static uint64_t *board;
 static uint8_t *staging;
 static int bundles, doorbell;
-static uint64_t generation, coordinator_pid;
-static int welcomed, settled, draining;
-static wire control = {.fd = -1}, cache = {.fd = -1};
-
-static uint64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
-}
+static uint64_t generation;
+static life alive;
+static wire cache = {.fd = -1};
 
 static void wake(uint32_t *word)
 {
@@ -220,7 +213,7 @@ static void tell_slot_counts(int idle)
                                  parts[0].granted, parts[1].granted};
     if (!cache.open)
         return;
-    int due = told_fd != cache.fd || (!generation && now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
+    int due = told_fd != cache.fd || (!generation && life_now_ms() - told_at >= STOCK_MS) || (idle && memcmp(told, figures, sizeof told));
     for (int n = 1; n <= 2; n++)
         due |= 4 * figures[n] < 3 * told[n] || (figures[n + 2] && !told[n + 2]);
     if (!due)
@@ -231,18 +224,9 @@ static void tell_slot_counts(int idle)
     for (int n = 0; n < 7; n++)
         pack_number(&p, names[n], figures[n]);
     memcpy(told, figures, sizeof told);
-    told_at = now_ms();
+    told_at = life_now_ms();
     told_fd = cache.fd;
     wire_send(&cache, p.bytes, p.count);
-}
-
-static void say_ready(void)
-{
-    pack p;
-    pack_map(&p, 2, "Ready");
-    pack_text(&p, "role", "loader");
-    pack_number(&p, "index", 0);
-    wire_send(&control, p.bytes, p.count);
 }
 
 static void reset(uint64_t to)
@@ -258,9 +242,7 @@ static void reset(uint64_t to)
     pack_map(&p, 1, "ResetDone");
     pack_number(&p, "generation", generation);
     wire_send(&cache, p.bytes, p.count);
-    if (!settled && welcomed)
-        say_ready();
-    settled = 1;
+    life_become_available(&alive);
 }
 
 static uint32_t item(value list, size_t n)
@@ -296,72 +278,6 @@ static void from_cache(const uint8_t *map, size_t bytes)
             for (int number = 0; number < 2; number++)
                 if (which.number & (1u << number) && item(clusters, n) < word_count)
                     queue_put(pinned ? &parts[number].pinned : &parts[number].warm, item(clusters, n));
-    }
-}
-
-/* ---- the coordinator ------------------------------------------------------------------------------------------------ */
-static void say_hello(void)
-{
-    pack p;
-    const char *core = place_fact("CORE");
-    pack_map(&p, *core ? 7 : 6, "Hello");
-    pack_text(&p, "role", "loader");
-    pack_number(&p, "index", strtoull(place_fact("INDEX"), NULL, 10));
-    pack_number(&p, "pid", (uint64_t)getpid());
-    pack_number(&p, "incarnation", strtoull(place_fact("INCARNATION"), NULL, 10));
-    pack_text(&p, "protocol", "2.0");
-    pack_number(&p, "slots", 0);
-    if (*core)
-        pack_number(&p, "core", strtoull(core, NULL, 10));
-    wire_send(&control, p.bytes, p.count);
-}
-
-static void say_beat(void)
-{
-    pack p;
-    pack_map(&p, 5, "Beat");
-    pack_text(&p, "role", "loader");
-    pack_number(&p, "index", 0);
-    pack_text(&p, "state", "ready");
-    pack_number(&p, "step", board[BOARD_READS]);
-    pack_empty_map(&p, "counters");
-    wire_send(&control, p.bytes, p.count);
-}
-
-static void from_coordinator(const uint8_t *map, size_t bytes)
-{
-    const value type = unpack_field(map, bytes, "type");
-    if (value_is(type, "Welcome")) {
-        const uint64_t pid = unpack_field(map, bytes, "coordinator_pid").number;
-        if (welcomed && pid != coordinator_pid)
-            say_hello(); /* another one, which knows nothing of us */
-        else if (settled)
-            say_ready();
-        welcomed = 1;
-        coordinator_pid = pid;
-    } else if (value_is(type, "Drain")) {
-        draining = 1;
-    } else if (value_is(type, "Reject")) {
-        fprintf(stderr, "the coordinator rejects this loader\n");
-        exit(1);
-    }
-}
-
-static void live(const char *path)
-{
-    static uint64_t hello_at, beat_at, connect_at;
-    const uint64_t now = now_ms();
-    if (control.fd < 0 && now >= connect_at) {
-        wire_connect(&control, path, "DEALER", "loader-0");
-        connect_at = now + 20;
-        hello_at = 0;
-    }
-    if (control.open && !welcomed && now >= hello_at) {
-        say_hello();
-        hello_at = now + HELLO_MS;
-    } else if (control.open && welcomed && now >= beat_at) {
-        say_beat();
-        beat_at = now + BEAT_MS;
     }
 }
 
@@ -477,10 +393,9 @@ static void hear(int listening)
     const uint8_t *map;
     if (poll(&ready, 1, 0) > 0)
         wire_accept(&cache, listening, "ROUTER");
-    if (control.fd >= 0 && !wire_receive(&control))
-        wire_close(&control);
-    while ((map = wire_next(&control, &bytes)))
-        from_coordinator(map, bytes);
+    alive.step = board[BOARD_READS];
+    while (life_hear(&alive, &bytes))
+        ; /* a loader gets its work from the cache */
     if (cache.fd >= 0 && !wire_receive(&cache))
         wire_close(&cache);
     while ((map = wire_next(&cache, &bytes)))
@@ -490,11 +405,11 @@ static void hear(int listening)
 static void sleep_until_needed(int listening)
 {
     char bells[64];
-    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
+    struct pollfd sources[] = {{doorbell, POLLIN, 0}, {listening, POLLIN, 0}, {alive.control.fd, POLLIN, 0}, {cache.fd, POLLIN, 0}};
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (!take_requests())
-        poll(sources, 4, control.fd < 0 || !generation ? STOCK_MS : SLEEP_MS);
+        poll(sources, 4, alive.control.fd < 0 || !generation ? STOCK_MS : LIFE_WAIT_MS);
     __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
     while (read(doorbell, bells, sizeof bells) > 0)
         ;
@@ -502,27 +417,23 @@ static void sleep_until_needed(int listening)
 
 int main(void)
 {
-    char control_path[4096], cache_path[4096];
+    char cache_path[4096];
     const char *run = place_fact("RUN");
     open_all(run, place_fact("PACKAGE"));
-    snprintf(control_path, sizeof control_path, "%s/control", run);
+    life_begin(&alive, run, "loader", "", 0, 0);
     snprintf(cache_path, sizeof cache_path, "%s/cache", run);
     const int listening = wire_listen(cache_path);
     if (listening < 0 || doorbell < 0)
         place_fail(cache_path, strerror(errno));
-    while (!draining) {
-        live(control_path);
+    while (!alive.draining) {
+        life_tick(&alive);
         hear(listening);
         take_requests();
         const int busy = generation && read_some();
         tell_slot_counts(!busy);
-        if (!busy && !draining)
+        if (!busy && !alive.draining)
             sleep_until_needed(listening);
     }
-    pack p;
-    pack_map(&p, 2, "Drained");
-    pack_text(&p, "role", "loader");
-    pack_number(&p, "index", 0);
-    wire_send(&control, p.bytes, p.count);
+    life_end(&alive);
     return 0;
 }

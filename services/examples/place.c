@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+enum { HEADER_BYTES = 4096 };
+
 void place_fail(const char *what, const char *why)
 {
     char path[512];
@@ -82,16 +84,17 @@ static const char *after_value(const char *at)
     return at;
 }
 
-static const char *json_find(const char *text, const char *path)
+/* NULL: it is not there. */
+static const char *json_look(const char *text, const char *path)
 {
     const char *at = after_blanks(text);
     for (const char *name = path; *name;) {
         const size_t length = strcspn(name, "/");
         if (*at != '{')
-            place_fail(path, "no such field");
+            return NULL;
         for (at = after_blanks(at + 1);;) {
             if (*at != '"')
-                place_fail(path, "no such field");
+                return NULL;
             const char *key = at + 1;
             const int found = !strncmp(key, name, length) && key[length] == '"';
             at = after_blanks(after_text(at));
@@ -106,9 +109,45 @@ static const char *json_find(const char *text, const char *path)
     return at;
 }
 
+static const char *json_find(const char *text, const char *path)
+{
+    const char *at = json_look(text, path);
+    if (!at)
+        place_fail(path, "no such field");
+    return at;
+}
+
 uint64_t json_number(const char *text, const char *path)
 {
     return strtoull(json_find(text, path), NULL, 10);
+}
+
+double json_real(const char *text, const char *path)
+{
+    return strtod(json_find(text, path), NULL);
+}
+
+int json_truth(const char *text, const char *path)
+{
+    return *json_find(text, path) == 't';
+}
+
+int json_has(const char *text, const char *path)
+{
+    const char *at = json_look(text, path);
+    return at && *at != 'n';
+}
+
+const char *json_item(const char *text, const char *path, size_t number)
+{
+    const char *at = json_find(text, path);
+    if (*at != '[')
+        place_fail(path, "no array");
+    for (at = after_blanks(at + 1); *at && *at != ']' && number--;) {
+        at = after_blanks(after_value(at));
+        at = after_blanks(at + (*at == ','));
+    }
+    return *at && *at != ']' ? at : NULL;
 }
 
 char *json_text(const char *text, const char *path)
@@ -147,8 +186,8 @@ segment segment_open(const char *run_file, const char *name, int writable)
     s.memory = mmap(NULL, s.bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, s.fd, 0);
     if (s.memory == MAP_FAILED)
         place_fail(path, strerror(errno));
-    if (memcmp(s.memory, "NPSEG1\0", 8) || s.memory[8] != 1)
-        place_fail(name, "is no segment of version 1");
+    if (s.bytes < HEADER_BYTES || memcmp(s.memory, "NPSEG1\0", 8) || s.memory[8] != 1 || memcmp(s.memory + 24, &s.bytes, sizeof s.bytes))
+        place_fail(name, "is no segment of version 1 and of this size");
     return s;
 }
 
@@ -158,18 +197,68 @@ void segment_close(segment *s)
     s->memory = NULL;
 }
 
+/* A line of a layout. Returns 0 for the layout's end. */
+typedef struct {
+    char name[64], type[8];
+    size_t lengths[8], count, offset, bytes;
+} field;
+
+static int take_field(const char **line, field *f)
+{
+    char lengths[128];
+    *f = (field){.bytes = 1};
+    if (!**line)
+        return 0;
+    if (sscanf(*line, "%63s %7s %127s %zu", f->name, f->type, lengths, &f->offset) != 4)
+        place_fail("layout", "a line cannot be read");
+    f->bytes = strtoul(f->type + 1, NULL, 10) / 8;
+    for (char *at = lengths; *at && f->count < 8; at += *at == 'x') {
+        f->lengths[f->count] = strtoull(at, &at, 10);
+        if (*at && *at != 'x')
+            place_fail(f->name, "its lengths cannot be read");
+        if (__builtin_mul_overflow(f->bytes, f->lengths[f->count++], &f->bytes))
+            place_fail(f->name, "is too large");
+    }
+    *line += strcspn(*line, "\n");
+    *line += **line == '\n';
+    return 1;
+}
+
+static field find_field(const segment *s, const char *name)
+{
+    field f;
+    for (const char *line = s->layout; take_field(&line, &f);)
+        if (!strcmp(f.name, name)) {
+            if (f.offset > s->bytes || f.bytes > s->bytes - f.offset)
+                place_fail(name, "lies outside of its segment");
+            return f;
+        }
+    place_fail(name, "no such field in its segment");
+}
+
+segment segment_private(const char *run_file, const char *name)
+{
+    char path[128];
+    snprintf(path, sizeof path, "private/%s", name);
+    segment s = {.layout = json_text(run_file, path), .fd = -1};
+    field f;
+    for (const char *line = s.layout; take_field(&line, &f);)
+        s.bytes = f.offset + f.bytes > s.bytes ? f.offset + f.bytes : s.bytes;
+    s.memory = mmap(NULL, s.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (s.memory == MAP_FAILED)
+        place_fail(path, strerror(errno));
+    return s;
+}
+
 void *segment_field(const segment *s, const char *name, size_t shape[2])
 {
-    for (const char *line = s->layout; *line; line += strcspn(line, "\n") + 1) {
-        char field[64], type[8], lengths[64];
-        size_t offset;
-        if (sscanf(line, "%63s %7s %63s %zu", field, type, lengths, &offset) == 4 && !strcmp(field, name)) {
-            if (shape) {
-                shape[0] = shape[1] = 1;
-                sscanf(lengths, "%zux%zu", &shape[0], &shape[1]);
-            }
-            return s->memory + offset;
-        }
-    }
-    place_fail(name, "no such field in its segment");
+    const field f = find_field(s, name);
+    for (size_t n = 0; shape && n < 2; n++)
+        shape[n] = n < f.count ? f.lengths[n] : 1;
+    return s->memory + f.offset;
+}
+
+size_t segment_field_bytes(const segment *s, const char *name)
+{
+    return find_field(s, name).bytes;
 }

@@ -2,6 +2,12 @@
 #ifndef SHA256_H
 #define SHA256_H
 #include <stddef.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 void sha256_text(const void *bytes, size_t count, char text[65]);
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -232,9 +232,23 @@ static void put(pack *p, const void *bytes, size_t count)
 
 static void put_text(pack *p, const char *text)
 {
-    const uint8_t head[2] = {0xd9, (uint8_t)strlen(text)};
+    size_t count = strnlen(text, 256);
+    if (count > 255) /* cut, between characters */
+        for (count = 255; count && ((uint8_t)text[count] & 0xc0) == 0x80;)
+            count--;
+    const uint8_t head[2] = {0xd9, (uint8_t)count};
     put(p, head, 2);
-    put(p, text, strlen(text));
+    put(p, text, count);
+}
+
+/* A tag, and the number behind it, big-endian. */
+static void put_tagged(pack *p, uint8_t tag, uint64_t number, int bytes)
+{
+    put(p, &tag, 1);
+    while (bytes--) {
+        const uint8_t one = (uint8_t)(number >> 8 * bytes);
+        put(p, &one, 1);
+    }
 }
 
 void pack_map(pack *p, unsigned entries, const char *type)
@@ -253,17 +267,22 @@ void pack_text(pack *p, const char *name, const char *text)
 
 void pack_number(pack *p, const char *name, uint64_t number)
 {
-    uint8_t bytes[9] = {0xcf};
-    for (int n = 0; n < 8; n++)
-        bytes[1 + n] = (uint8_t)(number >> (56 - 8 * n));
     put_text(p, name);
-    put(p, bytes, 9);
+    put_tagged(p, 0xcf, number, 8);
 }
 
-void pack_empty_map(pack *p, const char *name)
+void pack_real(pack *p, const char *name, double number)
+{
+    uint64_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    put_text(p, name);
+    put_tagged(p, 0xcb, bits, 8);
+}
+
+void pack_inner_map(pack *p, const char *name, unsigned entries)
 {
     put_text(p, name);
-    put(p, "\x80", 1);
+    put_tagged(p, 0xde, entries, 2);
 }
 
 typedef struct {
@@ -293,14 +312,23 @@ static value take_bytes(cursor *c, uint64_t count)
 
 static value take(cursor *c, int depth);
 
-static value skip_items(cursor *c, uint64_t items, int depth)
+/* kind: of the array or map that holds them. */
+static value take_items(cursor *c, uint64_t items, int depth, int kind)
 {
+    value whole = {.kind = kind, .number = items, .bytes = c->at};
     while (items-- && !c->broken)
         take(c, depth - 1);
-    return (value){0};
+    whole.count = (size_t)(c->at - whole.bytes);
+    return whole;
 }
 
-/* The next value; arrays, maps, floats, negative numbers and extensions are passed over. */
+static value other(cursor *c, size_t bytes)
+{
+    take_number(c, bytes);
+    return (value){.kind = '?'};
+}
+
+/* The next value; of floats, negative numbers, maps and extensions nothing but that they are there. */
 static value take(cursor *c, int depth)
 {
     const uint8_t tag = (uint8_t)take_number(c, 1);
@@ -311,14 +339,14 @@ static value take(cursor *c, int depth)
     if (tag < 0x80)
         return (value){.kind = 'n', .number = tag};
     if (tag < 0x90)
-        return skip_items(c, 2 * (tag & 15u), depth);
+        return take_items(c, 2 * (tag & 15u), depth, '?');
     if (tag < 0xa0)
-        return skip_items(c, tag & 15u, depth);
+        return take_items(c, tag & 15u, depth, 'a');
     if (tag < 0xc0)
         return take_bytes(c, tag & 31u);
     switch (tag) {
     case 0xc0:
-        return (value){0};
+        return (value){.kind = 'z'};
     case 0xc2:
     case 0xc3:
         return (value){.kind = 'b', .number = tag & 1u};
@@ -332,11 +360,9 @@ static value take(cursor *c, int depth)
     case 0xdb:
         return take_bytes(c, take_number(c, 4));
     case 0xca:
-        take_number(c, 4);
-        return (value){0};
+        return other(c, 4);
     case 0xcb:
-        take_number(c, 8);
-        return (value){0};
+        return other(c, 8);
     case 0xcc:
     case 0xcd:
     case 0xce:
@@ -346,20 +372,19 @@ static value take(cursor *c, int depth)
     case 0xd1:
     case 0xd2:
     case 0xd3:
-        take_number(c, (size_t)1 << (tag - 0xd0));
-        return (value){0};
+        return other(c, (size_t)1 << (tag - 0xd0));
     case 0xdc:
-        return skip_items(c, take_number(c, 2), depth);
+        return take_items(c, take_number(c, 2), depth, 'a');
     case 0xdd:
-        return skip_items(c, take_number(c, 4), depth);
+        return take_items(c, take_number(c, 4), depth, 'a');
     case 0xde:
-        return skip_items(c, 2 * take_number(c, 2), depth);
+        return take_items(c, 2 * take_number(c, 2), depth, '?');
     case 0xdf:
-        return skip_items(c, 2 * take_number(c, 4), depth);
+        return take_items(c, 2 * take_number(c, 4), depth, '?');
     default:
         if (tag < 0xe0)
             c->broken = 1; /* extensions do not occur */
-        return (value){0};
+        return (value){.kind = '?'};
     }
 }
 
@@ -384,4 +409,18 @@ value unpack_field(const uint8_t *map, size_t bytes, const char *name)
 int value_is(value v, const char *text)
 {
     return v.kind == 's' && v.count == strlen(text) && !memcmp(v.bytes, text, v.count);
+}
+
+int unpack_items(value array, int32_t *items, int most)
+{
+    if (array.kind != 'a' || most < 0 || array.number > (uint64_t)most)
+        return -1;
+    cursor c = {array.bytes, array.bytes + array.count, 0};
+    for (uint64_t n = 0; n < array.number; n++) {
+        const value one = take(&c, 1);
+        if (one.kind != 'n' || one.number > INT32_MAX)
+            return -1;
+        items[n] = (int32_t)one.number;
+    }
+    return (int)array.number;
 }

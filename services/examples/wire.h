@@ -3,6 +3,9 @@
 #define WIRE_H
 #include <stddef.h>
 #include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 /* ---- one connection ----------------------------------------------------------------------------------------------- */
 typedef struct {
@@ -26,24 +29,30 @@ const uint8_t *wire_next(wire *w, size_t *bytes);
 /* Send a message. A peer that is gone or stuck loses it. */
 void wire_send(wire *w, const uint8_t *map, size_t bytes);
 
-/* ---- msgpack, to write: maps of text, whole numbers and bytes ------------------------------------------------------ */
+/* ---- msgpack, to write: maps of text, numbers and maps -------------------------------------------------------------- */
 typedef struct {
-    uint8_t bytes[512];
+    uint8_t bytes[2048];
     size_t count;
 } pack;
-void pack_map(pack *p, unsigned entries, const char *type); /* entries: besides "type" */
-void pack_text(pack *p, const char *name, const char *value);
+void pack_map(pack *p, unsigned entries, const char *type);         /* entries: besides "type", 14 at most */
+void pack_text(pack *p, const char *name, const char *value);       /* of a longer text the first 255 bytes */
 void pack_number(pack *p, const char *name, uint64_t value);
-void pack_empty_map(pack *p, const char *name);
+void pack_real(pack *p, const char *name, double value);
+void pack_inner_map(pack *p, const char *name, unsigned entries);   /* the next entries belong to it */
 
 /* ---- msgpack, to read: a message's fields, by name ----------------------------------------------------------------- */
 typedef struct {
-    int kind;              /* 0: there is none; 'n' number, 's' text or bytes, 'b' truth */
-    uint64_t number;
+    int kind;              /* 0: there is none; 'n' number, 's' text or bytes, 'b' truth, 'z' nil, 'a' array; '?' something else */
+    uint64_t number;       /* of an array: its items */
     const uint8_t *bytes;
     size_t count;
 } value;
-/* The value of a field; kind 0 where it is missing, of another kind, or the message is no map. */
+/* The value of a field; kind 0 where it is missing, or the message is no map or ends too early. */
 value unpack_field(const uint8_t *map, size_t bytes, const char *name);
 int value_is(value v, const char *text);
+/* An array's items, when there are no more than `most` and all are whole numbers from 0 to 2^31-1: their count. Else -1. */
+int unpack_items(value array, int32_t *items, int most);
+#ifdef __cplusplus
+}
+#endif
 #endif

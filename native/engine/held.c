@@ -1,0 +1,94 @@
+/* Steps of a participant whose blocks another computes, who holds their weights: a GPU say. The engine goes through the stages with the
+ * others and takes no piece of their work. It has the blocks of each layer computed between the two halves of the feed-forward: when
+ * vectors, routes and predictions are there, and before block sums meet. */
+#include <string.h>
+
+#include "engine.h"
+
+int np_engine_begin_held(np_engine *engine, const np_step *step)
+{
+    np_held *h = &engine->held;
+    int done = engine->config.held && step->first_block == 0 ? np_engine_take_step(engine, step) : NP_E_ARGUMENT;
+    h->layer = h->stage = 0;
+    h->are_wanted = 0;
+    if (done >= 0)
+        done = np_engine_embed(engine);
+    h->result = done < 0 ? done : 1;
+    return done < 0 ? done : NP_OK;
+}
+
+static void want_blocks(np_engine *engine, np_wanted_blocks *wanted)
+{
+    const np_shape *s = &engine->shape;
+    const np_group *last = &engine->groups[engine->group_count - 1];
+    const np_range clusters = np_clusters_of(engine, engine->blocks.from, engine->blocks.to);
+    *wanted = (np_wanted_blocks){
+        .layer = engine->layer,
+        .tokens = engine->count,
+        .pairs = last->first + last->count,
+        .blocks = engine->blocks.to,
+        .groups = engine->group_count,
+        .group = engine->groups,
+        .pair_token = engine->pair_token,
+        .pair_weight = engine->pair_weight,
+        .vectors = engine->vectors.prepared,
+        .vector_stride = engine->vectors.stride,
+        .predicted = np_decides(engine) ? engine->shared.predicted : NULL,
+        .mask_bytes = (uint32_t)engine->mask_bytes,
+        .predicted_neurons = (uint32_t)engine->layer_neurons,
+        .partials = engine->shared.partials,
+        .partials_stride = (size_t)s->blocks * s->width,
+    };
+    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * s->cluster_neurons * wanted->pairs;
+    engine->held.wanted = np_clock_ns();
+}
+
+/* The half of the feed-forward that comes next. */
+static int feed_forward(np_engine *engine, np_wanted_blocks *wanted)
+{
+    np_held *h = &engine->held;
+    if (h->are_wanted) {
+        np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, h->layer, 0, engine->step, h->wanted);
+        h->are_wanted = 0;
+        return np_feed_forward_end(engine);
+    }
+    const int done = np_feed_forward_begin(engine, h->layer);
+    if (done < 0)
+        return done;
+    want_blocks(engine, wanted);
+    h->are_wanted = 1;
+    return NP_OK;
+}
+
+/* Go on until the blocks of a layer are wanted (1), all layers are done (NP_OK), or an error. */
+static int go_on(np_engine *engine, np_wanted_blocks *wanted)
+{
+    np_held *h = &engine->held;
+    while (h->layer < engine->shape.layers) {
+        np_stage *stage = np_engine_stage(engine, h->stage);
+        if (h->stage == 0)
+            np_engine_begin_layer(engine, h->layer);
+        const int done = stage == np_engine_feed_forward ? feed_forward(engine, wanted) : stage(engine, h->layer);
+        if (done < 0)
+            return done;
+        if (h->are_wanted)
+            return 1;
+        if (++h->stage == NP_STAGES) {
+            h->stage = 0;
+            h->layer++;
+        }
+    }
+    return NP_OK;
+}
+
+int np_engine_next_blocks(np_engine *engine, np_wanted_blocks *wanted)
+{
+    np_held *h = &engine->held;
+    if (h->result != 1)
+        return h->result;
+    const int done = go_on(engine, wanted);
+    if (done == 1)
+        return 1;
+    h->result = np_engine_end_step(engine, done);
+    return h->result;
+}

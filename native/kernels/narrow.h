@@ -1,0 +1,46 @@
+/* A row of groups of 32 as signed bytes with one scale for all of it: what a neural processor multiplies. Products of a scale and a quant are
+ * exact, and the nearest integer is one, so that all instruction sets give the same bits. */
+#ifndef NP_KERNELS_NARROW_H
+#define NP_KERNELS_NARROW_H
+#include "kernels/half.h"
+#include "kernels/isa.h"
+
+NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : NP_GROUP / 2; }
+
+/* 0, or no number where a scale is not finite. */
+NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
+    uint32_t strange = 0;
+    for (size_t g = 0; g < groups; g++) strange |= (scales[g] & 0x7c00) == 0x7c00;
+    return strange ? np_float_of(0x7fc00000) : 0.0f;
+}
+
+/* Define the np_narrow_function NAME from LARGEST(type, quants, scales, groups), the largest magnitude of a row, and ROUND(type, quants,
+ * factor, out), the integers nearest to a group's quants times a factor. The type is a constant in each of their two copies. */
+#define NP_NARROW_ROW(TYPE, LARGEST, ROUND)                                                                              \
+    do {                                                                                                                 \
+        const size_t groups = n / NP_GROUP;                                                                              \
+        const float scale = (LARGEST(TYPE, quants, scales, groups) + np_strangeness(scales, groups)) / 127.0f;           \
+        *row_scale = scale;                                                                                              \
+        for (size_t g = 0; g < groups; g++)                                                                              \
+            ROUND(TYPE, quants + g * np_group_bytes(TYPE), scale > 0.0f ? np_half_to_float(scales[g]) / scale : 0.0f,    \
+                  out + g * NP_GROUP);                                                                                   \
+    } while (0)
+#define NP_DEFINE_NARROW(TARGET, NAME, LARGEST, ROUND)                                                                   \
+    TARGET void NAME(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale) { \
+        if (type == NP_Q8)                                                                                               \
+            NP_NARROW_ROW(NP_Q8, LARGEST, ROUND);                                                                        \
+        else                                                                                                             \
+            NP_NARROW_ROW(NP_Q4, LARGEST, ROUND);                                                                        \
+    }
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Half of a group's quants as bytes. */
+NP_INLINE __m128i np_half_group(int type, const uint8_t *quants, int half) {
+    if (type == NP_Q8) return _mm_loadu_si128((const __m128i *)(const void *)(quants + half * 16));
+    const __m128i both = _mm_loadu_si128((const __m128i *)(const void *)quants);
+    return _mm_sub_epi8(_mm_and_si128(half ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+}
+#endif
+#endif
