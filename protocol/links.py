@@ -62,7 +62,7 @@ _TO_CLIENTS = (
 CONTROL = Link(
     name="control",
     bound_by="coordinator",
-    connected_by=("prefill", "decode", "loader", "cache", "client"),
+    connected_by=("prefill", "decode", "accelerator", "loader", "cache", "client"),
     inward=_direction(256, "wait", *_LIFE_OF_A_SERVICE, *_FROM_WORKERS, *_FROM_CLIENTS),
     outward=_direction(1024, "refuse", *_TO_SERVICES, *_TO_CLIENTS),
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
-BOARD_WORDS = ("pid", "incarnation", "restarts")
+BOARD_WORDS = ("pid", "incarnation", "restarts", "gone")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
-many incarnations came before; restarts: how many of them were lost, and did not make way for another."""
+many incarnations came before; restarts: how many of them were lost, and did not make way for another; gone: 1 when it
+is not started again, and the run goes on without it."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""

@@ -169,6 +169,8 @@ class ProcessStatus(Message):
     outstanding: how many requests it has not answered
     restarts: how often it was lost and restarted; replacing it by `swap` does not count
     numerics: as in `Hello`
+    backend: who computes in it by the plan, as NAME or NAME:OPTIONS; empty: the native engine, or it computes nothing
+    work: what of decode steps it computes now, in words, where processes compute different things
     """
 
     role: str
@@ -180,6 +182,8 @@ class ProcessStatus(Message):
     outstanding: int = 0
     restarts: int = 0
     numerics: str = ""
+    backend: str = ""
+    work: str = ""
 
 
 @message

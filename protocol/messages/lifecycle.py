@@ -6,7 +6,7 @@ from typing import Literal
 
 from neuronpipe.protocol.codec import Message, message
 
-State = Literal["starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck"]
+State = Literal["starting", "ready", "busy", "draining", "stopped", "failed", "silent", "stuck", "gone"]
 
 FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "internal"]
 
@@ -15,7 +15,7 @@ FailureCode = Literal["damaged", "io", "memory", "mismatch", "timeout", "interna
 class Hello(Message):
     """The first message of a service. Until `Welcome` arrives nothing else is sent.
 
-    role: "prefill", "decode", "loader", "cache", or a name of its own
+    role: "prefill", "decode", "accelerator", "loader", "cache", or a name of its own
     index: number among the processes of this role, from 0
     pid: process id
     incarnation: how many processes the supervisor had started before for this role and index

@@ -20,6 +20,9 @@ class ProcessView(Message):
     restarts: how often it was lost and restarted; replacing it by `swap` does not count
     cpu: processor time it used lately, over the time that passed; 1 is one core
     memory_bytes: its own, without shared memory; of pages that several processes share, its share
+    numerics: as in `Hello`
+    backend: as in `ProcessStatus`
+    work: as in `ProcessStatus`
     doing: shares of the recent time by activity, named by the labels of groups of spans
     """
 
@@ -32,6 +35,9 @@ class ProcessView(Message):
     restarts: int = 0
     cpu: float | None = None
     memory_bytes: int | None = None
+    numerics: str = ""
+    backend: str = ""
+    work: str = ""
     doing: dict[str, float]
 
 
