@@ -76,6 +76,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
         "predictor_ranks": None if predictor is None else ranks(predictor),
         "profiles": [asdict(profile) | {"reuse": profile.reuse} for profile in manifest.profiles],
         "silent": None if manifest.silent is None else asdict(manifest.silent) | {"loss": manifest.silent.loss()},
+        "npu": None if manifest.npu is None else asdict(manifest.npu) | {"loss_share": manifest.npu.loss_share},
         "workload": None if manifest.workload is None else asdict(manifest.workload),
         "warnings": warnings(manifest),
     }
@@ -184,6 +185,8 @@ def render(description: dict[str, Any]) -> str:
         lines += ["", *_predictor_lines(predictor, description["predictor_ranks"])]
     if (silent := description["silent"]) is not None:
         lines += ["", *silent_lines(silent)]
+    if (npu := description["npu"]) is not None:
+        lines += ["", npu_line(npu)]
     if (workload := description["workload"]) is not None:
         lines += ["", f"Workload presets (seed {workload['seed']})"]
         lines += [f"  {name:<12} tokens {a:>7,} to {a + n - 1:,}" for name, (a, n) in workload["presets"].items()]
@@ -274,6 +277,16 @@ def silent_lines(silent: dict[str, Any]) -> list[str]:
     for number, layer in enumerate(silent["by_layer"]):
         lines.append(f"  {number:>5} {layer['share']:>8.1%} {layer['threshold']:>28.6f}")
     return lines
+
+
+def npu_line(npu: dict[str, Any]) -> str:
+    """What prompts on a neural processor lose, from the JSON values of a package."""
+    kept = next(loss for loss in npu["losses"] if loss["scaling"] == npu["scaling"])
+    ranges = "a scale of each token's own" if npu["scaling"] == "token" else "ranges of calibration text"
+    return (
+        f"Prompts on a neural processor, with {ranges}: perplexity {npu['loss_share']:+.3%}, the likeliest token "
+        f"{kept['agreement']:.2%} the same, on {npu['held_out_tokens']:,} held-out tokens of {npu['text']}"
+    )
 
 
 def _drawn(name: Part, part: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from neuronpipe.plans.convert.checkpoint import Inventory
 from neuronpipe.plans.models import falcon, opt
 from neuronpipe.plans.models.family import Family, GgufArchitecture, TensorNames
 from neuronpipe.plans.models.registry import FAMILIES
-from neuronpipe.plans.models.spec import MAX, Activation, LayerKind, ModelSpec, SpecError
+from neuronpipe.plans.models.spec import MAX, Activation, ModelSpec, SpecError
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
 
@@ -51,24 +51,13 @@ def powerinfer_opt(metadata: Record, inventory: Inventory, context_tokens: int |
     if context_tokens is not None and not 1 <= context_tokens <= positions:
         metadata.fail("position_embd.weight", f"has {positions} positions, so {context_tokens} tokens are impossible")
     try:
-        return ModelSpec(
-            family=opt.NAME,
+        return opt.opt_spec(
             width=width,
             neurons=integer("feed_forward_length", MAX.neurons),
-            layer_kinds=(LayerKind(integer("block_count", MAX.layers)),),
-            query_heads=heads,
-            key_heads=heads,
-            head_width=width // heads,
+            layers=integer("block_count", MAX.layers),
+            heads=heads,
             vocabulary=inventory.shape("token_embd.weight")[0],
             context_tokens=context_tokens or positions,
-            norm="layer",
-            norm_epsilon=opt.LAYER_NORM_EPSILON,
-            positions="learned",
-            activation="relu",
-            gated=False,
-            qkv_bias=True,
-            output_bias=True,
-            ffn_bias=True,
             tied_embeddings=not inventory.has("output.weight"),
         )
     except SpecError as error:

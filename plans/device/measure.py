@@ -18,7 +18,7 @@ from neuronpipe.plans.device.memory import PROFILE_PIECES, measure_dram
 from neuronpipe.plans.device.points import CoreClass, DecodePoint, PanelPoint, ReusedPoint, Sharing
 from neuronpipe.plans.device.probe import BUNDLES, decode_cores, this_device
 from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
-from neuronpipe.plans.device.read_cost import SIZES_BYTES, measure_costs, measure_sharing
+from neuronpipe.plans.device.read_cost import COST_CASES, measure_costs, measure_sharing
 from neuronpipe.plans.device.waits import measure_barriers, measure_messages
 from neuronpipe.protocol.errors import UserError
 
@@ -93,7 +93,7 @@ class _Measuring:
         rounds, workers = self._effort.rounds, len(self._cores)
         crews = len(self._classes) + (workers > 1)
         steps = rounds * (workers * len(PROFILE_PIECES) + crews * len(self._effort.kernels) + 2 * workers)
-        flash = self._effort.flash_rounds * len(self._reads) + rounds * (len(SIZES_BYTES) + 2)
+        flash = self._effort.flash_rounds * len(self._reads) + rounds * (len(COST_CASES) + 2)
         return steps + (flash if self._reads else 0)
 
     def _step(self) -> None:
@@ -139,12 +139,14 @@ class _Measuring:
             barriers=barriers,
             messages=messages,
             steps=(),
+            read_delays=(),
+            read_factors=(),
         )
 
     def with_flash(self, profile: DeviceProfile) -> DeviceProfile:
         if not self._reads:
             raise UserError(f"{self._file}: too small to measure flash with; name a larger package")
-        self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(SIZES_BYTES)
+        self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(COST_CASES)
         busy = Busyness()
         flash = self._flash()
         self._progress(self._total, self._total)

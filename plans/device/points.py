@@ -126,13 +126,15 @@ class FlashRead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadCost:
-    """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing."""
+    """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing. at_once:
+    reads that are asked for together, so that one wake-up serves several."""
 
     request_bytes: int
+    at_once: int
     cpu_us: Figure
 
     def __post_init__(self) -> None:
-        positive(self, "request_bytes")
+        positive(self, "request_bytes", "at_once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,18 @@ class Wait:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadFactor:
+    """How many times the processor time of a flash read one takes in a run, beside so many workers: requests come in
+    smaller groups, whoever waits is woken, and the cache makes room."""
+
+    workers: int
+    factor: Figure
+
+    def __post_init__(self) -> None:
+        positive(self, "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPoint:
     """A decode step of a small package in a run, everything resident. kernels_us: what the kernels' own speeds give for
     it; step_us: what it took the workers, with all that lies between kernels, waiting for each other and what other
@@ -166,6 +180,20 @@ class StepPoint:
     kernels_us: Figure
     step_us: Figure
     between_us: Figure
+
+    def __post_init__(self) -> None:
+        positive(self, "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadDelay:
+    """What a worker waits for a read beyond what the flash takes for it: until the loader runs, twice, and until the
+    worker is woken. So many workers, in a run. together: named with others before a layer is computed, not by itself
+    while it is."""
+
+    together: bool
+    workers: int
+    us: Figure
 
     def __post_init__(self) -> None:
         positive(self, "workers")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure, between, between_all
@@ -26,6 +27,8 @@ from neuronpipe.plans.device.points import (
     FlashRead,
     PanelPoint,
     ReadCost,
+    ReadDelay,
+    ReadFactor,
     ReusedKind,
     ReusedPoint,
     Sharing,
@@ -39,12 +42,12 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 2
+VERSION = 4
 MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147
 MAX_WORKERS = 4096
-LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE)}
+LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE), "factor": (1e-3, 1e3)}
 """What a figure can be, by how its name ends: less and more were never measured."""
 
 
@@ -78,11 +81,16 @@ class FlashProfile:
         measured = {(r.range_bytes, r.depth, r.request_bytes): r.bytes_per_s.median for r in found}
         return between_all(measured.items(), (range_bytes, depth, size_bytes))
 
-    def read_cpu_us(self, size_bytes: int) -> float:
-        """Processor time of one read: a straight line between the sizes measured, and beyond them."""
-        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs)
+    def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
+        """Processor time of one of so many reads that are asked for together; by size on a straight line between the
+        sizes measured, and beyond them."""
+        by_number: dict[float, float] = {cost.at_once: self._by_size(cost.at_once, size_bytes) for cost in self.costs}
+        return between(by_number, at_once) if by_number else 0.0
+
+    def _by_size(self, at_once: int, size_bytes: int) -> float:
+        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == at_once)
         if len(line) < 2:
-            return line[0][1] if line else 0.0
+            return line[0][1]
         upper = next((n for n in range(1, len(line) - 1) if line[n][0] >= size_bytes), len(line) - 1)
         (x0, y0), (x1, y1) = line[upper - 1], line[upper]
         return max(min(y0, y1) / 2, y0 + (y1 - y0) * (size_bytes - x0) / (x1 - x0))
@@ -90,14 +98,15 @@ class FlashProfile:
     @property
     def cpu_us_per_kib(self) -> float:
         """What a KiB more costs, between the smallest and the largest read measured."""
-        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs)
+        most = max((cost.at_once for cost in self.costs), default=0)
+        line = sorted((cost.request_bytes, cost.cpu_us.median) for cost in self.costs if cost.at_once == most)
         return (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0]) * 1024 if len(line) > 1 else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
     """One device, and one file system of it. dram, decode ... are in no order; None and () where nothing could be
-    measured."""
+    measured. accelerator: of a profile that was made before there were any, or where none was found, None."""
 
     version: int
     device_id: str
@@ -118,6 +127,9 @@ class DeviceProfile:
     barriers: tuple[Wait, ...]
     messages: tuple[Wait, ...]
     steps: tuple[StepPoint, ...]
+    read_delays: tuple[ReadDelay, ...]
+    read_factors: tuple[ReadFactor, ...]
+    accelerator: AcceleratorProfile | None = None
 
     def __post_init__(self) -> None:
         positive(self, "decode_workers")
@@ -139,18 +151,26 @@ class DeviceProfile:
 
     @property
     def spread(self) -> float:
-        """The typical spread of all figures."""
-        return statistics.median(figure.spread for _, figure in self.figures())
+        """The typical spread of all figures of the machine itself."""
+        alone = dataclasses.replace(self, accelerator=None)
+        return statistics.median(figure.spread for _, figure in alone.figures())
 
     def figures(self) -> Iterator[tuple[tuple[object, ...], Figure]]:
         """Every figure, under what it is of: the name of its list, then the values of its point."""
         for name, points in self._lists().items():
+            device = self._whose(name)
             for point in points:
                 values = {field.name: getattr(point, field.name) for field in dataclasses.fields(point)}
                 plain = tuple((key, value) for key, value in values.items() if not isinstance(value, Figure))
                 for key, value in values.items():
                     if isinstance(value, Figure):
-                        yield (name, *plain, key), value
+                        yield (name, *device, *plain, key), value
+
+    def _whose(self, name: str) -> tuple[tuple[str, str], ...]:
+        """Figures of another accelerator are other figures."""
+        if self.accelerator is None or not name.startswith("accelerator."):
+            return ()
+        return (("device", self.accelerator.name),)
 
     def _lists(self) -> dict[str, tuple[Any, ...]]:
         flash = self.flash
@@ -165,6 +185,9 @@ class DeviceProfile:
             "barriers": self.barriers,
             "messages": self.messages,
             "steps": self.steps,
+            "read_delays": self.read_delays,
+            "read_factors": self.read_factors,
+            **(self.accelerator.lists() if self.accelerator else {}),
         }
 
     def dram_bytes_per_s(self, workers: int, piece_bytes: int = SEQUENTIAL_PIECE_BYTES) -> float:
@@ -247,9 +270,23 @@ class DeviceProfile:
         )
         return 2 / (1 / up + 1 / down)
 
-    def read_cpu_us(self, size_bytes: int) -> float:
-        """Processor time of one flash read of this size; 0 where flash was not measured."""
-        return self.flash.read_cpu_us(size_bytes) if self.flash else 0.0
+    def read_cpu_us(self, size_bytes: int, at_once: float) -> float:
+        """Processor time of one of so many flash reads asked for together; 0 where flash was not measured."""
+        return self.flash.read_cpu_us(size_bytes, at_once) if self.flash else 0.0
+
+    def read_delay_us(self, workers: int, *, together: bool) -> float:
+        """What a read takes in a run beyond the flash's own time, named together with others or by itself. Raises
+        KeyError where that was not measured."""
+        found = {float(one.workers): one.us.median for one in self.read_delays if one.together == together}
+        if not found:
+            raise KeyError("read_delays: not in this profile")
+        return between(found, workers)
+
+    def read_factor(self, workers: int) -> float:
+        """How many times `read_cpu_us` a read takes in a run. Raises KeyError where that was not measured."""
+        if not self.read_factors:
+            raise KeyError("read_factors: not in this profile")
+        return between({point.workers: point.factor.median for point in self.read_factors}, workers)
 
     def barrier_us(self, workers: int) -> float:
         """One barrier of a step."""

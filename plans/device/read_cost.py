@@ -24,6 +24,8 @@ from neuronpipe.plans.device.points import MAX_SHARE, ReadCost, Sharing
 from neuronpipe.protocol.errors import UserError
 
 SIZES_BYTES = (4096, 16384, 65536)
+AT_ONCE = (1, 8, 64)
+COST_CASES = [(size, at_once) for size in SIZES_BYTES for at_once in AT_ONCE]
 SHARING_SIZE_BYTES = 8192  # the cluster of a 7B model at q4
 DEPTH = 32
 PAGE_BYTES = 4096
@@ -96,15 +98,20 @@ class _Loading:
         self._keep += [arrivals, *native]
         return lib.np_loader_create(self._reader, *native, arrivals, self.clusters)
 
-    def read_all(self) -> None:
-        """Every cluster once, in random order."""
+    def read_all(self, at_once: int | None = None) -> None:
+        """Every cluster once, in random order; so many are asked for together (default: all)."""
         for words in self._words:
             words[:] = array("I", bytes(4 * self.clusters))
         lib.np_loader_reset(self._loader)
         lib.np_loader_grant(self._loader, lib.NP_TRIGGER, list(range(self.clusters)), self.clusters)
-        lib.np_loader_request(self._loader, lib.NP_REQUEST_TRIGGER, self._order, self.clusters, 0, 0)
+        step = at_once or self.clusters
+        for first in range(0, self.clusters, step):
+            self._read(self._order[first : first + step])
+
+    def _read(self, clusters: Sequence[int]) -> None:
+        lib.np_loader_request(self._loader, lib.NP_REQUEST_TRIGGER, clusters, len(clusters), 0, 0)
         published = 0
-        while published < self.clusters:
+        while published < len(clusters):
             came = lib.np_loader_turn(self._loader, TURN_MS)
             if came == 0:
                 raise UserError(f"{self._path}: a read took longer than {TURN_MS} ms; run `neuronpipe doctor`")
@@ -122,26 +129,31 @@ def _clusters(file_bytes: int, size_bytes: int) -> int:
 def measure_costs(
     path: Path, core: int | None, *, rounds: int, progress: Callable[[], None] = lambda: None
 ) -> tuple[ReadCost, ...]:
-    """Processor time of a read by its size, on this core; sizes that the file holds only a few times are left out."""
+    """Processor time of a read by its size and by how many are asked for together, on this core; sizes that the file
+    holds only a few times are left out."""
     sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
+    cases = [(size, at_once) for size, at_once in COST_CASES if size in sizes]
 
     def work(member: Member) -> Iterator[Sequence[float]]:
         assert member.count == 1
-        loadings = [_Loading(path, size) for size in sizes]
-        for loading in loadings:
+        loadings = {size: _Loading(path, size) for size in sizes}
+        for loading in loadings.values():
             loading.read_all()  # the first touch of the slots
         for _ in range(rounds):
-            for loading in loadings:
+            for size, at_once in cases:
                 began = time.process_time()
-                loading.read_all()
-                yield [1e6 * (time.process_time() - began) / loading.clusters]
+                loadings[size].read_all(at_once)
+                yield [1e6 * (time.process_time() - began) / loadings[size].clusters]
 
-    found: dict[int, list[float]] = {size: [] for size in sizes}
-    turns = (size for _ in range(rounds) for size in sizes)
-    for size, [[cpu_us]] in zip(turns, measured_together([core], work), strict=True):
-        found[size].append(max(1e-3, cpu_us))
+    found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    turns = (case for _ in range(rounds) for case in cases)
+    for case, [[cpu_us]] in zip(turns, measured_together([core], work), strict=True):
+        found[case].append(max(1e-3, cpu_us))
         progress()
-    return tuple(ReadCost(request_bytes=size, cpu_us=Figure.of(of_one)) for size, of_one in found.items())
+    return tuple(
+        ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(of_one))
+        for (size, at_once), of_one in found.items()
+    )
 
 
 def measure_sharing(

@@ -69,28 +69,50 @@ def _read(config: Record, has: Callable[[str], bool], choices: Choices) -> Model
         field = "activation_function"
         config.fail(field, f"{quoted(activation)} is not supported; relu is")
     try:
-        return ModelSpec(
-            family=NAME,
+        return opt_spec(
             width=width,
             neurons=config.integer("ffn_dim", 1, MAX.neurons),
-            layer_kinds=(LayerKind(config.integer("num_hidden_layers", 1, MAX.layers)),),
-            query_heads=heads,
-            key_heads=heads,
-            head_width=width // heads,
+            layers=config.integer("num_hidden_layers", 1, MAX.layers),
+            heads=heads,
             vocabulary=config.integer("vocab_size", 1, MAX.vocabulary),
             context_tokens=context_tokens(config, choices.context_tokens),
-            norm="layer",
-            norm_epsilon=LAYER_NORM_EPSILON,
-            positions="learned",
-            activation="relu",
-            gated=False,
-            qkv_bias=True,
-            output_bias=True,
-            ffn_bias=True,
             tied_embeddings=config.boolean("tie_word_embeddings"),
         )
     except SpecError as error:
         config.fail(error.field, error.complaint)
+
+
+def opt_spec(
+    *,
+    width: int,
+    neurons: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    context_tokens: int,
+    tied_embeddings: bool,
+) -> ModelSpec:
+    """What every OPT is, of these sizes, whichever file tells them. Raises SpecError."""
+    return ModelSpec(
+        family=NAME,
+        width=width,
+        neurons=neurons,
+        layer_kinds=(LayerKind(layers),),
+        query_heads=heads,
+        key_heads=heads,
+        head_width=width // heads,
+        vocabulary=vocabulary,
+        context_tokens=context_tokens,
+        norm="layer",
+        norm_epsilon=LAYER_NORM_EPSILON,
+        positions="learned",
+        activation="relu",
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        tied_embeddings=tied_embeddings,
+    )
 
 
 FAMILY = Family(

@@ -14,6 +14,7 @@ run takes. Nothing else asks which family a model is of.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
@@ -70,7 +71,7 @@ class LayerKind:
     rotary: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """An architecture with its sizes. Raises SpecError where fields contradict each other.
 
@@ -164,7 +165,7 @@ class ModelSpec:
         if not holds:
             raise SpecError(field, complaint)
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """Layers of all kinds."""
         return sum(kind.layers for kind in self.layer_kinds)

@@ -10,11 +10,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
 from neuronpipe.plans.package.activity import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization
+from neuronpipe.plans.package.npu import NpuProfile
 
 FORMAT = "neuronpipe-package"
 VERSION = 3
@@ -173,7 +175,7 @@ class FileEntry:
     sha256: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """A package's manifest; `id` is empty until `sealed` has computed it."""
 
@@ -190,21 +192,22 @@ class Manifest:
     predictor: Predictor | None = None
     silent: Silent | None = None  # of a SiLU model that was given thresholds
     profiles: tuple[ActivityProfile, ...] = ()  # what activity.bin has of each mode that was measured
+    npu: NpuProfile | None = None  # what a neural processor's arithmetic loses, where that was measured
     workload: Workload | None = None
     chat: Chat | None = None  # of a package with a chat template
     id: str = ""
 
-    @property
+    @cached_property
     def clusters(self) -> int:
         """Clusters of the whole package: entries of checksums.bin, and residency entries of one part."""
         return self.model.layers * self.model.experts * self.layout.clusters
 
-    @property
+    @cached_property
     def trigger_slot_bytes(self) -> int:
         """Bytes of a memory slot for a trigger part: what is used of it, in whole cache lines."""
         return self.layout.slot_bytes("trigger", self.quantization, self.model.width)
 
-    @property
+    @cached_property
     def value_slot_bytes(self) -> int:
         """Bytes of a memory slot for a value part."""
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
@@ -281,6 +284,8 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
         values["predictor"] = {name: value for name, value in asdict(manifest.predictor).items() if value is not None}
     if manifest.silent is not None:
         values["silent"] = asdict(manifest.silent)
+    if manifest.npu is not None:
+        values["npu"] = asdict(manifest.npu)
     if manifest.profiles:
         values["profiles"] = profiles_as_json(manifest.profiles)
     if manifest.chat is not None:

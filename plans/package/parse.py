@@ -61,6 +61,7 @@ from neuronpipe.plans.package.manifest import (
     Workload,
     identity,
 )
+from neuronpipe.plans.package.npu import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parse_silent import parse_silent
 from neuronpipe.plans.package.version_2 import as_version_3
@@ -110,6 +111,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         trigger_fired_by_layer=activity[1],
         predictor=predictor,
         silent=parse_silent(record.record("silent"), model) if record.has("silent") else None,
+        npu=parse_npu(record.record("npu"), model) if record.has("npu") else None,
         profiles=profiles,
         workload=_parse_workload(record.record("workload"), model.vocabulary) if record.has("workload") else None,
         chat=chat,

@@ -104,3 +104,9 @@ def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[by
         entries[name] = TensorEntry(dtype, tuple(shape), start, stop)
         start = stop
     return len(text).to_bytes(8, "little") + text, entries
+
+
+def file_bytes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
+    """The length of a file of these tensors."""
+    _, entries = build_header(tensors)
+    return max(entry.stop for entry in entries.values())

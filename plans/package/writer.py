@@ -26,7 +26,7 @@ from neuronpipe.plans.package.manifest import (
     Manifest,
 )
 from neuronpipe.plans.package.reader import Package, sha256_of
-from neuronpipe.plans.package.safetensors_header import build_header
+from neuronpipe.plans.package.safetensors_header import build_header, file_bytes
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.plans.package.whole import KeptDirectory, PartialDirectory
 from neuronpipe.protocol.errors import UserError
@@ -72,7 +72,7 @@ def cluster_checksums(clusters: NDArray[np.uint8], layout: Layout) -> NDArray[np
 
 def package_bytes(manifest: Manifest) -> int:
     """What a package takes on disk, but for its tokenizer and its manifest."""
-    return sum(_TensorFile(tensors).bytes for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
+    return sum(file_bytes(tensors) for tensors in _tensor_files(manifest).values()) + manifest.clusters * (
         manifest.layout.cluster_stride_bytes + CHECKSUM_BYTES
     )
 

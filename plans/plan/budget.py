@@ -10,8 +10,10 @@ import functools
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.held import held_steps_bytes, held_weights_bytes
 from neuronpipe.plans.plan.plan import MemoryBudget, Plan
-from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, slots_layout
+from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, runtime_bytes, runtime_of
+from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, product_blocks, slots_layout
 
 MIB = 1 << 20
 # Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
@@ -22,6 +24,8 @@ GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
 GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
+# An OpenCL driver with its compiler: measured with PoCL (services/worker/gpu/README.md).
+DRIVER_BYTES = 272 * MIB
 HEADROOM_PERCENT = 2  # of what is accounted for, against what is not
 # Of one cluster, besides its two entries (8) in the residency segment: the loader's two checksums (8), its lists of
 # free slots (8), bits for what it holds and what it warms up (less than 1); the cache's free slots (2), and what it
@@ -51,19 +55,33 @@ def memory_budget(
 ) -> MemoryBudget:
     """What this shape takes for this package, with prompts cut into such chunks and such staging buffers."""
     made = fixed_layouts(manifest, shape) | own_layouts(manifest, shape, prefill_chunk_tokens)
+    prefill_tokens = shape.prefill_tokens(prefill_chunk_tokens)
+    product_neurons = product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
     tokenizer = TOKENIZER_FACTOR * manifest.files["tokenizer.json"].bytes
     return MemoryBudget(
         **{f"{name}_bytes": layout.total_bytes for name, layout in made.items()},
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
         + GATEWAY_BYTES * shape.gateways
+        + (DRIVER_BYTES if shape.held_blocks else 0)
         + tokenizer,
-        private_bytes=_engines_bytes(manifest, shape, shape.prefill_tokens(prefill_chunk_tokens))
+        private_bytes=_engines_bytes(manifest, shape, prefill_tokens)
+        + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
         + 8 * manifest.model.vocabulary,  # the coordinator's scratch for sampling
         bookkeeping_bytes=manifest.clusters * CLUSTER_BOOKKEEPING_BYTES
         + 4 * LOADER_QUEUES * queue_clusters(manifest)
         + NATIVE_BYTES,
         staging_bytes=staging_bytes,
+        device_bytes=accelerator_bytes(manifest, shape) if shape.device_shares_memory else 0,
+    )
+
+
+def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
+    """What the accelerator holds in its device: weights, and what steps need."""
+    if not shape.held_blocks:
+        return 0
+    return held_weights_bytes(manifest, shape.held_blocks) + held_steps_bytes(
+        manifest, shape.held_blocks, shape.sequences
     )
 
 
@@ -92,12 +110,20 @@ def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> 
     return tokens * of_token + of_clusters + 16 * shape.context_tokens * (shape.workers + shape.prefill_threads)
 
 
+def least_chunk_tokens(shape: RunShape) -> int:
+    """The smallest chunk that a plan takes by itself. A runtime's is its shortest graph: fewer tokens would cost as
+    much, each."""
+    least = GRAPH_TOKENS[0] if runtime_of(shape.prefill_backend) else MIN_CHUNK_TOKENS
+    return min(least, shape.context_tokens)
+
+
 class Budgets:
     """`memory_budget` of one package for a planner that asks again and again: each shape and chunk is laid out once."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._made: dict[tuple[RunShape, int], MemoryBudget] = {}
+        self._least: dict[RunShape, MemoryBudget] = {}
         self._least_slots: dict[int, int] = {}
 
     def of(self, shape: RunShape, *, prefill_chunk_tokens: int, staging_bytes: int) -> MemoryBudget:
@@ -107,15 +133,18 @@ class Budgets:
             self._made[key] = memory_budget(
                 self._manifest, shape, prefill_chunk_tokens=prefill_chunk_tokens, staging_bytes=0
             )
-        return dataclasses.replace(self._made[key], staging_bytes=staging_bytes)
+        made = self._made[key]
+        return dataclasses.replace(made, staging_bytes=staging_bytes) if staging_bytes else made
 
     def least(self, shape: RunShape) -> MemoryBudget:
         """With the smallest chunk and the fewest staging buffers: what no limit may go below."""
-        return self.of(
-            shape,
-            prefill_chunk_tokens=min(MIN_CHUNK_TOKENS, shape.context_tokens),
-            staging_bytes=MIN_DEPTH * largest_read_bytes(self._manifest.layout, bundle=True),
-        )
+        if shape not in self._least:
+            self._least[shape] = self.of(
+                shape,
+                prefill_chunk_tokens=least_chunk_tokens(shape),
+                staging_bytes=MIN_DEPTH * largest_read_bytes(self._manifest.layout, bundle=True),
+            )
+        return self._least[shape]
 
     def least_slots_bytes(self, workers: int) -> int:
         """Of the fewest slots: every decode worker has one block open, and as much again is free or on its way."""

@@ -7,8 +7,6 @@ computing is then taken to keep up with. None where nothing was measured.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,33 +97,41 @@ class Cost:
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:
-        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer: towards
-        the end of each such burst fewer and fewer are under way, and each takes longer."""
+        """The storage's time. at_once: so many reads are asked for together, then nothing until the next layer. Such a
+        burst takes what one read takes, and for each further read what it takes among as many as are under way."""
         if not reads:
             return 0.0
         if self.curve is None:
             return None
         size_bytes, at_once = max(1, read_bytes // reads), max(1.0, at_once)
-        most = min(float(depth), at_once)
+        first_ms = 1e3 * size_bytes / self.curve.bytes_per_s(size_bytes, 1)
+        next_ms = 1e3 * size_bytes / self.curve.bytes_per_s(size_bytes, min(float(depth), at_once))
+        return (first_ms + (at_once - 1) * next_ms) * reads / at_once
 
-        def each_ms(under_way: float) -> float:
-            return 1e3 * size_bytes / curve.bytes_per_s(size_bytes, under_way)
-
-        curve = self.curve
-        places = [4.0**n for n in range(math.ceil(math.log(most, 4)))] + [most]
-        draining_ms = each_ms(1) + sum((b - a) * (each_ms(a) + each_ms(b)) / 2 for a, b in itertools.pairwise(places))
-        return (draining_ms + (at_once - most) * each_ms(most)) * reads / at_once
-
-    def reading_ms(self, reads: int, read_bytes: int) -> float:
-        """The processor time of reads, as it delays the workers: spread over their cores, or on a core of its own."""
+    def reading_ms(self, reads: int, read_bytes: int, at_once: float) -> float:
+        """The processor time of reads, so many asked for together, as it delays workers that compute meanwhile: spread
+        over their cores, or on a core of its own."""
         if not self.shares_core or not reads:
             return 0.0
-        mean_bytes = read_bytes / reads
-        if self.profile is not None and self.profile.flash is not None and self.profile.flash.costs:
-            each_us = self.profile.read_cpu_us(int(mean_bytes))
-        else:
-            each_us = ASSUMED_READ_US + ASSUMED_READ_US_PER_KIB * mean_bytes / 1024
-        return reads * each_us / 1e3 / self.workers
+        return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
+
+    def busy_with_read_ms(self, size_bytes: float, at_once: float, depth: int) -> float | None:
+        """How long one read among many keeps the next one waiting: the loader, or the storage."""
+        if self.curve is None:
+            return None
+        flash_ms = 1e3 * size_bytes / self.curve.bytes_per_s(int(size_bytes), float(depth))
+        return max(flash_ms, self._read_cpu_ms(size_bytes, at_once))
+
+    def _read_cpu_ms(self, size_bytes: float, at_once: float) -> float:
+        if self.profile is None or self.profile.flash is None or not self.profile.flash.costs:
+            return (ASSUMED_READ_US + ASSUMED_READ_US_PER_KIB * size_bytes / 1024) / 1e3
+        in_run = self._measured(lambda profile: profile.read_factor(self.workers)) or 1.0
+        return in_run * self.profile.read_cpu_us(int(size_bytes), at_once) / 1e3
+
+    def read_delay_ms(self, *, together: bool) -> float:
+        """What a read that a worker waits for takes beyond the flash's own time, named together with others or by
+        itself; 0 where it was not measured."""
+        return (self._measured(lambda profile: profile.read_delay_us(self.workers, together=together)) or 0.0) / 1e3
 
     # ---- speeds ----------------------------------------------------------------------------------------------
     def _in_order_ms(self, kind: DecodeKind, size_bytes: float) -> float | None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.plan.held import show_held
 from neuronpipe.plans.plan.pins import Pins
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, Plan
+from neuronpipe.protocol.errors import named
 
 BAR_CHARACTERS = 40
 MAX_SHOWN_CHARACTERS = 32  # of a value in a table; a package's id has 64, and its first tell it apart
@@ -34,6 +36,7 @@ def explain(plan: Plan) -> str:
         ("board", m.board_bytes),
         ("trace", m.trace_bytes),
         ("staging", m.staging_bytes),
+        *([("accelerator", m.device_bytes)] if m.device_bytes else []),
         ("neurons", m.slots_bytes),
     ]
     most = max(size for _, size in parts)
@@ -48,6 +51,8 @@ def explain(plan: Plan) -> str:
         f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
     )
     lines += [f"  {_pinned(entry)}" for entry in m.pins]
+    if m.accelerator_bytes and not m.device_bytes:
+        lines.append(f"  beside it, in the accelerator's own memory: {_size(m.accelerator_bytes).strip()}")
     lines += [
         "",
         f"compute  mode {c.mode}, "
@@ -55,7 +60,10 @@ def explain(plan: Plan) -> str:
     ]
     for process in c.processes:
         core = "any core" if process.core is None else f"core {process.core}"
-        lines.append(f"  {f'{process.role}.{process.index}':<16}{core}")
+        by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
+        if process.role == ACCELERATOR:
+            by += f": {named(c.device_name)}, {show_held(c.held_blocks)} blocks of every feed-forward"
+        lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
     f = plan.flash
     lines += [
         "",
@@ -86,13 +94,18 @@ def _range(counts: str) -> str:
 def _expectation(plan: Plan) -> list[str]:
     e = plan.expected
     speed = "not measured" if e.tokens_per_s is None else f"{show_number(e.tokens_per_s)} tokens/s"
-    terms = (
+    terms: tuple[tuple[str, int | None, float | None, str], ...] = (
         ("memory, end to end", e.sequential_bytes_per_token, e.sequential_ms_per_token, ""),
         ("memory, in pieces", e.neuron_bytes_per_token, e.neuron_ms_per_token, f"of {e.piece_bytes:,} bytes"),
         ("reads, barriers", None, e.overhead_ms_per_token, "processor time"),
         ("flash", e.flash_bytes_per_token, e.flash_ms_per_token, f"{e.flash_reads_per_token:,} reads"),
         ("  exposed", None, e.exposed_flash_ms_per_token, "that computing does not hide"),
     )
+    if e.accelerator_ms_per_token is not None:
+        terms += (
+            ("accelerator", None, e.accelerator_ms_per_token, "beside the workers"),
+            ("  waited for", None, e.accelerator_wait_ms_per_token, "that these do not compute meanwhile"),
+        )
     lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up"]
     for name, size, time_ms, note in terms:
         shown = " " * 13 if size is None else _size(size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -15,14 +16,17 @@ from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 7
+VERSION = 9
 MAX_PLAN_BYTES = 16 << 20
 
 
 Mode = Literal["exact", "predicted", "thresholded"]
 MODES: tuple[Mode, ...] = ("exact", "predicted", "thresholded")
 
-BACKEND_ROLES = ("decode", "prefill")
+ACCELERATOR = "accelerator"
+"""The role that computes the first blocks of decode steps on a device with memory of its own; few runs have one."""
+
+BACKEND_ROLES = ("decode", "prefill", ACCELERATOR)
 """The roles that compute steps, by a backend."""
 
 DEFAULT_BACKEND = "cpu"
@@ -42,6 +46,11 @@ class ProcessSpec:
     backend: str = DEFAULT_BACKEND
 
 
+def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
+    """Who computes in a role of which there is one process."""
+    return next(process.backend for process in processes if process.role == role)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute:
     """Who computes what, where."""
@@ -59,10 +68,22 @@ class Compute:
     pipeline: bool  # False: one matrix after the other, each when all it needs is there
     prefetch: bool  # False: nothing is asked for before its layer needs it
     hints: bool = False  # in exact mode, what the predictor names, and experts, are asked for before it is certain
+    held_blocks: tuple[int, ...] = ()  # of every feed-forward the first ones, that the accelerator holds and computes:
+    # by how many texts a step has, from one on; with more texts the last. Empty: there is no accelerator
+    device_shares_memory: bool = False  # what it holds lies in this machine's memory
+    device_name: str = ""  # of the accelerator's, as its driver says it
 
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """The decode processes in index order."""
         return tuple(process for process in self.processes if process.role == "decode")
+
+    def most_held_blocks(self) -> int:
+        """What the accelerator has room for; 0 where there is none."""
+        return max(self.held_blocks, default=0)
+
+    def held_blocks_of(self, texts: int) -> int:
+        """What it computes in a step of so many texts."""
+        return self.held_blocks[min(max(1, texts), len(self.held_blocks)) - 1] if self.held_blocks else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +104,14 @@ class MemoryBudget:
     private_bytes: int  # engines, sampling
     bookkeeping_bytes: int  # the loader's and the cache's of clusters
     staging_bytes: int  # where the loader's reads land
+    device_bytes: int  # the accelerator's, where its device shares this machine's memory
 
     def total_bytes(self) -> int:
         """All of it."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(MemoryBudget))
+        return sum(_budgeted(self))
+
+
+_budgeted = operator.attrgetter(*(field.name for field in dataclasses.fields(MemoryBudget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +124,7 @@ class Memory(MemoryBudget):
     value_slots: int
     slots_bytes: int
     ffn_bytes: int  # of slots, were everything resident
+    accelerator_bytes: int  # what the accelerator holds in its device, whosever memory that is
     pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes; the first entry is for one
 
     def pins_for(self, texts: int) -> Pins:
@@ -150,6 +176,8 @@ class Expected:
     overhead_ms_per_token: float  # processor time of reads, barriers, messages
     flash_ms_per_token: float | None
     exposed_flash_ms_per_token: float | None  # what computing does not hide
+    accelerator_ms_per_token: float | None  # of an accelerator that was measured, beside the workers
+    accelerator_wait_ms_per_token: float | None  # of it, what the workers wait for, or lose to it
     tokens_per_s: float | None
     miss_rate: float
     first_token_ms: float | None  # of a prompt of one prefill chunk

@@ -12,19 +12,29 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.assumptions import assumptions
-from neuronpipe.plans.plan.budget import (
-    MIB,
-    MIN_CHUNK_TOKENS,
-    Budgets,
-    usable_bytes,
-)
+from neuronpipe.plans.plan.budget import MIB, Budgets, accelerator_bytes, least_chunk_tokens, usable_bytes
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
 from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.plan import GATEWAY, VERSION, Compute, Flash, Memory, MemoryBudget, Mode, Plan, ProcessSpec
+from neuronpipe.plans.plan.held import Accelerator, held_reasons, most_blocks
+from neuronpipe.plans.plan.plan import (
+    ACCELERATOR,
+    GATEWAY,
+    VERSION,
+    Compute,
+    Flash,
+    Memory,
+    MemoryBudget,
+    Mode,
+    Plan,
+    ProcessSpec,
+    backend_of,
+)
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
-from neuronpipe.plans.plan.regions import Regions, fill
+from neuronpipe.plans.plan.regions import NOTHING_PINNED, Regions, fill
+from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
-from neuronpipe.plans.plan.speed import expected
+from neuronpipe.plans.plan.speed import Measured, expected
+from neuronpipe.plans.plan.split import best_held
 from neuronpipe.protocol.errors import UserError
 
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
@@ -65,6 +75,7 @@ class Wanted:
     bundle: bool | None = None  # whether both parts of a cluster are read together
     prefill_chunk_tokens: int | None = None  # of a prompt at once at most; as many of them as the limit holds, or 8
     depth: int | None = None  # reads at once at most; as many of them as staging may take
+    held_blocks: tuple[int, ...] | None = None  # of an accelerator, as Compute has them; those expected to be best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +89,12 @@ class DeviceFacts:
     flash: FlashCurve | None = None
     memory_speed: MemorySpeed | None = None
     profile: DeviceProfile | None = None  # of `neuronpipe profile device`, while it holds
+    accelerator: Accelerator | None = None  # that decode steps are to use
+
+    @property
+    def measured(self) -> Measured:
+        """As `speed.py` takes it."""
+        return self.flash, self.memory_speed, self.profile
 
 
 def device_facts(
@@ -87,9 +104,11 @@ def device_facts(
     gateway: bool = False,
     backends: Mapping[str, str] | None = None,
     cores: Sequence[Core] | None = None,
+    accelerator: Accelerator | None = None,
 ) -> DeviceFacts:
-    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway when asked for.
-    backends: who computes, by role, where it is not the default. cores: instead of all that the device has."""
+    """Place `workers` decode workers (default: one per fast core) and the other roles; a gateway or an accelerator when
+    asked for. backends: who computes, by role, where it is not the default. cores: instead of all that the device has.
+    """
     cores = device.cores if cores is None else cores
     count = workers or default_decode_workers(cores, device.cpu_quota)
     places = assign_cores(cores, count)
@@ -98,6 +117,8 @@ def device_facts(
     ]
     processes += [ProcessSpec(role="decode", index=n, core=places[f"decode.{n}"]) for n in range(count)]
     processes += [ProcessSpec(role=GATEWAY, index=0, core=places[GATEWAY])] if gateway else []
+    if accelerator is not None:  # it mostly waits for its device
+        processes.append(ProcessSpec(role=ACCELERATOR, index=0, core=places["coordinator"]))
     asked = backends or {}
     processes = [dataclasses.replace(spec, backend=asked.get(spec.role, spec.backend)) for spec in processes]
     return DeviceFacts(
@@ -108,6 +129,7 @@ def device_facts(
         flash=device.flash,
         memory_speed=device.memory_speed,
         profile=device.profile,
+        accelerator=accelerator,
     )
 
 
@@ -121,7 +143,14 @@ def plan(
     """Make a plan. Raises LimitTooSmall, saying what the least is and why, and UserError for what cannot be had.
     budgets: of this package, for whoever makes many plans of it; heat: how often its clusters are wanted, where
     that was measured."""
-    return _Planning(manifest, device, _as_baseline(wanted), budgets or Budgets(manifest), heat).plan()
+    wanted, budgets = _as_baseline(wanted), budgets or Budgets(manifest)
+    made = _Planning(manifest, device, wanted, budgets, heat).plan()
+    if device.accelerator is None or wanted.held_blocks is not None:
+        return made
+    held = best_held(manifest, rates(manifest, made.compute.mode, heat), made, device.measured)
+    if held is None or held == made.compute.held_blocks:
+        return made
+    return _Planning(manifest, device, dataclasses.replace(wanted, held_blocks=held), budgets, heat).plan()
 
 
 def _as_baseline(wanted: Wanted) -> Wanted:
@@ -154,10 +183,24 @@ class _Planning:
             logit_rows=max(8, wanted.sequences),
             gateways=sum(process.role == GATEWAY for process in device.processes),
             hints=self._hints(),
+            prefill_backend=backend_of("prefill", device.processes),
         )
-        self._rates = rates(manifest, self._shape.mode, heat)
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
+        if device.accelerator is not None:
+            self._shape = self._accelerated(device.accelerator)
+        self._rates = rates(manifest, self._shape.mode, heat)
         self._usable_bytes = usable_bytes(self._limit_bytes)
+
+    def _accelerated(self, accelerator: Accelerator) -> RunShape:
+        """The shape with as many blocks as the device has room for."""
+        if "pipeline" in self._wanted.without:
+            raise UserError(
+                "--without pipeline and an accelerator: it is a part of the pipeline; leave one of them out"
+            )
+        blocks = most_blocks(self._manifest, accelerator, self._limit_bytes, self._shape.sequences)
+        if self._wanted.held_blocks is not None:
+            blocks = min(blocks, max(self._wanted.held_blocks))
+        return dataclasses.replace(self._shape, held_blocks=blocks, device_shares_memory=accelerator.shares_memory)
 
     def _mode(self) -> Mode:
         mode: Mode = self._wanted.mode or "exact"
@@ -199,8 +242,9 @@ class _Planning:
         if self._usable_bytes < least.total_bytes() + least_slots:
             self._refuse_limit(least, least_slots)
         chunk, read, others, regions = self._fitted(least, least_slots, wanted.prefill_chunk_tokens)
-        if regions.window_blocks < manifest.layout.blocks and chunk > PARTIAL_TOKENS:
-            # Sums by turns need a whole layer's neurons in place.
+        sums_by_turns = not runtime_of(shape.prefill_backend) and chunk > PARTIAL_TOKENS
+        if sums_by_turns and regions.window_blocks < manifest.layout.blocks:
+            # They need a whole layer's neurons in place.
             chunk, read, others, regions = self._fitted(least, least_slots, PARTIAL_TOKENS)
         memory = self._memory(others, regions)
         compute = Compute(
@@ -217,6 +261,9 @@ class _Planning:
             pipeline="pipeline" not in wanted.without,
             prefetch="prefetch" not in wanted.without,
             hints=shape.hints,
+            held_blocks=wanted.held_blocks or ((shape.held_blocks,) if shape.held_blocks else ()),
+            device_shares_memory=shape.device_shares_memory,
+            device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )
         flash = Flash(
             engine=self._device.flash_engine,
@@ -237,18 +284,10 @@ class _Planning:
             compute=compute,
             memory=memory,
             flash=flash,
-            expected=expected(
-                manifest,
-                self._rates,
-                compute,
-                memory,
-                flash,
-                self._device.flash,
-                self._device.memory_speed,
-                self._device.profile,
-            ),
+            expected=expected(manifest, self._rates, compute, memory, flash, *self._device.measured),
             reasons=(
                 *self._mode_reasons(),
+                *held_reasons(manifest, self._device.accelerator, compute, memory, self._device.profile),
                 *regions.reasons,
                 *read.reasons,
                 self._chunk_reason(chunk, others),
@@ -292,13 +331,16 @@ class _Planning:
         """The largest chunk that leaves room for the fewest slots: of those asked for, or whose buffers take a small
         share of the limit."""
         context = self._shape.context_tokens
-        for tokens in (min(size, context) for size in CHUNK_TOKENS if asked is None or size <= asked):
-            one = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=staging_bytes)
-            fits = one.total_bytes() + least_slots <= self._usable_bytes
-            buffers_bytes = one.private_bytes + one.prefill_stage_bytes
+        least = least_chunk_tokens(self._shape)
+        anyway = self._budgets.least(self._shape).private_bytes if runtime_of(self._shape.prefill_backend) else 0
+        sizes = (size for size in CHUNK_TOKENS if (size > least if asked is None else size <= asked))
+        for tokens in (min(size, context) for size in sizes):
+            one = self._budgets.of(self._shape, prefill_chunk_tokens=tokens, staging_bytes=0)
+            fits = one.total_bytes() + staging_bytes + least_slots <= self._usable_bytes
+            buffers_bytes = one.private_bytes - anyway + one.prefill_stage_bytes  # a runtime is there with any chunk
             if fits and (asked is not None or buffers_bytes <= PREFILL_SHARE * self._usable_bytes):
                 return tokens
-        return min(MIN_CHUNK_TOKENS, context)
+        return least if asked is None else min(least, asked)
 
     def _regions(self, others: MemoryBudget, least_slots: int, read: Reading) -> Regions:
         manifest, wanted = self._manifest, self._wanted
@@ -319,7 +361,7 @@ class _Planning:
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
         )
         if regions is not None:
-            return regions
+            return self._behind_held(regions)
         assert usable >= least_slots
         assert wanted.ffn_resident_share is not None
         raise UserError(
@@ -327,6 +369,13 @@ class _Planning:
             f"{least_slots / ffn_bytes:.1%} ({least_slots:,} bytes): one block of neurons per worker must be open, "
             "and as much arriving"
         )
+
+    def _behind_held(self, regions: Regions) -> Regions:
+        """Where an accelerator has the hottest, and memory does not hold everything, nothing is pinned: what else is
+        hot stays by being used."""
+        if not self._shape.held_blocks or min(regions.triggers, regions.values) == self._manifest.clusters:
+            return regions
+        return dataclasses.replace(regions, pins=(NOTHING_PINNED,))
 
     def _memory(self, others: MemoryBudget, regions: Regions) -> Memory:
         return Memory(
@@ -338,6 +387,7 @@ class _Planning:
             slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
             ffn_bytes=self._budgets.ffn_bytes,
             pins=regions.pins,
+            accelerator_bytes=accelerator_bytes(self._manifest, self._shape),
         )
 
     def _refuse_limit(self, least: MemoryBudget, least_slots: int) -> None:

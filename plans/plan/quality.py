@@ -28,6 +28,11 @@ def allowed_modes(manifest: Manifest, quality: Quality) -> tuple[Mode, ...]:
     return tuple(modes)
 
 
+def allows_npu(manifest: Manifest, quality: Quality) -> bool:
+    """Whether a neural processor may compute prompts: where what that loses was measured and is within the wish."""
+    return not isinstance(quality, str) and manifest.npu is not None and manifest.npu.loss_share <= quality
+
+
 def _within(loss_share: float | None, most: float, manifest: Manifest) -> bool:
     if loss_share is None:
         raise UserError(

@@ -46,6 +46,7 @@ class Ranking:
         self._ffns, self._order = len(ffns), sorted(self._members)
         self._pinned_before = self._counts_before()
         self._best: dict[tuple[int, int], int] = {}
+        self._miss_rates: dict[tuple[int, float], float] = {}
         self._pins: dict[int, tuple[int, ...]] = {}
         frequencies, self._before = [], [0.0]
         for name in self._order:
@@ -67,6 +68,11 @@ class Ranking:
         slots."""
         if slots >= self.clusters or not self.wanted:
             return 0.0
+        if (slots, pinned) not in self._miss_rates:  # a search asks six times for the same
+            self._miss_rates[slots, pinned] = self._miss_rate(slots, pinned)
+        return self._miss_rates[slots, pinned]
+
+    def _miss_rate(self, slots: int, pinned: float) -> float:
         place, room = self._place(pinned), max(0.0, slots - pinned)
         n = bisect.bisect_right(range(len(TIMES)), room, key=lambda n: self._cached(n, place)) - 1
         if n < 0 or n + 1 == len(TIMES):

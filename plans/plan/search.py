@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.budget import MIB, MIN_CHUNK_TOKENS, Budgets, usable_bytes
+from neuronpipe.plans.plan.budget import MIB, Budgets, least_chunk_tokens, usable_bytes
 from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Expected, Mode, Plan
 from neuronpipe.plans.plan.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSmall, Wanted, plan
 from neuronpipe.plans.plan.reading import depths
+from neuronpipe.plans.plan.sizes import RunShape
 from neuronpipe.protocol.errors import UserError
 
 # What is expected is off by up to a third in memory (tests/bench/README.md): with less to gain, plans would leave
@@ -124,6 +125,7 @@ class Found:
     points: plans that were compared
     rules: the best of the way of the rules; None where none of it fits
     by_rules: with chunk and depth of the rules, too
+    target: the tokens/s that were to be reached; None where the request was to be fast
     """
 
     candidates: tuple[Candidate, ...]
@@ -131,6 +133,7 @@ class Found:
     rules: Candidate | None
     by_rules: Candidate | None
     chosen: Candidate
+    target: float | None = None
 
     def reasons(self) -> tuple[str, ...]:
         """Why it is not the choice of the rules; none where it is."""
@@ -226,16 +229,22 @@ class Search:
                 low = middle
         return self._with_prompts(min(most, int(high * (1 + PROMPT_ALLOWANCE))), tokens_per_s)
 
-    def one_more_worker(self, than: Candidate) -> Candidate | None:
-        """The same choice with another worker on a core that no worker has; None where there is no such core, or no
-        memory for it."""
-        device = self.space.more(than.workers + 1)
+    def with_memory(self, found: Found, limit_bytes: int) -> Candidate:
+        """What would be chosen within another limit, for the same target. Raises as `within`."""
+        return self._of_target(self.best(limit_bytes), found.target)
+
+    def with_more_workers(self, found: Found) -> Candidate | None:
+        """The best with the way that was chosen and another worker on a core that no worker has; None where there is no
+        such core, or no memory for it."""
+        chosen = found.chosen
+        device = self.space.more(chosen.workers + 1)
         if device is None:
             return None
         try:
-            return self._candidate(device, than.wanted)
+            start = self._candidate(device, dataclasses.replace(chosen.wanted, held_blocks=None))
         except UserError:
             return None
+        return self._of_target(self._fastest(self.variants(start)), found.target)
 
     def _decided_best(self, limit_bytes: int) -> Candidate:
         way = self._way_within(limit_bytes)
@@ -251,12 +260,18 @@ class Search:
 
     def _with_prompts(self, limit_bytes: int, tokens_per_s: float) -> Found:
         found = self.within(limit_bytes)
-        way = found.chosen
-        reach = [one for one in self.variants(way) if (one.tokens_per_s or 0.0) >= tokens_per_s]
-        chosen = min([way, *reach], key=lambda one: USUAL.ms(one.plan.expected))
+        way, chosen = found.chosen, self._of_target(found.chosen, tokens_per_s)
         candidates = tuple(chosen if one is way else one for one in found.candidates)
         rules = chosen if found.rules is way else found.rules
-        return dataclasses.replace(found, candidates=candidates, rules=rules, chosen=chosen)
+        return dataclasses.replace(found, candidates=candidates, rules=rules, chosen=chosen, target=tokens_per_s)
+
+    def _of_target(self, best: Candidate, tokens_per_s: float | None) -> Candidate:
+        """Of the choices of its way that reach this speed, if any is asked for, the one with the fastest usual
+        request."""
+        if tokens_per_s is None:
+            return best
+        reach = [one for one in self.variants(best) if (one.tokens_per_s or 0.0) >= tokens_per_s]
+        return min([best, *reach], key=lambda one: USUAL.ms(one.plan.expected))
 
     def _out_of_reach(self, tokens_per_s: float, best: Candidate) -> UserError:
         wish = f"--target-speed {tokens_per_s:.10g}"
@@ -350,10 +365,14 @@ class Search:
         """The same way with every chunk and depth, itself first; where techniques are compared, only itself."""
         if start.tokens_per_s is None or self.wanted.baseline is not None or self.wanted.without:
             return [start]
-        bundle, made = start.plan.flash.bundle, {_shares(start.plan): start}
+        bundle, held = start.plan.flash.bundle, start.plan.compute.held_blocks or None
+        made = {_shares(start.plan): start}
         for depth in self._depths(start):
-            for chunk in (*CHUNK_TOKENS, MIN_CHUNK_TOKENS):
-                wanted = dataclasses.replace(start.wanted, bundle=bundle, prefill_chunk_tokens=chunk, depth=depth)
+            least = least_chunk_tokens(RunShape.of(start.plan.compute))
+            for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > least), least):
+                wanted = dataclasses.replace(
+                    start.wanted, bundle=bundle, prefill_chunk_tokens=chunk, depth=depth, held_blocks=held
+                )
                 one = self._candidate(start.device, wanted)
                 made.setdefault(_shares(one.plan), one)
         return list(made.values())

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.native import lib
+from neuronpipe.plans.package.layout import Layout as ClusterLayout
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
-from neuronpipe.plans.plan.plan import GATEWAY, Compute, Mode, Plan
+from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, GATEWAY, Compute, Mode, Plan, backend_of
+from neuronpipe.plans.plan.runtimes import MAX_PRODUCT_NEURONS, runtime_of
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.layout import Layout
 
@@ -30,6 +32,9 @@ class RunShape:
     logit_rows: int
     gateways: int = 0  # of the processes
     hints: bool = False
+    prefill_backend: str = DEFAULT_BACKEND
+    held_blocks: int = 0  # by the accelerator, at most; 0: there is none
+    device_shares_memory: bool = False
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -44,6 +49,9 @@ class RunShape:
             logit_rows=compute.logit_rows,
             gateways=sum(process.role == GATEWAY for process in compute.processes),
             hints=compute.hints,
+            prefill_backend=backend_of("prefill", compute.processes),
+            held_blocks=compute.most_held_blocks(),
+            device_shares_memory=compute.device_shares_memory,
         )
 
     @property
@@ -54,6 +62,13 @@ class RunShape:
     def prefill_tokens(self, chunk_tokens: int) -> int:
         """Most tokens of one step of prefill: it is also asked for the logits of `logit_rows` tokens at once."""
         return max(chunk_tokens, self.logit_rows)
+
+
+def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
+    """Blocks of neurons that are handed to another to compute at once: so many that all products of a layer are about
+    alike, for their graphs have one size; fewer where a window holds fewer."""
+    products = -(-layout.blocks // max(1, MAX_PRODUCT_NEURONS // layout.block_neurons))
+    return min(-(-layout.blocks // products), window_blocks)
 
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
@@ -107,9 +122,12 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
 
 def own_layouts(manifest: Manifest, shape: RunShape, prefill_chunk_tokens: int) -> dict[str, Layout]:
     """What processes map for themselves: the stages of prefill's steps, which its threads do alone."""
-    tokens = shape.prefill_tokens(prefill_chunk_tokens)
+    tokens, partial_tokens = shape.prefill_tokens(prefill_chunk_tokens), PARTIAL_TOKENS
     lengths = _stage_lengths(manifest, tokens, predicts=shape.mode == "predicted")
-    stage = layouts.prefill_stage(tokens=tokens, partial_tokens=min(tokens, PARTIAL_TOKENS), **lengths)
+    if runtime_of(shape.prefill_backend):  # what lies inside a feed-forward is the runtime's
+        lengths |= {"neurons": 0, "rank": 0}
+        partial_tokens = 0
+    stage = layouts.prefill_stage(tokens=tokens, partial_tokens=min(tokens, partial_tokens), **lengths)
     return {stage.name: stage}
 
 

@@ -1,27 +1,38 @@
 """What tokens should cost, from bytes, rows and reads. An expectation to compare a measurement with.
 
     step = fixed matrices, keys and values + neurons + reading and meetings + flash time that nothing hides
+           + what an accelerator computes longer than the workers
 
-`cost.py` says what each takes on a device, `firing.py` what a cache misses. What one to four texts want together is in
-an activity profile; without one, and for the tokens of a prompt, they are taken to choose their neurons independently.
+`cost.py` says what each takes on a device, `beside.py` what an accelerator takes, `missing.py` what a cache misses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.plan.beside import DeviceCost, Held
 from neuronpipe.plans.plan.cost import Cost
-from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
+from neuronpipe.plans.plan.firing import Rates
+from neuronpipe.plans.plan.held import held_clusters
+from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 from neuronpipe.plans.plan.ranking import holding
+from neuronpipe.plans.plan.waiting import Named, Reads, Waiting
 
+# Value parts that are read alone, for each bundle that is: both parts come together, but are evicted apart, the value
+# part sooner of a neuron that was named and did not fire. 1B and 7B, 40 to 75 % resident: 0.15 to 0.29.
+VALUES_ALONE = 0.2
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
+
+
+Measured = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
+"""Of a device: how fast flash and memory are, and its profile; None where that was not measured."""
 
 
 def expected(
@@ -44,9 +55,7 @@ def expected(
     position_tokens: tokens of each text before the one that is decoded (default: half of the context)
     prompt_tokens: length of the prompt (default: one prefill chunk)
     """
-    workers = compute.decode_workers()
-    cost = Cost(manifest, compute.mode, len(workers), shares_core(compute), curve, speed, profile)
-    run = _Run(manifest, rates, compute, memory, flash, cost)
+    run = _run(manifest, rates, compute, memory, flash, curve, speed, profile)
     step = run.decode_step(batch, compute.context_tokens // 2 if position_tokens is None else position_tokens)
     prompt = compute.prefill_chunk_tokens if prompt_tokens is None else prompt_tokens
     prompt_ms = run.prompt_ms(prompt)
@@ -63,11 +72,36 @@ def expected(
         overhead_ms_per_token=round(step.overhead_ms / batch, 3),
         flash_ms_per_token=_rounded(step.flash_ms, 1 / batch),
         exposed_flash_ms_per_token=_rounded(step.exposed_ms, 1 / batch),
+        accelerator_ms_per_token=_rounded(None if run.device is None else step.device_ms, 1 / batch),
+        accelerator_wait_ms_per_token=_rounded(None if run.device is None else step.waited_ms, 1 / batch),
         tokens_per_s=_per_second(batch, step.ms),
         miss_rate=round(step.miss_rate, 4),
         first_token_ms=_rounded(prompt_ms),
         prefill_tokens_per_s=_per_second(prompt, prompt_ms),
     )
+
+
+def step_ms(
+    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, measured: Measured, *, batch: int
+) -> float | None:
+    """A decode step of so many texts at half of the context; None where something was not measured."""
+    return _run(manifest, rates, compute, memory, flash, *measured).decode_step(batch, compute.context_tokens // 2).ms
+
+
+def decode_reads(
+    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, *measured: Any, tokens: int
+) -> tuple[Waiting, Reads]:
+    """The reads of one text's decode step that are waited for, after so many tokens, and what waiting for them costs.
+    measured: of the device, as for `expected`."""
+    run = _run(manifest, rates, compute, memory, flash, *measured)
+    return run.waiting, run.decode_step(1, tokens).named[-1]
+
+
+def _run(manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, *measured: Any) -> _Run:
+    curve, speed, profile = measured
+    workers = len(compute.decode_workers())
+    cost = Cost(manifest, compute.mode, workers, shares_core(compute), curve, speed, profile)
+    return _Run(manifest, rates, compute, memory, flash, cost, DeviceCost.of(manifest, compute, profile))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,35 +116,29 @@ class _Step:
     miss_rate: float = 0.0
     sequential_ms: float | None
     pieces_ms: float | None
-    overhead_ms: float = 0.0  # processor time of reads, barriers, messages
+    reading_ms: float = 0.0  # processor time of reads
+    meetings_ms: float = 0.0  # barriers, messages
     flash_ms: float | None
-    hidden_ms: float | None  # of flash time, what work goes on meanwhile
-    in_bursts: bool  # reads are known layer by layer, and each layer has others
+    exposed_ms: float | None  # of flash time, what no work hides
+    device_ms: float = 0.0  # of an accelerator that was measured, beside the workers
+    waited_ms: float | None = 0.0  # of it, what these do not compute meanwhile
+    named: tuple[Reads, ...] = ()
 
     @property
-    def exposed_ms(self) -> float | None:
-        """Of the flash time, what nothing hides. Reads that come in bursts are now many, now few: with a time spread as
-        widely as its mean (exponentially), what exceeds the time to hide it is the mean times exp(-hidden / mean)."""
-        if self.flash_ms is None or self.hidden_ms is None:
-            return None
-        if not self.in_bursts or not self.flash_ms:
-            return max(0.0, self.flash_ms - self.hidden_ms)
-        return self.flash_ms * math.exp(-self.hidden_ms / self.flash_ms)
+    def work_ms(self) -> float | None:
+        return _sum(self.sequential_ms, self.pieces_ms)
+
+    @property
+    def overhead_ms(self) -> float:
+        """While workers wait, reading takes nothing from them."""
+        if not self.exposed_ms or not self.work_ms:
+            return self.meetings_ms + self.reading_ms
+        return self.meetings_ms + self.reading_ms * self.work_ms / (self.work_ms + self.exposed_ms)
 
     @property
     def ms(self) -> float | None:
         """The whole step."""
-        if self.sequential_ms is None or self.pieces_ms is None or self.exposed_ms is None:
-            return None
-        return self.sequential_ms + self.pieces_ms + self.overhead_ms + self.exposed_ms
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Cluster parts of one kind in a step: those wanted, and of them those to be read from flash."""
-
-    wanted: float
-    missed: int
+        return _sum(self.work_ms, self.overhead_ms, self.exposed_ms, self.waited_ms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,27 +149,22 @@ class _Run:
     memory: Memory
     flash: Flash
     cost: Cost
+    device: DeviceCost | None
 
     # ---- steps -----------------------------------------------------------------------------------------------
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
         """Of so many texts, each with so many tokens before. A neuron's row is counted once for each text that reads
         it, up to all rows: so do the participants' counters."""
-        rates, layout, flash = self.rates, self.manifest.layout, self.flash
+        rates, flash = self.rates, self.flash
         in_order = rates.trigger_read == 1.0  # all triggers, one after the other
-        triggers, values = self._triggers(batch), self._values(batch, rates.value_read)
-        trigger_bytes, value_bytes = self._rows(batch, rates.trigger_read), self._value_rows(batch)
+        blocks = self.compute.held_blocks_of(batch)
+        triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
+        trigger_bytes, value_bytes, device_ms = self._shared_out(batch, blocks)
         fixed_bytes, kv_bytes = self._fixed_bytes(batch), batch * self._kv_bytes(position_tokens)
         # The size of a piece is that of one text: others read the same ones, or others of the same size.
+        of_one = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
         one_bytes = self._value_rows(1) + (0.0 if in_order else self._rows(1, rates.trigger_read))
-        one_pieces = self._values(1, rates.value_read).wanted + (0.0 if in_order else self._triggers(1).wanted)
-        if flash.bundle:
-            reads, read_bytes = self._reads(triggers.missed, layout.cluster_stride_bytes)
-            if in_order:
-                reads = -(-read_bytes // flash.most_read_bytes)
-        else:
-            trigger_reads, trigger_read_bytes = self._reads(triggers.missed, layout.trigger_part_bytes)
-            value_reads, value_read_bytes = self._reads(values.missed, layout.value_part_bytes)
-            reads, read_bytes = trigger_reads + value_reads, trigger_read_bytes + value_read_bytes
+        one_pieces = of_one[1].wanted + (0.0 if in_order else of_one[0].wanted)
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         missed, wanted = sum(part.missed for part in looked_up), sum(part.wanted for part in looked_up)
         factor = self.cost.step_factor()
@@ -155,9 +178,11 @@ class _Run:
             triggers_ms = 0.0
             neurons_ms = self.cost.predicted_ms(trigger_bytes, value_bytes, rates.trigger_read, piece_bytes)
             pieces_ms = _times(factor, neurons_ms)
-        ffns = self.manifest.model.layers
-        ahead = in_order and self.manifest.model.experts == 1  # the same for every token, and asked for in time
         sequential_ms = _sum(fixed_ms, kv_ms, triggers_ms)
+        others_ms = _sum(triggers_ms, pieces_ms)
+        waited_ms = self.device.waited_ms(device_ms, others_ms) if self.device is not None else 0.0
+        found = self._step_reads(triggers, values, _sum(fixed_ms, kv_ms), _sum(others_ms, waited_ms))
+        reads, read_bytes = sum(one.reads for one in found), sum(one.read_bytes for one in found)
         return _Step(
             sequential_bytes=int(fixed_bytes + kv_bytes + (trigger_bytes if in_order else 0)),
             pieces_bytes=int(value_bytes + (0 if in_order else trigger_bytes)),
@@ -167,20 +192,70 @@ class _Run:
             miss_rate=missed / max(1.0, wanted),
             sequential_ms=sequential_ms,
             pieces_ms=pieces_ms,
-            overhead_ms=self.cost.reading_ms(reads, read_bytes) + self.cost.meetings_ms(),
-            flash_ms=self.cost.flash_ms(reads, read_bytes, reads if ahead else reads / ffns, flash.depth),
-            hidden_ms=self._hidden_ms(_sum(fixed_ms, kv_ms), _sum(triggers_ms, pieces_ms), ahead),
-            in_bursts=not ahead,
+            reading_ms=sum(self.cost.reading_ms(one.reads, one.read_bytes, self.waiting.at_once(one)) for one in found),
+            meetings_ms=self.cost.meetings_ms(),
+            flash_ms=_sum(*map(self.waiting.flash_ms, found)),
+            exposed_ms=_sum(*map(self.waiting.exposed_ms, found)),
+            device_ms=device_ms,
+            waited_ms=waited_ms,
+            named=tuple(found),
         )
 
-    def _hidden_ms(self, attention_ms: float | None, neurons_ms: float | None, ahead: bool) -> float | None:
-        """What goes on while a layer's reads do. Without prefetch, or where attention decides which neurons are wanted,
-        only neurons are computed meanwhile."""
-        if attention_ms is None or neurons_ms is None:
-            return None
+    @functools.cached_property
+    def waiting(self) -> Waiting:
+        """For the reads of its decode steps."""
+        return Waiting(self.cost, self.manifest.model.layers, self.flash.depth)
+
+    def _shared_out(self, batch: int, blocks: int) -> tuple[float, float, float]:
+        """Bytes of the rows that workers compute, of triggers and of values, and what a device takes for the others.
+        One that was not measured is taken to be as fast as they are."""
+        rates = self.rates
+        trigger_bytes, value_bytes = self._rows(batch, rates.trigger_read), self._value_rows(batch)
+        if self.device is None or not blocks:
+            return trigger_bytes, value_bytes, 0.0
+        share = held_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
+        of_activations = rates.activations_within(share)
+        held = Held(
+            blocks=blocks,
+            texts=batch,
+            trigger_bytes=trigger_bytes * (of_activations if self.compute.mode == "predicted" else share),
+            value_bytes=value_bytes * of_activations,
+            share=(rates.trigger_read if self.compute.mode == "predicted" else rates.value_read)
+            * of_activations
+            / share,
+        )
+        return trigger_bytes - held.trigger_bytes, value_bytes - held.value_bytes, self.device.step_ms(held)
+
+    def _step_reads(
+        self, triggers: Parts, values: Parts, attention_ms: float | None, neurons_ms: float | None
+    ) -> list[Reads]:
+        """The reads of a decode step, by when they are named; the layer's attention goes on meanwhile where it does not
+        decide which neurons are wanted."""
+        layout, flash = self.manifest.layout, self.flash
+        all_triggers = self.compute.mode != "predicted"
+        before_attention = self.compute.prefetch and self._known_before_attention()
+        if all_triggers and self.manifest.model.experts == 1:
+            first, hidden_ms = Named.AHEAD, _sum(attention_ms, neurons_ms)
+        else:
+            first, hidden_ms = Named.TOGETHER, _sum(attention_ms, neurons_ms) if before_attention else neurons_ms
         if not self.compute.pipeline:
-            return 0.0
-        return neurons_ms + attention_ms * (self.compute.prefetch and (ahead or self._known_before_attention()))
+            hidden_ms = neurons_ms = 0.0
+        if flash.bundle:
+            reads, read_bytes = self._reads(triggers.missed, layout.cluster_stride_bytes)
+            if all_triggers:
+                reads = -(-read_bytes // flash.most_read_bytes)
+            else:
+                alone = int(triggers.missed * VALUES_ALONE)
+                reads, read_bytes = reads + alone, read_bytes + alone * layout.value_part_bytes
+            return [Reads(first, reads, read_bytes, hidden_ms)]
+        trigger_reads, trigger_bytes = self._reads(triggers.missed, layout.trigger_part_bytes)
+        value_reads, value_bytes = self._reads(values.missed, layout.value_part_bytes)
+        if not all_triggers:
+            return [Reads(first, trigger_reads + value_reads, trigger_bytes + value_bytes, hidden_ms)]
+        return [
+            Reads(first, trigger_reads, trigger_bytes, hidden_ms),
+            Reads(Named.ONE_BY_ONE, value_reads, value_bytes, neurons_ms),
+        ]
 
     def _known_before_attention(self) -> bool:
         if self.compute.mode == "predicted" and self.manifest.predictor is not None:
@@ -216,10 +291,9 @@ class _Run:
         return _Step(
             sequential_ms=work_ms,
             pieces_ms=0.0,
-            overhead_ms=self.cost.reading_ms(reads, read_bytes),
-            flash_ms=self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth),
-            hidden_ms=work_ms,
-            in_bursts=False,
+            reading_ms=self.cost.reading_ms(reads, read_bytes, reads),
+            flash_ms=(flash_ms := self.cost.flash_ms(reads, read_bytes, reads, self.flash.depth)),
+            exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
         )
 
     def _prefill_compute_ms(self, tokens: int) -> float | None:
@@ -227,7 +301,7 @@ class _Run:
         model, rates = self.manifest.model, self.rates
         attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
         each = max(1, round(tokens * rates.chosen))  # tokens of an expert
-        gates = _union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
+        gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
         values = tokens * rates.chosen * rates.value_read * model.ffns * model.neurons * model.width
         return _sum(
             self.cost.panel_ms(tokens, attention),
@@ -236,7 +310,7 @@ class _Run:
         )
 
     # ---- bytes -----------------------------------------------------------------------------------------------
-    @property
+    @functools.cached_property
     def _row_bytes(self) -> int:
         quantization, width = self.manifest.quantization, self.manifest.model.width
         return quant_bytes(quantization, width) + scale_bytes(quantization, width)
@@ -247,18 +321,24 @@ class _Run:
         if not manifest.model.tied_embeddings:
             total -= manifest.model.vocabulary * self._row_bytes  # of the embedding one row is read
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
-            total -= int(manifest.files[PREDICTOR].bytes * (1 - _union(self.rates.chosen, tokens)))
+            total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total
 
     def _kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens, of all layers: each has its attention window."""
         model = self.manifest.model
-        return model.key_heads * 2 * model.head_width * 2 * sum(min(tokens, w or tokens) for w in model.windows_tokens)
+        return (
+            model.key_heads
+            * 2
+            * model.head_width
+            * 2
+            * sum(kind.layers * min(tokens, kind.window_tokens or tokens) for kind in model.layer_kinds)
+        )
 
     def _rows(self, tokens: int, share: float) -> float:
         """Bytes of one matrix's rows that so many tokens read, each this share of its chosen experts' neurons."""
         model = self.manifest.model
-        read = _union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
+        read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
         return read * model.ffns * model.neurons * self._row_bytes
 
     def _value_rows(self, tokens: int) -> float:
@@ -271,57 +351,26 @@ class _Run:
         return joined_reads(missed, clusters, part_bytes, self.manifest.layout.cluster_stride_bytes, self.flash)
 
     # ---- parts -----------------------------------------------------------------------------------------------
-    def _triggers(self, tokens: int) -> _Parts:
-        slots, pinned = holding(self.memory.trigger_slots, self.flash.reserved_triggers), sum(self._pins(tokens)[0])
-        return self._parts(self.rates.trigger_read, slots, pinned, tokens, self.compute.mode != "predicted")
+    def _triggers(self, tokens: int, blocks: int = 0) -> Parts:
+        """blocks: of every feed-forward, those that a device computes."""
+        slots = holding(self.memory.trigger_slots, self.flash.reserved_triggers), sum(self._pins(tokens)[0])
+        return self._parts(self.rates.trigger_read, slots, tokens, blocks, self.compute.mode != "predicted")
 
-    def _values(self, tokens: int, share: float) -> _Parts:
-        slots, pinned = holding(self.memory.value_slots, self.flash.reserved_values), sum(self._pins(tokens)[1])
-        return self._parts(share, slots, pinned, tokens, share == 1.0)
+    def _values(self, tokens: int, share: float, blocks: int = 0) -> Parts:
+        slots = holding(self.memory.value_slots, self.flash.reserved_values), sum(self._pins(tokens)[1])
+        return self._parts(share, slots, tokens, blocks, share == 1.0)
+
+    def _parts(self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_wanted: bool) -> Parts:
+        """slots: those that hold something, and of them those whose clusters stay."""
+        on_device = self.manifest.model.ffns * held_clusters(self.manifest.layout, blocks)
+        there = Slots(held=slots[0], pinned=slots[1], on_device=on_device)
+        return parts(self.manifest, self.rates, self.compute.mode, share, there, tokens, all_wanted=all_wanted)
 
     def _pins(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of each feed-forward, what stays of either part in a step of so many tokens; of a prompt's, what stays for
         one text."""
         texts = tokens if tokens <= self.compute.sequences else 1
         return self.memory.pins_for(texts).counts(self.manifest.model.ffns)
-
-    def _parts(self, share: float, slots: int, pinned: int, tokens: int, all_wanted: bool) -> _Parts:
-        """Of a token that wants this share of the neurons of chosen experts. slots: those that hold something, not kept
-        free. all_wanted: all of theirs."""
-        clusters, mixture = self.manifest.clusters, self.manifest.model.experts > 1
-        resident = slots / clusters
-        wanted = touched(share, self.manifest.layout.cluster_neurons) * self.rates.chosen * clusters
-        together = clusters * _union(min(1.0, wanted / clusters), tokens)
-        if resident >= 1.0:
-            return _Parts(together, 0)
-        if all_wanted and not mixture:
-            return _Parts(together, int(together * (1 - resident)))
-        if tokens <= max(BATCHES):
-            ranked = ranking(self.manifest, self.compute.mode, self.rates.heat, tokens, whole_experts=all_wanted)
-            if ranked is not None:  # texts want more of the same than independent ones, and neighbours fire together
-                return _Parts(ranked.wanted, int(ranked.wanted * ranked.miss_rate(slots, pinned)))
-        if together >= slots:  # what a step brings is gone before the next one, but for what is pinned
-            neurons = self.manifest.layout.cluster_neurons
-            stays = self.rates.clusters_within(pinned / clusters, share, neurons)
-            return _Parts(together, int(together * (1 - stays)))
-        missed = wanted * miss_rate(self.manifest, self.compute.mode, resident, whole_experts=all_wanted)
-        if tokens > 1:  # wanted by one of them; those with a slot and those without are each taken to be alike
-            hit = slots * _union(min(1.0, (wanted - missed) / max(1, slots)), tokens)
-            missed = (clusters - slots) * _union(min(1.0, missed / max(1, clusters - slots)), tokens)
-            wanted = hit + missed
-        return _Parts(wanted, int(missed))
-
-
-def joined_reads(missed: int, of: float, part_bytes: int, stride_bytes: int, flash: Flash) -> tuple[int, int]:
-    """Reads of so many parts that miss, and their bytes, gaps included: neighbours no further apart than the merge gap
-    are read together. They are taken to lie anywhere among `of` clusters, independently of each other."""
-    density = min(1.0, missed / max(1.0, of))
-    reach = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # clusters to a neighbour that is read with it
-    gap_bytes = sum(
-        density * (1 - density) ** (apart - 1) * (apart * stride_bytes - part_bytes) for apart in range(1, reach + 1)
-    )
-    read_bytes = int(missed * (part_bytes + gap_bytes))
-    return max(math.ceil(missed * (1 - density) ** reach), -(-read_bytes // flash.most_read_bytes)), read_bytes
 
 
 def shares_core(compute: Compute) -> bool:
@@ -333,11 +382,6 @@ def shares_core(compute: Compute) -> bool:
 def reads_whole(compute: Compute, flash: Flash) -> bool:
     """Whether a value part comes with its trigger part, so that only triggers are looked up ahead of computing."""
     return compute.mode == "predicted" or flash.bundle
-
-
-def _union(share: float, tokens: int) -> float:
-    """What so many tokens want in all, each this share, independently."""
-    return 1 - (1 - share) ** tokens
 
 
 def _sum(*times_ms: float | None) -> float | None:

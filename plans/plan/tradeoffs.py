@@ -44,17 +44,17 @@ def describe(search: Search, found: Found) -> dict[str, Any]:
         "rules_kept": found.rules is chosen,
         "plans_compared": found.points,
         "candidates": [_row(one) | {"chosen": one is chosen, "by_rules": one is found.rules} for one in candidates],
-        "one_more_gib": _row(search.best(chosen.plan.memory.limit_bytes + GIB)),
-        "one_more_core": None if (more := search.one_more_worker(chosen)) is None else _row(more),
-        "speed_over_memory": _speed_over_memory(search),
+        "one_more_gib": _row(search.with_memory(found, chosen.plan.memory.limit_bytes + GIB)),
+        "one_more_core": None if (more := search.with_more_workers(found)) is None else _row(more),
+        "speed_over_memory": _speed_over_memory(search, found),
     }
 
 
-def _speed_over_memory(search: Search) -> list[dict[str, Any]]:
+def _speed_over_memory(search: Search, found: Found) -> list[dict[str, Any]]:
     rows = []
     for limit in search.limits_bytes()[::2]:
         try:
-            rows.append(_row(search.best(limit)))
+            rows.append(_row(search.with_memory(found, limit)))
         except UserError:  # an --ffn-resident that only some choices can obey
             continue
     return rows
@@ -116,7 +116,11 @@ def _gain(now: dict[str, Any], more: dict[str, Any] | None) -> str:
         return "not measured"
     gained = f"{_speed(more)} tokens/s ({100 * (after / before - 1):+.1f} %)"
     before, after = now["usual_request_s"], more["usual_request_s"]
-    return gained if before is None or after is None else f"{gained}, a request {after:.2f} instead of {before:.2f} s"
+    if before is None or after is None:
+        return gained
+    if after > before:  # what another worker takes, a smaller chunk of prompts pays for
+        return f"nothing: {gained}, but a request {after:.2f} instead of {before:.2f} s"
+    return f"{gained}, a request {after:.2f} instead of {before:.2f} s"
 
 
 def _curve(rows: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:

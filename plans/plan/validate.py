@@ -16,12 +16,14 @@ from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import (
     Budgets,
+    accelerator_bytes,
     largest_read_bytes,
     memory_budget,
 )
 from neuronpipe.plans.plan.firing import has_hints
 from neuronpipe.plans.plan.pins import read_counts
-from neuronpipe.plans.plan.plan import GATEWAY, Plan
+from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
+from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
 
@@ -66,7 +68,8 @@ class _Check:
         workers = len(self._plan.compute.decode_workers())
         self._within("compute.processes", workers, 1, MAX_WORKERS)
         expected = [(role, 0) for role in SINGLE_ROLES] + [("decode", n) for n in range(workers)]
-        expected += [(GATEWAY, 0)] if any(process.role == GATEWAY for process in processes) else []
+        roles = {process.role for process in processes}
+        expected += [(role, 0) for role in (GATEWAY, ACCELERATOR) if role in roles]
         decode = [process.index for process in processes if process.role == "decode"]
         if sorted((process.role, process.index) for process in processes) != sorted(expected) or decode != sorted(
             decode
@@ -74,11 +77,15 @@ class _Check:
             self._fail(
                 "compute.processes",
                 f"expected one each of {', '.join(SINGLE_ROLES)}, decode 0 to {workers - 1} in order, "
-                "and at most one gateway",
+                "and at most one gateway and one accelerator",
             )
         if len(backends := {process.backend for process in self._plan.compute.decode_workers()}) > 1:
             self._fail("compute.processes", f"decode workers with one backend, not {' and '.join(sorted(backends))}")
+        if (ACCELERATOR in roles) != bool(self._plan.compute.held_blocks):
+            self._fail("compute.held_blocks", "are an accelerator's, and it has some")
         for number, process in enumerate(processes):
+            if process.role == ACCELERATOR and process.backend == DEFAULT_BACKEND:
+                self._fail(f"compute.processes.{number}.backend", f"{DEFAULT_BACKEND} is not an accelerator's")
             if process.core is not None and process.core not in self._cores:
                 self._fail(f"compute.processes.{number}.core", f"core {process.core} is not this process's to use")
 
@@ -99,7 +106,14 @@ class _Check:
                 self._fail(
                     f"compute.{name}", f"up to {blocks}, of one expert, or {of_layer}, of all experts of a layer"
                 )
-        if compute.prefill_window_blocks < blocks:
+        self._within("compute.held_blocks", len(compute.held_blocks), 0, compute.sequences)
+        for held in compute.held_blocks:
+            self._within("compute.held_blocks", held, 0, blocks)
+        if compute.held_blocks and not compute.most_held_blocks():
+            self._fail("compute.held_blocks", "none at all; leave the accelerator out")
+        if compute.held_blocks and not compute.pipeline:
+            self._fail("compute.pipeline", "is what an accelerator needs")
+        if compute.prefill_window_blocks < blocks and not runtime_of(backend_of("prefill", compute.processes)):
             for name in ("prefill_chunk_tokens", "logit_rows"):
                 tokens = getattr(compute, name)
                 if tokens > PARTIAL_TOKENS:
@@ -196,6 +210,7 @@ class _Check:
             "slots_bytes": slots_layout(self._manifest, *slots).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
             "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
+            "accelerator_bytes": accelerator_bytes(self._manifest, shape),
         }
         for name, value in expected.items():
             if getattr(memory, name) != value:

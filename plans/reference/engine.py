@@ -181,7 +181,7 @@ class ReferenceEngine:
 
     def _attention(self, layer: int, normed: Array, lengths: Sequence[int]) -> Array:
         model, weights, name = self._manifest.model, self._weights, f"layers.{layer}"
-        qkv = normed @ weights.matrix(f"{name}.qkv").T
+        qkv = self._product(layer, "qkv", normed)
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
         mixed = []
@@ -191,8 +191,13 @@ class ReferenceEngine:
             queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
             keys = self._placed(f"{name}.key_norm", keys, rotary)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
-        attention = np.concatenate(mixed).reshape(len(normed), -1) @ weights.matrix(f"{name}.attention_output").T
+        attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
+
+    def _product(self, layer: int, name: str, x: Array) -> Array:
+        """Vectors [tokens, columns] times one of a layer's attention matrices: [tokens, rows]."""
+        product: Array = x @ self._weights.matrix(f"layers.{layer}.{name}").T
+        return product
 
     def _placed(self, norm: str, heads: Array, rotary: bool) -> Array:
         """Queries or keys [tokens, heads, head_width] as attention compares them: normed and rotated, by the model."""

@@ -11,8 +11,8 @@ from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.missing import joined_reads
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.speed import joined_reads
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel
 from neuronpipe.plans.simulate.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
@@ -132,8 +132,10 @@ class PlannedCosts:
         reads, size = joined_reads(
             round(at_once), layout.clusters, round(read_bytes), layout.cluster_stride_bytes, flash
         )
-        took_s = _known(self._cost.flash_ms(reads, size, reads, flash.depth)) / 1e3
-        loader_s = self._cost.reading_ms(reads, size) * self._workers / 1e3
+        took_s = (
+            _known(self._cost.flash_ms(reads, size, reads, flash.depth)) + self._cost.read_delay_ms(together=True)
+        ) / 1e3
+        loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
         share = count / max(1.0, at_once)
         return Read(reads * share, size * share, took_s * share, loader_s * share)
 

@@ -126,6 +126,8 @@ def _profile(model: DeviceModel, device: Device, classes: Sequence[CoreClass]) -
         barriers=_waits(teams, model.barrier_us.value),
         messages=_waits(teams, model.message_us.value),
         steps=(),
+        read_delays=(),
+        read_factors=(),
     )
 
 

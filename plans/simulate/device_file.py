@@ -184,7 +184,13 @@ def read_device(name: str) -> DeviceModel:
         raise UserError(f"{file}: cannot be read ({wrong.strerror})") from wrong
     if len(data) > MAX_FILE_BYTES:
         raise UserError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB, which no device file is")
-    return checked(from_json(DeviceModel, json_object(data, str(file)), str(file)), str(file))
+    described = json_object(data, str(file))
+    if "device_id" in described and "name" not in described:
+        raise UserError(
+            f"{file}: is a profile, which `neuronpipe profile device` measured of one machine: plan and simulate there "
+            f"with {THIS_MACHINE}, or describe the device in a file like {FOLDER / 'oneplus-12.json'}"
+        )
+    return checked(from_json(DeviceModel, described, str(file)), str(file))
 
 
 def checked(device: DeviceModel, where: str) -> DeviceModel:

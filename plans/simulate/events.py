@@ -47,6 +47,7 @@ class Task:
     done: bool = False
     place: int = 0
     began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclasses.dataclass
@@ -196,6 +197,7 @@ class Simulation:
     def _end(self, task: Task) -> None:
         self._running.remove(task)
         task.done = True
+        task.ended_s = self.now_s
         unit: str = task.unit
         if task.unit == "cpu":
             self._free.append(task.place)

@@ -18,6 +18,7 @@ from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.device_file import FOLDER, read_device
 from neuronpipe.plans.simulate.models import model_named, published_models
 from neuronpipe.plans.simulate.prefill import prefill_s
+from neuronpipe.plans.simulate.prefill_ours import prefilled
 from neuronpipe.plans.simulate.simulate import Result, Wishes, resident_share, simulate
 from neuronpipe.plans.simulate.systems import ABLATION, CPU_ONLY, SYSTEMS, System
 from neuronpipe.protocol.schema import from_json, json_object
@@ -92,11 +93,14 @@ def decoded(case: Case, system: System) -> Result:
 
 
 def _prefill(case: Case, system: System, tokens: int) -> float:
-    model = model_named(case.model)
+    return tokens / prefill_s(_situation(case, system), tokens)
+
+
+def _situation(case: Case, system: System) -> Situation:
+    """Of a prompt."""
+    model, device = model_named(case.model), read_device(case.device)
     resident = resident_share(model, Wishes(resident=case.resident, memory_bytes=_bytes(case)))
-    device = read_device(case.device)
-    costs = FileCosts(device, model, system)
-    return tokens / prefill_s(Situation(device, model, system, costs, 0, resident), tokens)
+    return Situation(device, model, system, FileCosts(device, model, system), 0, resident)
 
 
 def _bytes(case: Case) -> float | None:
@@ -127,6 +131,7 @@ def document() -> Iterator[str]:
                 missed.append(f"{table.table.partition(',')[0]}: {_case(row)}: {_error(row, value)}")
     yield from _missed(missed, sum(len(table.rows) for table in data.cells if table.target))
     yield from _ours(data.ours)
+    yield from our_prefill(data.cells)
     yield from _sources()
 
 
@@ -170,6 +175,34 @@ def _ours(cases: Sequence[Case]) -> Iterator[str]:
         speeds = " | ".join(map(_figure, (ours.tokens_per_s, theirs.tokens_per_s, ours.limit_tokens_per_s)))
         shares = f"{100 * ours.miss_rate:.1f} % | {times} | {100 * ours.exposed_io:.0f} %"
         yield f"| {_case(case)} | {speeds} | {shares} |"
+
+
+def our_prefill(tables: Sequence[Table]) -> Iterator[str]:
+    """The lines on our worker beside the published prefill."""
+    yield ""
+    yield "## Our prefill by the NPU on these phones"
+    yield ""
+    yield "The worker of services/worker/npu with its own schedule (prefill_ours.py says what is assumed), beside what"
+    yield "is published of PowerInfer-2; wanted: within 20%, else `off`. Of the time: the NPU computes; is free and has"
+    yield "no rows of weights; has no inputs, because cores are at attention and what else lies between; flash reads."
+    yield ""
+    yield "| case | tokens | published | ours, NPU prefill | error | NPU | no rows | no inputs | flash |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for table in tables:
+        for row in table.rows if table.unit in ("prefill-128", "prefill-512") else ():
+            yield our_prefill_line(row, table)
+
+
+def our_prefill_line(row: Row, table: Table) -> str:
+    """One line of it."""
+    tokens = int(table.unit.removeprefix("prefill-"))
+    found = prefilled(_situation(row, SYSTEMS["ours"]), tokens)
+    value, error = tokens / found.seconds, _error(row, tokens / found.seconds)
+    shares = (found.npu, found.waits_for_rows, found.waits_for_cores, found.flash)
+    case = _case(dataclasses.replace(row, policy=""))
+    shown = f"{error}, off" if off(row, table, value) else error
+    times = " | ".join(f"{100 * share:.0f} %" for share in shares)
+    return f"| {case} | {tokens} | {row.published:g} | {_figure(value)} | {shown} | {times} |"
 
 
 def _sources() -> Iterator[str]:

@@ -1,9 +1,11 @@
-"""A prompt in one pass: layer after layer on the NPU while flash brings the next one; without an NPU on the cores."""
+"""A prompt in one pass: layer after layer on the NPU while flash brings the next one; without an NPU on the cores. Ours
+on an NPU is another matter: prefill_ours.py."""
 
 from __future__ import annotations
 
 from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.events import Simulation, Task
+from neuronpipe.plans.simulate.prefill_ours import may_be_on_npu, prefilled
 
 LAYERS_AHEAD = 1
 
@@ -11,10 +13,12 @@ LAYERS_AHEAD = 1
 def prefill_s(situation: Situation, prompt_tokens: int) -> float:
     """Seconds until a prompt is computed."""
     device, model, system = situation.device, situation.model, situation.system
+    if system.name == "ours" and device.has_npu and may_be_on_npu(model.spec):
+        return prefilled(situation, prompt_tokens).seconds
     spec, simulation = model.spec, Simulation(device, system.compute_cores(device))
     layer_bytes = model.ffn_bytes / spec.layers
     missing = 0.0 if situation.resident >= 1 else 1.0 if system.all_layers else 1 - situation.resident
-    on_npu = device.has_npu and not system.mapped and (system.npu or system.name == "ours")
+    on_npu = device.has_npu and not system.mapped and system.npu
     done: list[list[Task]] = []
     read: list[Task] = []
     for layer in range(spec.layers):

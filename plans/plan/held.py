@@ -1,0 +1,111 @@
+"""What an accelerator holds: the first blocks of every feed-forward, in memory of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.layout import Layout
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import Compute, Memory
+from neuronpipe.protocol.errors import UserError
+
+SHARED_PART = 4  # of the run's limit, or less: what a device may take of memory that it shares
+OWN_PERCENT = 90  # of a device's own memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A device that is to compute the hottest blocks. is_processor: it computes on the cores that the decode workers
+    have. limit_bytes: what it may take of its memory, by request."""
+
+    name: str
+    memory_bytes: int
+    max_buffer_bytes: int
+    shares_memory: bool
+    is_processor: bool = False
+    limit_bytes: int | None = None
+
+
+def held_clusters(layout: Layout, blocks: int) -> int:
+    """Clusters of the first blocks of one feed-forward; its last block may be short."""
+    return min(layout.clusters, blocks * layout.block_clusters)
+
+
+def held_weights_bytes(manifest: Manifest, blocks: int) -> int:
+    """Of the clusters of so many blocks of every feed-forward, as slots have them."""
+    cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
+    return manifest.model.ffns * held_clusters(manifest.layout, blocks) * cluster_bytes
+
+
+def held_steps_bytes(manifest: Manifest, blocks: int, texts: int) -> int:
+    """What steps of so many texts need beside the weights: vectors, values, lists of neurons, block sums."""
+    model, layout = manifest.model, manifest.layout
+    pairs, neurons = texts * model.experts_per_token, blocks * layout.block_neurons
+    of_pair = 12 * neurons + 4 * blocks * (model.width + 1) + 32
+    masks = min(model.experts, pairs) * neurons * -(-texts // 8)
+    return pairs * of_pair + masks + texts * (2 * max(model.width, model.query_width) + 512)
+
+
+def blocks_within(manifest: Manifest, limit_bytes: int, texts: int) -> int:
+    """The most blocks of every feed-forward that fit so much memory with steps of so many texts; 0: not one."""
+    fits = (
+        blocks
+        for blocks in range(manifest.layout.blocks, 0, -1)
+        if held_weights_bytes(manifest, blocks) + held_steps_bytes(manifest, blocks, texts) <= limit_bytes
+    )
+    return next(fits, 0)
+
+
+def most_blocks(manifest: Manifest, accelerator: Accelerator, run_bytes: int, texts: int) -> int:
+    """How many blocks of every feed-forward it can hold; run_bytes: the run's limit. Raises UserError where that is
+    none."""
+    usable = accelerator.memory_bytes * OWN_PERCENT // 100
+    if accelerator.limit_bytes is not None:
+        usable = min(usable, accelerator.limit_bytes)
+    elif accelerator.shares_memory:
+        usable = min(usable, run_bytes // SHARED_PART)
+    usable = min(usable, accelerator.max_buffer_bytes * manifest.model.layers)
+    blocks = blocks_within(manifest, usable, texts)
+    if not blocks:
+        least = held_weights_bytes(manifest, 1) + held_steps_bytes(manifest, 1, texts)
+        raise UserError(
+            f"--gpu-memory: {usable >> 20} MiB of {accelerator.name} may be used, and one block of every "
+            f"feed-forward takes {-(-least >> 20)} MiB; give it more, or leave the accelerator out"
+        )
+    return blocks
+
+
+def held_reasons(
+    manifest: Manifest,
+    accelerator: Accelerator | None,
+    compute: Compute,
+    memory: Memory,
+    profile: DeviceProfile | None,
+) -> tuple[str, ...]:
+    """What a plan says of it."""
+    if accelerator is None:
+        return ()
+    whose = ", which is this machine's memory" if accelerator.shares_memory else " of its own memory"
+    measured = profile.accelerator if profile is not None else None
+    if measured is None or measured.name != accelerator.name:
+        why = "it was not measured: as many as it holds, expected as fast as the decode workers; `neuronpipe profile "
+        why += "device` measures it"
+    else:
+        why = "as many as make the shortest step"
+        if accelerator.is_processor:
+            why += "; it computes on the decode workers' own cores, so that it makes none shorter"
+    return (
+        f"the first {show_held(compute.held_blocks)} of {manifest.layout.blocks} blocks of every feed-forward are "
+        f"computed by {accelerator.name}, with the same bits: {memory.accelerator_bytes >> 20} MiB{whose} ({why}); "
+        "while it is lost the decode workers compute them, from memory and flash",
+    )
+
+
+def show_held(held_blocks: tuple[int, ...]) -> str:
+    """How many blocks, by texts where that differs: "7 (1 text), 5 (2), 3 (3 and more)"."""
+    if len(held_blocks) == 1:
+        return str(held_blocks[0])
+    last = len(held_blocks)
+    names = ["1 text", *(str(texts) for texts in range(2, last)), f"{last} and more"]
+    return ", ".join(f"{blocks} ({name})" for blocks, name in zip(held_blocks, names, strict=True))

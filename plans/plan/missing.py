@@ -1,0 +1,93 @@
+"""Which clusters a step wants of those that workers compute, how many of them are not in memory, and by how many reads
+they come.
+
+What a device holds counts like memory whose clusters stay: nobody looks for them. What one to four texts want together
+is in an activity profile; without one, texts are taken to choose their neurons independently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from neuronpipe.plans.package.activity import BATCHES
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
+from neuronpipe.plans.plan.plan import Flash, Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Cluster parts of one kind in a step: those wanted, and of them those to be read from flash."""
+
+    wanted: float
+    missed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Memory for parts of one kind. held: slots that hold something, not those kept free; pinned: of them, those whose
+    clusters stay; on_device: clusters that a device holds, the first of every feed-forward, and that are not looked
+    for."""
+
+    held: int
+    pinned: int
+    on_device: int = 0
+
+
+def parts(
+    manifest: Manifest, rates: Rates, mode: Mode, share: float, slots: Slots, tokens: int, *, all_wanted: bool
+) -> Parts:
+    """Of a step of so many tokens, each of which wants this share of the neurons of its chosen experts. all_wanted: all
+    of theirs."""
+    clusters, mixture, held = manifest.clusters, manifest.model.experts > 1, slots.held
+    neurons, left = manifest.layout.cluster_neurons, manifest.clusters - slots.on_device
+    of_one = touched(share, neurons) * rates.chosen * clusters
+    together = clusters * union(min(1.0, of_one / clusters), tokens)
+    elsewhere = slots.on_device / clusters
+    if not all_wanted and slots.on_device:
+        elsewhere = rates.clusters_within(elsewhere, share, neurons)
+    wanted = together * (1 - elsewhere)
+    if held >= left:
+        return Parts(wanted, 0)
+    if all_wanted and not mixture:
+        return Parts(wanted, int(wanted * (1 - held / left)))
+    # Of experts that are wanted whole, the same part of each is left.
+    like_memory, scale = (0, clusters / left) if all_wanted else (slots.on_device, 1.0)
+    resident, stays = int(held * scale) + like_memory, slots.pinned + like_memory
+    if tokens <= max(BATCHES):
+        ranked = ranking(manifest, mode, rates.heat, tokens, whole_experts=all_wanted)
+        if ranked is not None:  # texts want more of the same than independent ones, and neighbours fire together
+            found = ranked.wanted / scale
+            missed = min(found * (1 - elsewhere) if like_memory else found, found * ranked.miss_rate(resident, stays))
+            return Parts(found * (1 - elsewhere) if like_memory else found, int(missed))
+    if wanted >= held:  # what a step brings is gone before the next one, but for what is pinned
+        staying = rates.clusters_within(stays / clusters, share, neurons)
+        return Parts(wanted, min(int(wanted), int(together / scale * (1 - staying))))
+    one_wanted = of_one * (1 - elsewhere)
+    missed_one = min(
+        one_wanted, of_one / scale * miss_rate(manifest, mode, resident / clusters, whole_experts=all_wanted)
+    )
+    if tokens == 1:
+        return Parts(one_wanted, int(missed_one))
+    # Wanted by one of them; those with a slot and those without are each taken to be alike.
+    hit = held * union(min(1.0, (one_wanted - missed_one) / max(1, held)), tokens)
+    missing = (left - held) * union(min(1.0, missed_one / max(1, left - held)), tokens)
+    return Parts(hit + missing, int(missing))
+
+
+def joined_reads(missed: int, of: float, part_bytes: int, stride_bytes: int, flash: Flash) -> tuple[int, int]:
+    """Reads of so many parts that miss, and their bytes, gaps included: neighbours no further apart than the merge gap
+    are read together. They are taken to lie anywhere among `of` clusters, independently of each other."""
+    density = min(1.0, missed / max(1.0, of))
+    reach = (flash.merge_gap_bytes + part_bytes) // stride_bytes  # clusters to a neighbour that is read with it
+    gap_bytes = sum(
+        density * (1 - density) ** (apart - 1) * (apart * stride_bytes - part_bytes) for apart in range(1, reach + 1)
+    )
+    read_bytes = int(missed * (part_bytes + gap_bytes))
+    return max(math.ceil(missed * (1 - density) ** reach), -(-read_bytes // flash.most_read_bytes)), read_bytes
+
+
+def union(share: float, tokens: int) -> float:
+    """What so many tokens want in all, each this share, independently."""
+    return 1 - (1 - share) ** tokens

@@ -1,0 +1,74 @@
+"""What a runtime takes that computes the products of prompts instead of the engine: services/worker/npu/.
+
+The figures are measured, and rounded up: services/worker/npu/README.md has them beside what this says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.plans.package.manifest import Manifest
+
+MIB = 1 << 20
+GRAPH_TOKENS = (64, 128, 512)
+"""Tokens of a graph. A chunk of a prompt takes the shortest that holds it, padded with zeros."""
+
+MAX_PRODUCT_NEURONS = 2048  # that are handed to another to compute at once
+FLOAT_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeCost:
+    """Bytes of one runtime. Some keep a graph's memory as long as the graph; others give it back after each product, so
+    that the largest counts, once."""
+
+    base_bytes: int  # libraries, with numpy
+    keeps: bool
+    matrix_weight_bytes: float  # of each weight of an attention matrix
+    neuron_weight_bytes: float  # of each of gate, up and down together
+    value_bytes: int  # of each value of a token: inputs, outputs, and what lies between them
+
+
+QNN = RuntimeCost(base_bytes=208 * MIB, keeps=True, matrix_weight_bytes=1.5, neuron_weight_bytes=1.5, value_bytes=10)
+RUNTIMES = {
+    "onnx:cpu": RuntimeCost(
+        base_bytes=64 * MIB, keeps=False, matrix_weight_bytes=8, neuron_weight_bytes=10 / 3, value_bytes=6
+    ),
+    "onnx:qnn-emulated": QNN,
+    "onnx:qnn": QNN,
+}
+"""By backend, whatever the chip. A device's own was never measured: it is taken to be its emulator's."""
+
+
+def runtime_of(backend: str) -> RuntimeCost | None:
+    """The runtime that computes products for this backend, whatever the chip; None: the engine computes them itself."""
+    return RUNTIMES.get(":".join(backend.split(":")[:2]))
+
+
+def graph_tokens(most_tokens: int) -> tuple[int, ...]:
+    """The lengths of the graphs for steps of up to so many tokens. Longer ones go by turns."""
+    shorter = [tokens for tokens in GRAPH_TOKENS if tokens < most_tokens]
+    return (*shorter, *GRAPH_TOKENS[len(shorter) : len(shorter) + 1])
+
+
+def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int) -> int:
+    """What this backend takes in steps of up to so many tokens, besides what the engine takes; nothing, if it is the
+    engine itself. neurons: of one graph."""
+    if (cost := runtime_of(backend)) is None:
+        return 0
+    model = manifest.model
+    matrices, ffn = (model.qkv_rows * model.width, model.width * model.query_width), 3 * neurons * model.width
+    rows = 2 * ffn + sum(matrices)  # as bytes, in buffers that stay; neurons of two products by turns
+    matrix_values, ffn_values = model.width + model.qkv_rows, 2 * model.width + 3 * neurons
+    handed = max(model.width, model.query_width) + max(model.qkv_rows, model.width)  # from and to the engine
+    lengths = graph_tokens(tokens)
+    if cost.keeps:
+        weights = len(lengths) * (cost.matrix_weight_bytes * sum(matrices) + cost.neuron_weight_bytes * ffn)
+        graphs = weights + sum(lengths) * max(matrix_values, ffn_values) * cost.value_bytes
+    else:
+        products = (
+            (cost.matrix_weight_bytes * max(matrices), matrix_values),
+            (cost.neuron_weight_bytes * ffn, ffn_values),
+        )
+        graphs = max(weights + max(lengths) * values * cost.value_bytes for weights, values in products)
+    return cost.base_bytes + rows + int(graphs) + tokens * handed * FLOAT_BYTES

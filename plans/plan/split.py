@@ -1,0 +1,69 @@
+"""How many blocks of every feed-forward a device computes, by how many texts a step has: so many that the step is
+expected to be shortest.
+
+Device and workers compute beside each other, so that is about where they take alike; all numbers are tried, since some
+are better than their neighbours (sums of eight blocks come back as one, of seven as three). What a device holds is not
+read from flash: where that is what bounds, it is worth as much as memory for as many bytes. Where the device's memory
+is this machine's, what it does not hold are slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from neuronpipe.plans.device.accelerator import MAX_TEXTS
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.beside import DeviceCost
+from neuronpipe.plans.plan.firing import Rates
+from neuronpipe.plans.plan.plan import Memory, Plan
+from neuronpipe.plans.plan.speed import Measured, step_ms
+
+StepMs = Callable[[int, int], float | None]
+"""The expected time of a step, by blocks that the device computes and by texts; None where it is not known."""
+
+
+def best_held(manifest: Manifest, rates: Rates, made: Plan, measured: Measured) -> tuple[int, ...] | None:
+    """What the device of this plan is best given, up to what it has, as `Compute.held_blocks`; None where it was not
+    measured."""
+    compute, most = made.compute, made.compute.most_held_blocks()
+    if DeviceCost.of(manifest, compute, measured[2]) is None:
+        return None
+
+    def time_ms(blocks: int, texts: int) -> float | None:
+        memory = made.memory
+        if compute.device_shares_memory:
+            memory = without_some(manifest, memory, most - blocks)
+        other = dataclasses.replace(compute, held_blocks=(blocks,))
+        return step_ms(manifest, rates, other, memory, made.flash, measured, batch=texts)
+
+    return best_by_texts(time_ms, most, compute.sequences)
+
+
+def best_by_texts(step_ms: StepMs, most: int, sequences: int) -> tuple[int, ...] | None:
+    """`Compute.held_blocks`: of one text, two, and so on; with more than MAX_TEXTS as with so many. At least one block
+    of one of them; None where no time is known."""
+    if step_ms(0, 1) is None:
+        return None
+
+    def best(texts: int, least: int) -> int:
+        return min(range(least, most + 1), key=lambda blocks: step_ms(blocks, texts) or 0.0)
+
+    found = [best(texts, 0) for texts in range(1, min(sequences, MAX_TEXTS) + 1)]
+    if not any(found):
+        found[0] = best(1, 1)
+    while len(found) > 1 and found[-1] == found[-2]:
+        found.pop()
+    return tuple(found)
+
+
+def without_some(manifest: Manifest, memory: Memory, left: int) -> Memory:
+    """The memory of a plan where a device that shares it holds so many blocks of every feed-forward less: what these
+    took are slots."""
+    more = manifest.model.ffns * left * manifest.layout.block_clusters
+    everything = manifest.clusters
+    return dataclasses.replace(
+        memory,
+        trigger_slots=min(everything, memory.trigger_slots + more),
+        value_slots=min(everything, memory.value_slots + more),
+    )
