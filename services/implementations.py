@@ -29,12 +29,13 @@ OURS = {
     "cache": "neuronpipe.services.cache.service:CacheService",
     "decode": "neuronpipe.services.worker.decode:DecodeService",
     "prefill": "neuronpipe.services.worker.prefill:PrefillService",
+    "accelerator": "neuronpipe.services.worker.accelerator:AcceleratorService",
     "coordinator": "neuronpipe.services.coordinator.service:CoordinatorService",
     "gateway": "neuronpipe.services.gateway.service:GatewayService",
 }
 """The class that does each role's work unless another one is asked for, in the order in which they start."""
 
-SWAPPABLE = ("decode", "prefill", "loader", "cache")
+SWAPPABLE = ("decode", "prefill", "accelerator", "loader", "cache")
 """Roles whose processes may be replaced while a run is live. Clients' requests live in the others."""
 
 PROGRAM = "argv:"

@@ -20,6 +20,7 @@ READS: dict[str, frozenset[str]] = {
     "cache": frozenset({"board"}),
     "decode": frozenset({"fixed", "slots", "board"}),
     "prefill": frozenset({"fixed", "slots", "board"}),
+    "accelerator": frozenset({"fixed", "residency", "board"}),
 }
 WRITES: dict[str, frozenset[str]] = {
     "supervisor": frozenset({"exchange", "residency", "board"}),
@@ -28,6 +29,7 @@ WRITES: dict[str, frozenset[str]] = {
     "cache": frozenset({"residency", "trace"}),
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
+    "accelerator": frozenset({"exchange", "trace"}),
 }
 LOCKS = ("loader", "decode", "prefill")
 """Roles that lock what they map, where they may: `doctor` says whether. A phone swaps out what was not used for a

@@ -31,13 +31,15 @@ def packed(ids: Iterable[int]) -> Iterator[bytes]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
     """One part's slots, from the plan. reserve: free slots that the loader should have ahead of need; pinned: of each
-    feed-forward, how many of its first clusters stay."""
+    feed-forward, how many of its first clusters stay; held: how many of these an accelerator always computes, so that
+    they are not worth loading ahead."""
 
     part: Literal[0, 1]
     slots: int
     reserve: int
     clusters: int
     pinned: tuple[int, ...]
+    held: int = 0
 
     @property
     def holds_everything(self) -> bool:
@@ -50,9 +52,11 @@ class Region:
         return self.clusters // len(self.pinned)
 
     def warm(self) -> tuple[int, ...]:
-        """Of each feed-forward, the first clusters worth loading before anybody asks, the pinned ones among them: of
-        all as many, where the converter puts the hottest, as long as there are slots."""
-        return warm_counts(self.pinned, self.clusters_per_ffn, self.slots - self.reserve)
+        """Of each feed-forward, the first clusters behind the held ones worth loading before anybody asks, the pinned
+        ones among them: of all as many, where the converter puts the hottest, as long as there are slots."""
+        staying = [max(0, count - self.held) for count in self.pinned]
+        counts = warm_counts(staying, self.clusters_per_ffn - self.held, self.slots - self.reserve)
+        return tuple(self.held + count for count in counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,13 @@ def warm_ups(triggers: Region, values: Region) -> Iterator[WarmUp]:
     nothing = (0,) * len(triggers.pinned)
     pinned, warm = (triggers.pinned, values.pinned), (triggers.warm(), values.warm())
     yield from _ranges(triggers.clusters_per_ffn, (nothing, nothing), pinned, pinned=True)
-    yield from _ranges(triggers.clusters_per_ffn, pinned, warm, pinned=False)
+    behind = _behind(triggers), _behind(values)
+    yield from _ranges(triggers.clusters_per_ffn, behind, warm, pinned=False)
+
+
+def _behind(region: Region) -> Counts:
+    """Where what is warm and not pinned begins."""
+    return tuple(max(count, region.held) for count in region.pinned)
 
 
 def _ranges(

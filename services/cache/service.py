@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.held import held_clusters
 from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
@@ -97,6 +98,7 @@ class CacheService:
                     reserve=reserves[part],
                     clusters=manifest.clusters,
                     pinned=pinned[part],
+                    held=held_clusters(manifest.layout, min(job.plan.compute.held_blocks, default=0)),
                 )
             )
             for part in PARTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score
@@ -25,6 +26,13 @@ class Limits:
     end_tokens: frozenset[int]
     plan_id: str
     blocks: int = 1  # of neurons in a layer
+    held_blocks: tuple[int, ...] = ()  # of them, those of an accelerator: see Compute
+
+    def ranges(self, holds: Sequence[bool], texts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of each participant of a step the first block that it computes, and the one after the last. holds: who of
+        them is an accelerator: it has the first blocks; the others have all that follow, and take them by turns."""
+        held = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
+        return tuple(0 if one else held for one in holds), tuple(held if one else self.blocks for one in holds)
 
 
 class _Refusal(Exception):

@@ -66,11 +66,13 @@ def _is_stopped(pid: int) -> bool:
 
 
 class BoardLine(NamedTuple):
-    """What the supervisor says of a process of the run; pid is 0 while there is none."""
+    """What the supervisor says of a process of the run; pid is 0 while there is none. gone: 1 when there will
+    be none."""
 
     pid: int
     incarnation: int
     restarts: int
+    gone: int
 
 
 class WorkerProcesses:
@@ -131,6 +133,10 @@ class WorkerProcesses:
         """What the supervisor says of a process."""
         at = self._lines[role, index] * LINE_WORDS
         return BoardLine(*self._board[at : at + len(BOARD_WORDS)])
+
+    def gone(self) -> frozenset[ProcessKey]:
+        """Those that are not started again."""
+        return frozenset(process.name for process in self if self.on_board(*process.name).gone)
 
     def lost(self) -> list[WorkerProcess]:
         """The processes whose incarnation is not the board's any more."""

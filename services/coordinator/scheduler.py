@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
@@ -210,10 +211,9 @@ class Workers:
         self.ready: dict[ProcessKey, str] = {}
         self.complete = False
 
-    @property
-    def all_ready(self) -> bool:
-        """Whether every process of the plan is ready."""
-        return self.ready.keys() >= self._processes
+    def all_ready(self, gone: frozenset[ProcessKey] = frozenset()) -> bool:
+        """Whether every process of the plan is ready, but for those that do not come back."""
+        return self.ready.keys() >= self._processes - gone
 
     @property
     def memory_served(self) -> bool:
@@ -228,7 +228,7 @@ class Workers:
     def is_ready(self, process: ProcessKey, numerics: str) -> None:
         """It takes part from now on."""
         self.ready[process] = numerics
-        self.complete |= self.all_ready
+        self.complete |= self.all_ready()
 
     def lost(self, processes: Iterable[ProcessKey]) -> None:
         """They take part in nothing before they are ready again."""
@@ -236,9 +236,11 @@ class Workers:
             self.ready.pop(process, None)
 
     def decoders(self) -> Participants:
-        """The participants of a decode step: the ready decode workers in one numerics, that of the first."""
+        """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
+        holds blocks for them."""
         decoders = sorted(process for process in self.ready if process[0] == "decode")
-        return tuple(one for one in decoders if self.ready[one] == self.ready[decoders[0]])
+        holders = sorted(process for process in self.ready if process[0] == ACCELERATOR) if decoders else []
+        return tuple(one for one in (*decoders, *holders) if self.ready[one] == self.ready[decoders[0]])
 
     def participants(self, message: Step | Prefill) -> Participants:
         """Who can compute a step of this kind now; nobody, while they are being started."""
@@ -277,7 +279,7 @@ class OutstandingStep:
         """The same step under the present epoch, computed by these."""
         message = dataclasses.replace(self.action.message, epoch=epoch)
         if isinstance(message, Step):
-            message = dataclasses.replace(message, **builder.shares(participants))
+            message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
         return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
@@ -349,13 +351,11 @@ class StepBuilder:
         batch = self._decode_batch(decodes)
         return self._decode(batch, epoch, decoders) if batch else None
 
-    def shares(self, participants: Participants) -> dict[str, Any]:
-        """The fields of `Step` that say what is whose: all have all blocks, and take them by turns."""
-        return {
-            "participants": tuple(f"{role}.{index}" for role, index in participants),
-            "first_blocks": (0,) * len(participants),
-            "end_blocks": (self._limits.blocks,) * len(participants),
-        }
+    def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
+        """The fields of `Step` that say what is whose, with so many texts."""
+        first, end = self._limits.ranges([role == ACCELERATOR for role, _ in participants], texts)
+        names = tuple(f"{role}.{index}" for role, index in participants)
+        return {"participants": names, "first_blocks": first, "end_blocks": end}
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""
@@ -399,7 +399,7 @@ class StepBuilder:
         message = Step(
             step=self.steps,
             epoch=epoch,
-            **self.shares(participants),
+            **self.shares(participants, texts=len(batch)),
             sequences=tuple(one.slot for one in batch),
             positions=tuple(one.computed_tokens for one in batch),
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),

@@ -318,4 +318,5 @@ def _limits(job: Job) -> Limits:
         end_tokens=frozenset(manifest.end_tokens),
         plan_id=job.plan.id,
         blocks=manifest.layout.blocks,
+        held_blocks=compute.held_blocks,
     )

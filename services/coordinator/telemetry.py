@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from neuronpipe.native import lib
-from neuronpipe.plans.plan.plan import GATEWAY
+from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
@@ -232,6 +232,7 @@ class Report:
     def __init__(self, job: Job, scheduler: Scheduler, processes: WorkerProcesses, meter: Meter) -> None:
         self._job, self._scheduler, self._processes, self._meter = job, scheduler, processes, meter
         self._started_at = time.monotonic()
+        self._specs = {(spec.role, spec.index): spec for spec in job.plan.compute.processes}
 
     def status(self, tokens: int, *, ending: bool) -> Status:
         """tokens: sampled so far. ending: the run comes to its end."""
@@ -241,7 +242,7 @@ class Report:
         scheduler, requests = self._scheduler, self._scheduler.requests
         return Status(
             run=self._job.run,
-            ready=scheduler.workers.all_ready and not ending,
+            ready=scheduler.workers.all_ready(self._processes.gone()) and not ending,
             plan=self._job.plan.id,
             mode=compute.mode,
             processes=self._statuses(now, ending),
@@ -283,20 +284,45 @@ class Report:
 
     def _service(self, process: WorkerProcess, now: float) -> ProcessStatus:
         outstanding = self._processes.credits.outstanding(process.peer)
+        line = self._processes.on_board(*process.name)
+        gone = bool(line.gone) and not process.pid
+        spec = self._specs[process.name]
         return ProcessStatus(
             role=process.role,
             index=process.index,
             pid=process.pid,
-            state=process.verdict(now, outstanding),
+            state="gone" if gone else process.verdict(now, outstanding),
             core=process.core,
             step=process.step,
             outstanding=outstanding,
-            restarts=self._processes.on_board(*process.name).restarts,
-            numerics=process.numerics,
+            restarts=line.restarts,
+            numerics="" if gone else process.numerics,
+            backend="" if spec.backend == DEFAULT_BACKEND else spec.backend,
+            work=self._work(process.role, gone),
         )
+
+    def _work(self, role: str, gone: bool) -> str:
+        """Which blocks of neurons it computes, where an accelerator has some."""
+        compute, blocks = self._job.plan.compute, self._job.package.manifest.layout.blocks
+        if not compute.held_blocks or role not in ("decode", ACCELERATOR):
+            return ""
+        there = any(one == ACCELERATOR for one, _ in self._scheduler.workers.decoders())
+        held = compute.held_blocks_of(len(self._scheduler.requests.active)) if there else 0
+        if role == "decode":
+            return _blocks(held + 1, blocks, blocks)
+        if gone:
+            return "decode workers compute its blocks"
+        return _blocks(1, held, blocks) if there else "decode workers compute its blocks until it is there"
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:
         """A gateway is a client: it is no worker here; what is known of it is what the supervisor writes down."""
-        pid, _, restarts = self._processes.on_board(GATEWAY, index)
-        state: State = "ready" if pid else "starting"
-        return ProcessStatus(role=GATEWAY, index=index, pid=pid, state=state, core=core, restarts=restarts)
+        line = self._processes.on_board(GATEWAY, index)
+        state: State = "ready" if line.pid else "starting"
+        return ProcessStatus(role=GATEWAY, index=index, pid=line.pid, state=state, core=core, restarts=line.restarts)
+
+
+def _blocks(first: int, last: int, of: int) -> str:
+    """Which of a feed-forward, in words."""
+    if first > last:
+        return f"none of {of} blocks"
+    return f"all {of} blocks" if (first, last) == (1, of) else f"blocks {first} to {last} of {of}"

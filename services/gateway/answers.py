@@ -24,6 +24,23 @@ COMMENT_S = 5.0
 COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
 
 
+class Mean:
+    """Of the logarithms of a text's probabilities, token by token; those without one do not count."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, logprob: float | None) -> None:
+        """One more token."""
+        if logprob is not None:
+            self._sum, self._count = self._sum + logprob, self._count + 1
+
+    @property
+    def value(self) -> float:
+        """Zero of a text without rated tokens."""
+        return self._sum / max(1, self._count)
+
+
 async def while_there(receive: Receive, work: Coroutine[None, None, None]) -> None:
     """Do the work; leave it when the client goes away. Raises what the work raises."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
@@ -55,11 +72,14 @@ class Answer:
         *,
         context_tokens: int,
         texts_per_prompt: int,
+        sent_per_prompt: int,
         stream: bool,
     ) -> None:
         self._coordinator, self._metrics, self._form = coordinator, metrics, form
         self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
         self._context_tokens = context_tokens
+        self._sent_per_prompt = sent_per_prompt
+        self._ratings = [Mean() for _ in asks]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes."""
@@ -71,10 +91,24 @@ class Answer:
 
     async def _in_one(self, mailbox: Mailbox, send: Send) -> None:
         finished = await self._all(mailbox, None)
-        body = self._form.whole(finished, usage(finished, self._texts_per_prompt))
+        sent = [(number, finished[number]) for number in self._best()]
+        body = self._form.whole(sent, usage(finished, self._texts_per_prompt))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _best(self) -> list[int]:
+        """Which texts are sent: of each prompt those whose tokens are likeliest on the average, the likeliest first,
+        where more were made than are sent."""
+        made, sent = self._texts_per_prompt, self._sent_per_prompt
+        prompts = [range(first, first + made) for first in range(0, len(self._asks), made)]
+        if made == sent:
+            return [number for texts in prompts for number in texts]
+        return [
+            number
+            for texts in prompts
+            for number in sorted(texts, key=lambda text: self._ratings[text].value, reverse=True)[:sent]
+        ]
 
     async def _in_pieces(self, mailbox: Mailbox, send: Send) -> None:
         begun = False
@@ -114,6 +148,7 @@ class Answer:
                 elif isinstance(message, Token):
                     if pass_on is None:
                         form.keep(number, message)
+                        self._ratings[number].add(message.logprob)
                         continue
                     if number not in begun:
                         begun.add(number)

@@ -105,12 +105,14 @@ class Gateway:
     ) -> Answer:
         if body.model not in (None, self._name):
             raise self._unknown(body.model)
-        if len(prompts) * body.n > MAX_TEXTS:
-            said = f"n: {body.n} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one request"
-            raise Problem(400, "invalid_value", said, param="n")
+        if len(prompts) * body.candidates > MAX_TEXTS:
+            param = "n" if body.candidates == body.n else "best_of"
+            said = f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one"
+            raise Problem(400, "invalid_value", f"{param}: {said} request", param=param)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
         grammar = body.grammar
         seed = secrets.randbits(62) if body.seed is None else body.seed
+        chooses = body.candidates > body.n
         asks = [
             Generate(
                 request=self._coordinator.name(),
@@ -121,12 +123,12 @@ class Gateway:
                 seed=(seed + number) % (1 << 63),
                 logit_bias=biases,
                 grammar=grammar,
-                logprobs=body.rated,
+                logprobs=0 if chooses and body.rated is None else body.rated,
                 stop=body.stops,
                 **body.options,
             )
             for prompt in prompts
-            for number in range(body.n)
+            for number in range(body.candidates)
         ]
         counts = body.stream_options is not None and body.stream_options.include_usage
         return Answer(
@@ -141,7 +143,8 @@ class Gateway:
             ),
             asks,
             context_tokens=self._context_tokens,
-            texts_per_prompt=body.n,
+            texts_per_prompt=body.candidates,
+            sent_per_prompt=body.n,
             stream=body.stream,
         )
 

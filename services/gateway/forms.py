@@ -101,12 +101,12 @@ class Form(ABC):
             said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"
             raise Problem(400, "answer_too_large", said, param="logprobs")
 
-    def whole(self, finished: Sequence[Finished], total: dict[str, int]) -> bytes:
-        """The answer."""
+    def whole(self, sent: Sequence[tuple[int, Finished]], total: dict[str, int]) -> bytes:
+        """The answer: texts by their numbers, in the order in which they are sent."""
         choices = []
-        for number, one in enumerate(finished):
+        for index, (number, one) in enumerate(sent):
             ratings = self._rated(self._kept.pop(number, [])) if self._rates else "null"
-            choice = {"index": number, **self._content(one), "finish_reason": REASONS[one.reason]}
+            choice = {"index": index, **self._content(one), "finish_reason": REASONS[one.reason]}
             choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
         head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()

@@ -201,6 +201,11 @@ class Sampling(SamplingOptions):
         return "json" if isinstance(self.response_format, JsonFormat) else None
 
     @property
+    def candidates(self) -> int:
+        """Texts made per prompt."""
+        return self.n
+
+    @property
     @abstractmethod
     def rated(self) -> int | None:
         """How many likely tokens to name beside each token, None to rate none."""
@@ -222,15 +227,28 @@ class CompletionRequest(Sampling):
         le=MAX_LOGPROBS,
         description="rate each token, and name this many likely ones beside it, and itself",
     )
-    best_of: int | None = Field(None, description="only as many as `n`")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="texts to make per prompt; the `n` with the highest mean log-probability of a token are sent, best "
+        "first; more than `n` not with `stream`",
+    )
     echo: Literal[False] = Field(False, description="prompts are not sent back")
     suffix: Literal[""] = Field("", description="texts are only continued")
 
     @model_validator(mode="after")
-    def _all_are_sent(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise ValueError("best_of: only as many as n, since all texts are sent")
+    def _candidates_are_enough(self) -> CompletionRequest:
+        if self.candidates < self.n:
+            raise ValueError(f"best_of: {self.best_of} is less than n, {self.n}")
+        if self.stream and self.candidates > self.n:
+            raise ValueError("best_of: more than n cannot be streamed, since the best are known at the end")
         return self
+
+    @property
+    def candidates(self) -> int:
+        """Texts made per prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def rated(self) -> int | None:

@@ -130,6 +130,9 @@ class Observer(Closing):
                     restarts=self._pids[len(views) * LINE_WORDS + RESTARTS],
                     cpu=_rounded(self._processes.cpu(pid)),
                     memory_bytes=self._processes.memory_bytes(pid),
+                    numerics=one.numerics,
+                    backend=one.backend,
+                    work=one.work,
                     doing=doing,
                 )
             )

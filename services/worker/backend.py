@@ -18,14 +18,19 @@ import mmap
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "accelerator"]
+"""What of steps: decode steps with the other decode workers; prompts alone; the first blocks of decode steps."""
 
-BACKENDS = {"cpu": "neuronpipe.services.worker.cpu:CpuBackend"}
+BACKENDS = {
+    "cpu": "neuronpipe.services.worker.cpu:CpuBackend",
+    "onnx": "neuronpipe.services.worker.npu.backend:OnnxBackend",
+    "opencl": "neuronpipe.services.worker.gpu.backend:OpenClBackend",
+}
 """The class of each backend: called with its options, a text."""
 
 
@@ -48,6 +53,7 @@ class Share:
     first_block, end_block: whose neurons it computes, in every layer
     participants, participant: how many compute the step, and which of them this is
     sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
+    held_blocks: the first ones belong to who holds their weights; nobody else looks for their clusters
     """
 
     first_block: int
@@ -56,6 +62,7 @@ class Share:
     participant: int = 0
     sharers: int = 1
     sharer: int = 0
+    held_blocks: int = 0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -98,8 +105,8 @@ class Backend(Protocol):
     def numerics(self) -> str:
         """The name of its arithmetic."""
 
-    def supports(self, model: ModelSpec, phase: Phase) -> str | None:
-        """Why it cannot compute steps of this phase for this model, in words; None: it can."""
+    def supports(self, manifest: Manifest, phase: Phase) -> str | None:
+        """Why it cannot compute steps of this phase for this package, in words; None: it can."""
 
     def load(self, placement: Placement) -> None:
         """Get ready. The fixed tensors are in memory by now."""
@@ -122,7 +129,13 @@ def create_backend(text: str) -> Backend:
     return backend
 
 
-def require(backend: Backend, model: ModelSpec, phase: Phase, where: str) -> None:
+def phase_of(role: str) -> Phase:
+    """What of steps the processes of a role compute: by default decode."""
+    phases: dict[str, Phase] = {"prefill": "prefill", "accelerator": "accelerator"}
+    return phases.get(role, "decode")
+
+
+def require(backend: Backend, manifest: Manifest, phase: Phase, where: str) -> None:
     """Raises UserError when it cannot compute these steps; `where` names it."""
-    if (why := backend.supports(model, phase)) is not None:
+    if (why := backend.supports(manifest, phase)) is not None:
         raise UserError(f"{where}: {why}")

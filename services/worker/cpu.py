@@ -16,14 +16,16 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from statistics import fmean
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.plan.sizes import private_layouts
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.plan import DEFAULT_BACKEND
+from neuronpipe.plans.plan.sizes import RunShape, own_layouts
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
+from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
-from neuronpipe.services.worker.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.participant import EngineConfig, Multiply, Participant, View
 from neuronpipe.services.worker.pinning import pin
 
 Stage = Callable[[str], memoryview]
@@ -31,7 +33,10 @@ Stage = Callable[[str], memoryview]
 
 
 class CpuBackend:
-    """See the module; the interface is that of services/worker/backend.py."""
+    """See the module; the interface is that of services/worker/backend.py. multiply: who computes the products of
+    layers, where a prefill worker's engines do not; see Participant."""
+
+    multiply: Multiply | None = None
 
     def __init__(self, options: str = "") -> None:
         offered = ffi.string(lib.np_isa_names()).decode()
@@ -46,9 +51,9 @@ class CpuBackend:
         """The vector instructions decide the last bits, and nothing else does."""
         return f"cpu:{self._isa}"
 
-    def supports(self, model: ModelSpec, phase: Phase) -> str | None:
+    def supports(self, manifest: Manifest, phase: Phase) -> str | None:
         """Everything that a package can hold."""
-        return None
+        return "an accelerator's backend is opencl" if phase == "accelerator" else None
 
     def load(self, placement: Placement) -> None:
         """Build the engines."""
@@ -57,9 +62,9 @@ class CpuBackend:
         self._rings, self._trace = Rings(memory, job.doorbell), Trace.of(job, memory)
         self._decode_workers = job.plan.compute.decode_workers()
         self._alone = job.process.role == "prefill"
-        layout = private_layouts(job.package.manifest, job.plan)["prefill_stage"] if self._alone else None
+        layout = self._own_stage(job) if self._alone else None
         self._stage: Stage = private_stage(layout) if layout else lambda name: memory.view("exchange", name)
-        config = _engine_config(placement, layout or job.segments["exchange"].layout)
+        config = self._engine_config(placement, layout or job.segments["exchange"].layout)
         threads = job.plan.compute.prefill_threads if self._alone else 1
         first_window = len(self._decode_workers) + threads * job.process.index if self._alone else job.process.index
         self._threads = ThreadPoolExecutor(threads, "participant")
@@ -82,6 +87,12 @@ class CpuBackend:
         for participant in self._participants:
             participant.close()
         self._participants = []
+
+    def _own_stage(self, job: Job) -> Layout:
+        """Of steps of prefill: with what the engine's own products need, whatever the plan is for."""
+        compute = job.plan.compute
+        shape = dataclasses.replace(RunShape.of(compute), prefill_backend=DEFAULT_BACKEND)
+        return own_layouts(job.package.manifest, shape, compute.prefill_chunk_tokens)["prefill_stage"]
 
     def _view(self, placement: Placement, window: int, number: int) -> View:
         """What the participant with this window and ring of requests sees."""
@@ -115,6 +126,27 @@ class CpuBackend:
             activity=placement.activity,
         )
 
+    def _engine_config(self, placement: Placement, stage: Layout) -> EngineConfig:
+        """A participant's config in steps whose stages are laid out like this, by the plan."""
+        plan, compute = placement.job.plan, placement.job.plan.compute
+        prefill = placement.job.process.role == "prefill"
+        hints = compute.hints and not prefill
+        return EngineConfig(
+            sequences=compute.sequences,
+            context_tokens=compute.context_tokens,
+            max_tokens=stage["residual"].shape[0],
+            logit_rows=compute.logit_rows,
+            window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
+            partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
+            spin_us=compute.spin_us,
+            predicts=compute.mode == "predicted" or hints,
+            thresholded=compute.mode == "thresholded",
+            bundle=plan.flash.bundle,
+            prefetch=compute.prefetch,
+            pipeline=compute.pipeline,
+            hints=hints,
+        )
+
     def _compute_together(self, work: StepWork) -> None:
         """All participants, a thread each. One that cannot go on is answered for at once: the new epoch that follows
         calls away the others, who wait for it."""
@@ -127,6 +159,7 @@ class CpuBackend:
                 _compute_pinned,
                 participant,
                 self._core(number),
+                self.multiply,
                 dataclasses.replace(work, share=self._share_of(work.share, number)),
             )
             for number, participant in enumerate(self._participants)
@@ -164,28 +197,6 @@ def private_stage(layout: Layout) -> Stage:
     return buffer
 
 
-def _engine_config(placement: Placement, stage: Layout) -> EngineConfig:
-    """A participant's config in steps whose stages are laid out like this, by the plan."""
-    plan, compute = placement.job.plan, placement.job.plan.compute
-    prefill = placement.job.process.role == "prefill"
-    hints = compute.hints and not prefill
-    return EngineConfig(
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        max_tokens=stage["residual"].shape[0],
-        logit_rows=compute.logit_rows,
-        window_blocks=compute.prefill_window_blocks if prefill else compute.decode_window_blocks,
-        partial_tokens=stage["partials"].shape[0] // placement.job.package.manifest.model.experts_per_token,
-        spin_us=compute.spin_us,
-        predicts=compute.mode == "predicted" or hints,
-        thresholded=compute.mode == "thresholded",
-        bundle=plan.flash.bundle,
-        prefetch=compute.prefetch,
-        pipeline=compute.pipeline,
-        hints=hints,
-    )
-
-
-def _compute_pinned(participant: Participant, core: int | None, work: StepWork) -> None:
+def _compute_pinned(participant: Participant, core: int | None, multiply: Multiply | None, work: StepWork) -> None:
     pin(core)
-    participant.compute(work)
+    participant.compute(work, multiply)

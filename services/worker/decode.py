@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import StepDone
@@ -74,4 +75,10 @@ def _share_of(participants: tuple[str, ...], first: tuple[int, ...], end: tuple[
         participant=own,
         sharers=len(sharers),
         sharer=sharers.index(own),
+        held_blocks=max((end for one, (_, end) in zip(participants, ranges, strict=True) if _holds(one)), default=0),
     )
+
+
+def _holds(participant: str) -> bool:
+    """Whether it holds the weights of its blocks."""
+    return participant.startswith(f"{ACCELERATOR}.")

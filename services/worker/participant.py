@@ -1,14 +1,14 @@
 """One participant of a step: the native engine over this process's view of shared memory.
 
 Decode workers are the participants of one step together; the threads of the prefill worker are those of its own. All
-run `compute`, which is one native call.
+run `compute`, which is one native call; or, where another computes the products of layers, one for each product.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import SCALES
@@ -80,6 +80,8 @@ class View:
     requests: Any  # np_requests
     trace: Any  # np_trace
     activity: Any
+    inputs: Any = None  # this and the next: where another computes the products of layers
+    outputs: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,9 @@ class EngineConfig:
     prefetch: bool
     pipeline: bool
     hints: bool = False
+    outside: bool = False  # another computes the products of layers,
+    product_blocks: int = 0  # each of so many blocks
+    held: bool = False  # another, who holds their weights, computes this participant's blocks
 
 
 def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> Any:
@@ -165,6 +170,24 @@ def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
     raise ValueError(f"the engine refuses `{field}`: it is out of its range, or contradicts another field")
 
 
+class Multiply(Protocol):
+    """Computes the products of layers, as native/neuronpipe.h says: a step's begin between `begin` and `end`."""
+
+    def begin(self, participant: Participant) -> None:
+        """A step of this participant: its rows may be read from now on."""
+
+    def __call__(self, participant: Participant, product: Any) -> None:
+        """Compute the np_product that is wanted; or begin to, and when it is a turn's last have all of them computed.
+        What is named in it is good until the turn's end; itself is not."""
+
+    def end(self) -> None:
+        """The step is over, or was left. Nothing of it is read any more."""
+
+
+ComputeBlocks = Callable[[Any], None]
+"""Computes np_wanted_blocks, as native/neuronpipe.h says."""
+
+
 class Participant:
     """The engine of one participant. One thread uses it; `close` before the segments are unmapped."""
 
@@ -197,22 +220,75 @@ class Participant:
         self._engine = ffi.NULL
         self._keep.clear()
 
-    def compute(self, work: StepWork) -> None:
-        """This participant's share of a step.
+    def compute(self, work: StepWork, multiply: Multiply | None = None) -> None:
+        """This participant's share of a step. multiply: computes each product of the layers, where the config says that
+        another does; the first participant's is called.
 
         Raises Abandoned when the epoch changed, Damaged when a cluster failed, ValueError for arguments out of range.
         """
+        step = self._take(work)
+        if multiply is None:
+            self._check(lib.np_engine_step(self._engine, step))
+            return
+        self._check(lib.np_engine_begin(self._engine, step))
+        if work.share.participant:
+            self._check(lib.np_engine_next(self._engine, ffi.new("np_product *")))
+            return
+        multiply.begin(self)
+        try:
+            while self._check(lib.np_engine_next(self._engine, wanted := ffi.new("np_product *"))):
+                multiply(self, wanted)
+        finally:
+            multiply.end()
+
+    def compute_held(self, work: StepWork, blocks: ComputeBlocks) -> None:
+        """The same where another holds the weights of this participant's blocks: `blocks` computes them, layer after
+        layer."""
+        self._check(lib.np_engine_begin_held(self._engine, self._take(work)))
+        wanted = ffi.new("np_wanted_blocks *")
+        while self._check(lib.np_engine_next_blocks(self._engine, wanted)):
+            blocks(wanted)
+
+    def _take(self, work: StepWork) -> Any:
+        """The step as the native library wants it."""
         self._read_counters()  # a step that was abandoned left its own
-        arrays = [ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)]
+        self._step_arrays = [
+            ffi.new("int32_t[]", list(values)) for values in (work.sequences, work.positions, work.tokens)
+        ]
         step = self._step
         step.number, step.epoch = work.number, work.epoch
         share = work.share
         step.participants, step.participant = share.participants, share.participant
         step.first_block, step.end_block = share.first_block, share.end_block
         step.sharers, step.sharer = share.sharers, share.sharer
+        step.held_blocks = share.held_blocks
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
-        step.sequences, step.positions, step.tokens = arrays
-        self._check(lib.np_engine_step(self._engine, step))
+        step.sequences, step.positions, step.tokens = self._step_arrays
+        return step
+
+    def next_rows(self) -> Any | None:
+        """np_product_rows: those that come next in this step; None after the last. Where they are not known yet their
+        `kind` is 0. This, `open_rows` and `product` may be called in another thread than `compute`, between `begin` and
+        `end` of Multiply."""
+        rows = ffi.new("np_product_rows *")
+        return rows if self._check(lib.np_engine_next_rows(self._engine, rows)) else None
+
+    def open_rows(self, rows: Any) -> None:
+        """Set where they lie, once they are there; good until others are opened. Raises as `compute`."""
+        self._check(lib.np_engine_open_rows(self._engine, rows))
+
+    def close_rows(self) -> None:
+        """None is read any more."""
+        lib.np_engine_close_rows(self._engine)
+
+    def product(self, product: Any, rows: Any, tokens: Any, out: Any) -> None:
+        """A product by the engine's own kernels. rows: open. tokens: which, a uint32 buffer; out: float32
+        [len(tokens)][product.outputs_stride], for what it is of each of them alone."""
+        stride = product.outputs_stride
+        number, room = ffi.from_buffer("uint32_t[]", tokens), ffi.from_buffer("float[]", out, require_writable=True)
+        if len(room) < len(number) * stride:
+            raise ValueError(f"out: {len(room)} elements for {len(number)} tokens of {stride}")
+        self._check(lib.np_engine_product(self._engine, product, rows, number, len(number), room, stride))
 
     def counters(self) -> dict[str, float]:
         """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
@@ -221,9 +297,9 @@ class Participant:
         counts |= {f"{part}_{name}": getattr(counters, name)[n] for part, n in PARTS.items() for name in PART_COUNTS}
         return counts | {name: getattr(counters, f"{name[:-3]}_ns") / 1e6 for name in TIMES}
 
-    def _check(self, result: int) -> None:
+    def _check(self, result: int) -> int:
         if result >= 0:
-            return
+            return result
         if result == lib.NP_E_EPOCH:
             raise Abandoned
         if result == lib.NP_E_DAMAGED:

@@ -1,5 +1,5 @@
 """A decode worker that shows what each neuron did in the last step: a byte for each, in a file of the run directory
-that others map. `neuronpipe profile --activity` runs with it (launch/activity.py).
+that others map. `neuronpipe profile --activity` runs with it (launch/profile/activity.py).
 
 The engine sets the bits where they are shown; nothing is sent. A reader must know that no step is under way: while a
 client reads a score's logits, the coordinator sends none.

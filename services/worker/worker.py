@@ -12,9 +12,9 @@ from neuronpipe.services.worker.backend import (
     Activity,
     Backend,
     Damaged,
-    Phase,
     Placement,
     StepWork,
+    phase_of,
     require,
 )
 
@@ -27,8 +27,7 @@ class Worker:
     model."""
 
     def __init__(self, job: Job, backend: Backend, activity: Activity | None = None) -> None:
-        phase: Phase = "prefill" if job.process.role == "prefill" else "decode"
-        require(backend, job.package.manifest.model, phase, f"{job.process.role}.{job.process.index}")
+        require(backend, job.package.manifest, phase_of(job.process.role), f"{job.process.role}.{job.process.index}")
         self.memory = RunMemory.open(job.process.role, job.segments)
         self._job, self._backend, self._activity = job, backend, activity
         self._loaded = ffi.from_buffer("uint32_t[]", self.memory.view("residency", "loaded"))

@@ -182,7 +182,10 @@ function processes(run) {
     const fine = ["ready", "busy", "draining"].includes(one.state);
     name.textContent = `${one.role}.${one.index}${fine ? "" : ` ${one.state}`}${one.restarts ? ` (${one.restarts + 1}.)` : ""}`;
     name.className = fine ? "" : "bad";
-    name.title = `process ${one.pid}, core ${one.core ?? "any"}, step ${one.step}, ${one.state}`;
+    const by = one.numerics && `${one.numerics}${one.backend && ` by ${one.backend}`}`;
+    const work = [one.work, one.work || one.backend ? by : ""].filter(Boolean).join(", ");
+    if (work) name.append(Object.assign(document.createElement("small"), { className: "work", textContent: work }));
+    name.title = `process ${one.pid}, core ${one.core ?? "any"}, step ${one.step}, ${one.state}${by && `, ${by}`}`;
     const parts = Object.entries(one.doing).filter(([label]) => COLOUR_OF[label]);
     doing.firstChild.replaceChildren(...parts.map(([label, share]) => {
       const part = document.createElement("b");

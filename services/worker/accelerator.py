@@ -1,0 +1,24 @@
+"""The accelerator: a participant of decode steps that computes the first blocks of every feed-forward on a device that
+holds their weights. It takes no other work; the decode workers do not wait for those clusters meanwhile.
+
+Its bits are those of the decode workers, whose instructions its device follows: that they compute its blocks when it is
+gone, or that it comes back, changes no text.
+"""
+
+from __future__ import annotations
+
+from neuronpipe.services.job import Job
+from neuronpipe.services.worker.backend import Backend, create_backend
+from neuronpipe.services.worker.decode import DecodeService
+
+
+class AcceleratorService(DecodeService):
+    """See the module. An experiment overrides `compute`, or `backend`."""
+
+    def backend(self, job: Job) -> Backend:
+        """Who computes: what the plan says, with the numerics of the decode workers' backend."""
+        backend = create_backend(job.process.backend)
+        follow = getattr(backend, "follow", None)
+        if follow is not None:
+            follow(job.plan.compute.decode_workers()[0].backend)
+        return backend

@@ -1,0 +1,1 @@
+"""Blocks of neurons on a GPU, by OpenCL: the backend `opencl` of the accelerator."""

@@ -1,0 +1,118 @@
+"""The backend `opencl` of an accelerator: the native engine goes through the steps, a device computes its blocks.
+
+Its option is a part of the device's name, or of its platform's; the first GPU by default. The numerics are those of the
+decode workers: kernels.cl keeps the order of sums of their instructions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.trace import Trace
+from neuronpipe.services.worker.backend import Phase, Placement, StepWork
+from neuronpipe.services.worker.cpu import CpuBackend
+from neuronpipe.services.worker.participant import Participant, View
+
+
+class OpenClBackend(CpuBackend):
+    """See the module; the interface is that of services/worker/backend.py."""
+
+    def __init__(self, options: str = "") -> None:
+        super().__init__()
+        self._wanted = options
+
+    def follow(self, decode_backend: str) -> None:
+        """Compute with the bits of this backend of the decode workers."""
+        name, _, instructions = decode_backend.partition(":")
+        if name != "cpu":
+            raise UserError(f"backend opencl follows decode workers of the backend cpu, not {decode_backend}")
+        self._isa = instructions or self._isa
+
+    def supports(self, manifest: Manifest, phase: Phase) -> str | None:
+        """Blocks of decode steps, of models of 4 and 8 bits whose activation takes no exponential."""
+        if phase != "accelerator":
+            return "opencl computes blocks of decode steps; write accelerator=opencl"
+        if manifest.model.activation == "silu":
+            return "opencl computes ReLU and its kin with the processor's bits; this model has silu"
+        if manifest.quantization == "f16":
+            return "opencl needs a package in q8 or q4; this one is f16"
+        return None
+
+    def load(self, placement: Placement) -> None:
+        """Build the engine, compile the kernels, and copy the weights to the device."""
+        from neuronpipe.services.worker.gpu.blocks import HeldBlocks
+        from neuronpipe.services.worker.gpu.device import find_device, opencl
+        from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
+
+        lib.np_isa_select(self._isa.encode())
+        job, memory = placement.job, placement.memory
+        manifest, compute = job.package.manifest, job.plan.compute
+        self._trace = Trace.of(job, memory)
+        self._stage = lambda name: memory.view("exchange", name)
+        config = dataclasses.replace(
+            self._engine_config(placement, job.segments["exchange"].layout), held=True, bundle=False
+        )
+        device = find_device(self._wanted)
+        try:
+            self._held = HeldBlocks(
+                device,
+                manifest,
+                blocks=compute.most_held_blocks(),
+                tokens=config.max_tokens,
+                instructions=self._isa,
+            )
+            for weights, bias in zip(
+                held_weights(job.package, self._held.blocks), held_biases(job.package), strict=True
+            ):
+                self._held.load(weights, bias)
+        except opencl().MemoryError:
+            raise UserError(
+                f"{device.name}: its memory does not hold {job.plan.memory.accelerator_bytes >> 20} MiB of blocks; "
+                "give it less with --gpu-memory, or end other programs that use it"
+            ) from None
+        self._participants = [Participant(manifest, self._own_view(placement), config)]
+
+    def compute(self, work: StepWork) -> dict[str, float]:
+        """This participant's share of a step. Raises OpenCL's errors as they are: a device that is lost ends the
+        process, and its successor looks for it anew."""
+        self._held.clear_counters()
+        self._participants[0].compute_held(work, self._held)
+        counted = self._held.counters()
+        rows = counted["predicted"] + counted["active"] + (counted["fired"] if self._held.gated else 0)
+        return self._counters() | counted | {"held_rows": rows}
+
+    def close(self) -> None:
+        """Free the engine and the device's memory."""
+        for participant in self._participants:
+            participant.close()
+        self._participants = []
+        self._held.close()
+
+    def _own_view(self, placement: Placement) -> View:
+        """It reads fixed tensors and shares the stages; slots, requests, keys and values are the others'."""
+        package, memory, stage = placement.job.package, placement.memory, self._stage
+        fixed = memory.view("fixed", "file")
+        tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
+        predictor = memory.view("fixed", "predictor")
+        if len(predictor) and package.predictor is not None:
+            tensors |= {name: predictor[entry.start : entry.stop] for name, entry in package.predictor.items()}
+        stages = ("residual", "queries", "attention", "hidden", "partials", "ranks", "predicted", "claims")
+        return View(
+            fixed=tensors,
+            **{name: stage(name) for name in stages},
+            barrier=stage("barriers"),
+            logits=memory.view("exchange", "logits"),
+            kv=None,
+            slots=(None, None),
+            entries=(None, None),
+            window=None,
+            arrivals=None,
+            in_flight=None,
+            epoch=memory.view("exchange", "epoch"),
+            requests=ffi.new("np_requests *"),
+            trace=self._trace.native,
+            activity=None,
+        )

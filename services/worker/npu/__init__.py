@@ -1,0 +1,1 @@
+"""Prompts on a neural processor: see README.md."""
