@@ -38,6 +38,7 @@ VERBS = {
     "convert": "make a package from a Hugging Face directory or a GGUF file",
     "inspect": "show what a package holds and how it lies on flash",
     "profile": "count which neurons fire on a text, and give a package a predictor of them",
+    "compile": "make what a neural processor computes a package's prompts with, for a chip",
     "synth": "make a synthetic package with a real model's shape and activation statistics",
     "plan": "show or write the plan for a package on this device, or for a phone that is not here",
     "simulate": "say how fast a model would be on a phone or another device, without having it",

@@ -156,12 +156,13 @@ def for_terminal(text: str) -> str:
 
 
 def _summary(finished: Finished) -> str:
-    memory, flash = finished.memory, finished.flash
+    memory, flash, share = finished.memory, finished.flash, _accelerator_share(finished)
+    held = "" if share is None else f", {share:.0%} of decode's rows by the accelerator"
     return (
         f"[{finished.tokens} tokens, {show_number(finished.tokens_per_s, 0)} tokens/s, "
         f"first after {finished.ttft_ms:.0f} ms; "
         f"memory {show_bytes(memory['peak_bytes'])} of {show_bytes(memory['limit_bytes'])}; "
-        f"flash {show_bytes(flash['bytes'])}, miss rate {flash['miss_rate']:.1%}]"
+        f"flash {show_bytes(flash['bytes'])}, miss rate {flash['miss_rate']:.1%}{held}]"
     )
 
 
@@ -181,9 +182,17 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
         "tbt_ms": finished.tbt_ms,
         "memory": finished.memory,
         "flash": {**finished.flash, "bytes": int(finished.flash["bytes"]), "reads": int(finished.flash["reads"])},
+        **({} if (share := _accelerator_share(finished)) is None else {"accelerator_share": share}),
         "plan": finished.plan,
         "mode": finished.mode,
     }
+
+
+def _accelerator_share(finished: Finished) -> float | None:
+    """Of the neurons' rows that its decode steps computed, those of the accelerator; None where it computed none."""
+    rows = sum(finished.decode.get(f"{name}_rows", 0.0) for name in ("gate", "up", "down"))
+    held = finished.decode.get("held_rows", 0.0)
+    return held / (held + rows) if held else None
 
 
 def _logprobs(token: Token) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,40 +17,47 @@ from neuronpipe.launch.formats import (
     parse_share,
     parse_speed,
     show_bytes,
-    show_cores,
 )
-from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
+from neuronpipe.launch.neural import CORES, Prompts, prompts_here
+from neuronpipe.launch.searching import add_gpu_memory_argument, searched
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.package.activity import Activity
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import MIB
-from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.plan import BACKEND_ROLES, DEFAULT_BACKEND, GATEWAY, MODES, Mode, Plan, read_plan
-from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, DeviceFacts, Technique, Wanted, device_facts
-from neuronpipe.plans.plan.quality import Quality, allowed_modes, show_quality
-from neuronpipe.plans.plan.search import ANSWER, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
-from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES, plan_for_several
+from neuronpipe.plans.plan.plan import (
+    BACKEND_ROLES,
+    DEFAULT_BACKEND,
+    GATEWAY,
+    MODES,
+    Plan,
+    read_plan,
+)
+from neuronpipe.plans.plan.planner import BASELINES, TECHNIQUES, Technique
+from neuronpipe.plans.plan.quality import Quality, show_quality
+from neuronpipe.plans.plan.search import Found, Search
+from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.plans.pull.packages import package_path, refuse_unknown
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
     from neuronpipe.services.implementations import Implementations, Use
-    from neuronpipe.services.worker.backend import Phase
 
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
 
 
-def add_package_argument(parser: argparse.ArgumentParser) -> None:
-    """PACKAGE, the demo by default."""
+def add_package_argument(parser: argparse.ArgumentParser, *, shapes: str = "") -> None:
+    """PACKAGE, the demo by default. shapes: what is said of names of shapes, where these are taken as well."""
     parser.add_argument(
         "package",
         nargs="?",
         type=package_path,
         default=DEMO,
-        metavar="PACKAGE",
-        help="package directory, or a name that `neuronpipe list` shows (default: the demo model)",
+        metavar="PACKAGE|SHAPE" if shapes else "PACKAGE",
+        help=f"package directory, or a name that `neuronpipe list` shows (default: the demo model){shapes}",
     )
 
 
@@ -115,12 +122,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--backend",
         action="append",
-        type=_parse_backend,
+        type=parse_backend,
         default=[],
         metavar="ROLE=NAME[:OPTIONS]",
         help="who computes in the decode or prefill workers, e.g. prefill=cpu:avx2 (default: cpu, with the best "
-        "instructions there are); may be given again",
+        "instructions there are), or the hottest neurons of decode steps: accelerator=opencl; may be given again",
     )
+    add_gpu_memory_argument(group)
     group.add_argument(
         "--without",
         type=_parse_techniques,
@@ -138,10 +146,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", type=Path, metavar="FILE", help="use this plan instead of making one")
 
 
-def _parse_backend(text: str) -> tuple[str, str]:
+def parse_backend(text: str) -> tuple[str, str]:
+    """The role and the backend of ROLE=BACKEND."""
     role, equals, backend = text.partition("=")
     if not equals or role not in BACKEND_ROLES:
-        raise argparse.ArgumentTypeError(f"{text!r}: write decode=NAME or prefill=NAME")
+        raise argparse.ArgumentTypeError(f"{text!r}: write decode=NAME, prefill=NAME or accelerator=NAME")
     return role, backend
 
 
@@ -174,10 +183,21 @@ def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a plan is made for. read_activity: of the package, where its manifest has a profile. prompts: who computes
+    them where the arguments name nobody."""
+
+    manifest: Manifest
+    read_activity: Callable[[], Activity]
+    device: Device
+    prompts: Prompts = CORES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan, and the search that it came out of; None where a file was given."""
 
-    package: Package
+    manifest: Manifest
     plan: Plan
     search: tuple[Search, Found] | None = None
 
@@ -186,61 +206,50 @@ def package_and_plan(
     arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False
 ) -> tuple[Package, Plan]:
     """The package and its plan, as `planned` makes it."""
-    made = planned(arguments, several=several, gateway=gateway)
-    return made.package, made.plan
+    refuse_contradictions(arguments)
+    package = open_package(arguments.package)
+    return package, _planned_here(arguments, package, several=several, gateway=gateway).plan
 
 
-def planned(
-    arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False, device_file: str | None = None
-) -> Planned:
-    """Open the package and make its plan, or read and check the one that was given; with a gateway or without.
+def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False) -> Planned:
+    """Open the package and make its plan for this device, or read and check the one that was given; with a gateway or
+    without.
 
     several: unless the arguments say how many texts there is room for, as many as cost one text hardly any speed.
-    device_file: the device that the plan is for, instead of this one: a known one's name, or its file.
     Says on stderr what of the device was measured again, and when the plan takes more memory than is available now.
     """
-    if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
-        raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
-    _refuse_contradictions(arguments)
-    package = open_package(arguments.package)
+    refuse_contradictions(arguments)
+    return _planned_here(arguments, open_package(arguments.package), several=several, gateway=gateway)
+
+
+def _planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:
     said: list[str] = []
-    caveats: tuple[str, ...] = ()
-    if device_file is None:
-        device = probe(package.path, say=said.append)
-    else:
-        device, caveats = _described(device_file, package)
-    if arguments.plan is None:
-        made = _made_plan(arguments, package, device, several, gateway)
-        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, reasons=(*caveats, *made.plan.reasons)))
-    else:
-        made = Planned(package=package, plan=_given_plan(arguments.plan, package, device, gateway))
-    _check_backends(made.plan, package)
-    if device_file is not None:
-        _refuse_larger(made.plan, device, device_file)
-    elif (warning := memory_warning(made.plan, device)) is not None:
+    device = probe(package.path, say=said.append)
+    prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)
+    subject = Subject(manifest=package.manifest, read_activity=package.read_activity, device=device, prompts=prompts)
+    made = planned_for(arguments, subject, several=several, gateway=gateway)
+    if (warning := memory_warning(made.plan, device)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
     return made
 
 
-def _described(name: str, package: Package) -> tuple[Device, tuple[str, ...]]:
-    """A device that is not here, and what a plan for it must say."""
-    from neuronpipe.plans.simulate.described import caveats, described  # only `plan --device` pays for it
-    from neuronpipe.plans.simulate.device_file import read_device
-
-    model = read_device(name)
-    return described(model, package.manifest), caveats(model)
-
-
-def _refuse_larger(plan: Plan, device: Device, name: str) -> None:
-    takes, usable = plan.memory.total_bytes(), device.memory_total_bytes
-    if takes > usable:
-        raise UserError(f"the plan takes {show_bytes(takes)}, and one program may use {show_bytes(usable)} of {name}")
+def planned_for(arguments: argparse.Namespace, subject: Subject, *, several: bool, gateway: bool) -> Planned:
+    """The plan for what is described, or the one that was given. Prints nothing; does not ask what memory there is."""
+    if arguments.plan is None:
+        search, found, plan = searched(arguments, subject, several=several, gateway=gateway)
+        made = Planned(manifest=subject.manifest, plan=plan, search=(search, found))
+    else:
+        made = Planned(manifest=subject.manifest, plan=_given_plan(arguments.plan, subject, gateway))
+    _check_backends(made.plan, subject.manifest)
+    return made
 
 
-def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+def refuse_contradictions(arguments: argparse.Namespace) -> None:
     """Raises UserError for wishes of which one decides what the other asks for."""
+    if arguments.plan is not None and len(asked := asked_of_plan(arguments)) > 1:
+        raise UserError(f"{asked[0]} and --plan {arguments.plan}: the plan decides that; leave one of the two out")
     if arguments.baseline is not None:
         _refuse_beside_baseline(arguments)
     if arguments.quality is None:
@@ -273,21 +282,20 @@ def _refuse_beside_baseline(arguments: argparse.Namespace) -> None:
             raise UserError(f"--baseline {arguments.baseline} and {other}: {why}; leave one of the two out")
 
 
-def _check_backends(plan: Plan, package: Package) -> None:
+def _check_backends(plan: Plan, manifest: Manifest) -> None:
     """Raises UserError for a backend that there is not, or that cannot compute this model."""
     wanted = {(spec.role, spec.backend) for spec in plan.compute.processes if spec.backend != DEFAULT_BACKEND}
     if wanted:
-        from neuronpipe.services.worker.backend import create_backend, require
+        from neuronpipe.services.worker.backend import create_backend, phase_of, require
 
         for role, text in sorted(wanted):
-            phase: Phase = "prefill" if role == "prefill" else "decode"
-            require(create_backend(text), package.manifest.model, phase, f"--backend {role}={text}")
+            require(create_backend(text), manifest, phase_of(role), f"--backend {role}={text}")
 
 
-def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> Plan:
-    given = read_plan(file)
-    given.check(package_id=package.manifest.id, device_id=device.id, where=str(file))
-    validate(given, package.manifest, str(file), {core.id for core in device.cores if core.allowed})
+def _given_plan(file: Path, subject: Subject, gateway: bool) -> Plan:
+    given, manifest, device = read_plan(file), subject.manifest, subject.device
+    given.check(package_id=manifest.id, device_id=device.id, where=str(file))
+    validate(given, manifest, str(file), {core.id for core in device.cores if core.allowed})
     if gateway != any(spec.role == GATEWAY for spec in given.compute.processes):
         raise UserError(
             f"{file}: field 'compute.processes': "
@@ -295,82 +303,6 @@ def _given_plan(file: Path, package: Package, device: Device, gateway: bool) -> 
             + " such a plan"
         )
     return given
-
-
-def _made_plan(
-    arguments: argparse.Namespace, package: Package, device: Device, several: bool, gateway: bool
-) -> Planned:
-    """What the search finds. Room for further texts is only made where no speed is asked for: each takes memory."""
-    wanted = Wanted(
-        ffn_resident_share=arguments.ffn_resident,
-        context_tokens=arguments.context,
-        sequences=1 if arguments.sequences is None else arguments.sequences,
-        without=arguments.without,
-        baseline=arguments.baseline,
-        hints=arguments.hints,
-    )
-    if not 1 <= wanted.sequences <= 64:
-        raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
-    heat = Heat.of(package.manifest, package.read_activity)
-    target = arguments.target_speed
-    space = _space(arguments, package, device, gateway)
-    search = Search(package.manifest, space, wanted, USUAL if target is None else ANSWER, heat)
-    if target is None:
-        found = search.within(arguments.memory)
-    else:
-        most_bytes = search.space.place(search.space.workers[0]).memory_bytes
-        found = search.reaching(target, most_bytes if arguments.memory is None else arguments.memory)
-    chosen, made = found.chosen, found.chosen.plan
-    if several and arguments.sequences is None and target is None:
-        made = plan_for_several(package.manifest, chosen.device, chosen.wanted, heat)
-    said = [*found.reasons()]
-    if target is not None:
-        said.append(
-            f"the limit is the smallest that is expected to reach {target:g} tokens/s, to within {PRECISION:.0%}, and "
-            f"{PROMPT_ALLOWANCE:.0%} for prompts"
-        )
-    made = dataclasses.replace(made, reasons=(*made.reasons, *said))
-    return Planned(package=package, plan=made, search=(search, found))
-
-
-def _space(arguments: argparse.Namespace, package: Package, device: Device, gateway: bool) -> Space:
-    """What may be chosen: all that the arguments leave open."""
-    if arguments.workers is not None and not 1 <= arguments.workers <= 64:
-        raise UserError(f"--workers {arguments.workers}: between 1 and 64")
-    cores = device.cores if arguments.cores is None else restricted(device.cores, _allowed(arguments.cores, device))
-    backends, quota = dict(arguments.backend), device.cpu_quota
-    if arguments.baseline is not None:
-        modes: tuple[Mode, ...] = ("predicted",)
-    elif arguments.mode is not None:
-        modes = (arguments.mode,)
-    else:
-        modes = allowed_modes(package.manifest, arguments.quality or "exact")
-    if arguments.workers is not None:
-        workers: tuple[int, ...] = (arguments.workers,)
-    else:
-        usual = default_decode_workers(cores, quota)
-        others = range(1, most_decode_workers(cores, quota) + 1) if arguments.baseline is None else ()
-        workers = tuple(dict.fromkeys((usual, *others)))
-
-    def more(count: int) -> DeviceFacts | None:
-        if count > most_decode_workers(device.cores, quota):
-            return None
-        return device_facts(device, count, gateway=gateway, backends=backends)
-
-    return Space(
-        modes=modes,
-        workers=workers,
-        place=lambda count: device_facts(device, count, gateway=gateway, backends=backends, cores=cores),
-        more=more,
-    )
-
-
-def _allowed(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
-    """The cores that were asked for. Raises UserError for one that is not there, or not for this process."""
-    allowed = [core.id for core in device.cores if core.allowed]
-    if (missing := next((core for core in cores if core not in allowed), None)) is not None:
-        raise UserError(f"--cores: core {missing} is none that this process may use; these are {show_cores(allowed)}")
-    return cores
 
 
 def memory_warning(plan: Plan, device: Device) -> str | None:

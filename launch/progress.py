@@ -37,7 +37,7 @@ class Progress:
     def __init__(
         self,
         what: str,
-        unit: Literal["bytes", "tokens", "requests", "checks", "figures", "ms"],
+        unit: Literal["bytes", "tokens", "requests", "checks", "figures", "graphs", "ms"],
         *,
         plain: bool = False,
         steady: bool = False,

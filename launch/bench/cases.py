@@ -71,16 +71,17 @@ def default_cases(context_tokens: int) -> tuple[Case, ...]:
 
 
 class Prompts:
-    """`preset`: a name of the package's workload; None: its default, where it has one. Raises UserError when there is
-    no such preset."""
+    """`preset`: a name of the package's workload; None: its default, where it has one. text_tokens: of all texts that
+    will be taken together; no more is kept of a corpus, since a run that starts later inherits it. None: all there is.
+    Raises UserError when there is no such preset."""
 
-    def __init__(self, package: Package, preset: str | None) -> None:
+    def __init__(self, package: Package, preset: str | None, text_tokens: int | None = None) -> None:
         workload = package.manifest.workload
         self.preset: str | None = None
         if workload is None:
             if preset is not None:
                 raise UserError(f"--workload {preset}: {package.path} has no workload; `neuronpipe synth` makes some")
-            self._tokens: Sequence[int] = _corpus_tokens(package)
+            self._tokens: Sequence[int] = _corpus_tokens(package, text_tokens)
             return
         self.preset = DEFAULT_PRESET if preset is None else preset
         if self.preset not in workload.presets:
@@ -96,7 +97,7 @@ class Prompts:
         return tuple(itertools.islice(itertools.cycle(self._tokens), start, start + length_tokens))
 
 
-def _corpus_tokens(package: Package) -> Sequence[int]:
+def _corpus_tokens(package: Package, most: int | None) -> Sequence[int]:
     """In a process of its own: it takes 20 MiB, which all processes of the run would inherit, and which would count in
     the run's memory."""
 
@@ -106,7 +107,7 @@ def _corpus_tokens(package: Package) -> Sequence[int]:
             text += document
             if len(text) > MAX_CHARACTERS:
                 break
-        yield FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])
+        yield FileTokenizer(package.tokenizer()).encode(text[:MAX_CHARACTERS])[:most]
 
     [[tokens]] = measured_together([None], encoded)
     if not tokens:

@@ -58,7 +58,8 @@ class Suite:
     def __init__(self, package: Package, plan: Plan, role: str, use: Implementation | None, patience_s: float) -> None:
         self._package, self._plan, self._role, self._patience_s = package, plan, role, patience_s
         self._uses = [] if use is None else [Use(role, None, use)]
-        self._others = [other for other in ("coordinator", *SWAPPABLE) if other != role]
+        there = {spec.role for spec in plan.compute.processes}
+        self._others = [other for other in ("coordinator", *SWAPPABLE) if other in there - {role}]
         self._expected = Answers({})
         self._results: list[Result] = []
         self._tell: Callable[[Result], None] = lambda result: None

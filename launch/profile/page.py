@@ -25,6 +25,7 @@ def render(profile: DeviceProfile) -> str:
     if profile.flash is not None:
         lines += _flash(profile, profile.flash)
     lines += _waits(profile)
+    lines += _accelerator(profile)
     lines += ["", *warnings(profile)]
     return "\n".join(lines).rstrip()
 
@@ -184,8 +185,13 @@ def _flash(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
 def _costs(profile: DeviceProfile, flash: FlashProfile) -> list[str]:
     lines = []
     if flash.costs:
-        costs = ", ".join(f"{cost.cpu_us.median:.1f} us of {show_bytes(cost.request_bytes)}" for cost in flash.costs)
-        lines += ["", f"processor time of one read: {costs}; {flash.cpu_us_per_kib:.2f} us for a KiB more"]
+        numbers = sorted({cost.at_once for cost in flash.costs})
+        rows = [
+            [show_bytes(size), *(f"{flash.read_cpu_us(size, number):.1f}" for number in numbers)]
+            for size in sorted({cost.request_bytes for cost in flash.costs})
+        ]
+        lines += _table("processor time of one read, us, by how many at once", ["", *map(str, numbers)], rows)
+        lines += [f"{flash.cpu_us_per_kib:.2f} us for a KiB more"]
     for one in profile.sharing:
         where = "on one core" if one.same_core else "on two cores"
         lines.append(
@@ -208,7 +214,59 @@ def _waits(profile: DeviceProfile) -> list[str]:
             f"a step of a run, {step.mode}, {workers}: {step.step_us.median / 1e3:.2f} ms, its kernels by themselves "
             f"{step.kernels_us.median / 1e3:.2f}; {step.between_us.median / 1e3:.2f} ms to the next one"
         )
+    for delay in profile.read_delays:
+        workers = "1 worker" if delay.workers == 1 else f"{delay.workers} workers"
+        named = "named with others" if delay.together else "named by itself"
+        lines.append(f"a read in a run, {named}, {workers}: {delay.us.median:.0f} us more than the flash takes")
+    for point in profile.read_factors:
+        workers = "1 worker" if point.workers == 1 else f"{point.workers} workers"
+        lines.append(f"processor time of a read in a run, {workers}: {point.factor.median:.1f} times that by itself")
     return lines
+
+
+def _accelerator(profile: DeviceProfile) -> list[str]:
+    found = profile.accelerator
+    if found is None:
+        return [
+            "no accelerator measured: a GPU with an OpenCL driver and `pip install 'neuronpipe[gpu]'` are one, which "
+            "`neuronpipe profile device` then measures"
+        ]
+    whose = "of this machine's" if found.shares_memory else "of its own"
+    on_cores = ", which computes on this processor's cores" if found.is_processor else ""
+    shapes = list(dict.fromkeys((point.quantization, point.row_weights) for point in found.held))
+    figures = {(p.kind, p.share, p.texts, p.quantization, p.row_weights): p.bytes_per_s for p in found.held}
+    kinds = sorted({(point.kind, point.share, point.texts) for point in found.held})
+    rows = (
+        [f"{kind}, {share:.0%}, {texts} text{'s' if texts > 1 else ''}"]
+        + [_speed(figures.get((kind, share, texts, *shape))) for shape in shapes]
+        for kind, share, texts in kinds
+    )
+    lines = _table(
+        f"accelerator {named(found.name)} by {named(found.backend)}, {show_bytes(found.memory_bytes)} {whose}"
+        f"{on_cores}: blocks that it holds, GB/s of weights",
+        ["neurons that fire", *(f"{quantization} {weights}" for quantization, weights in shapes)],
+        rows,
+    )
+    visits = {
+        routed: ", ".join(
+            f"{one.us.median:.0f}" for one in sorted(found.visits, key=lambda one: one.texts) if one.routed == routed
+        )
+        for routed in (False, True)
+    }
+    copies = {
+        back: ", ".join(
+            f"{one.bytes_per_s.median / 1e9:.2g} GB/s of {show_bytes(one.copy_bytes).replace('.0', '')}"
+            for one in sorted(found.copies, key=lambda one: one.copy_bytes)
+            if one.back == back
+        )
+        for back in (False, True)
+    }
+    return [
+        *lines,
+        f"a layer's call besides: {visits[False]} us with 1, 2, ... texts, of a mixture {visits[True]} us; "
+        f"the smallest kernel: {found.launch_us:.0f} us",
+        f"copies to it: {copies[False]}; back: {copies[True]}",
+    ]
 
 
 def render_difference(found: Difference, before: str, after: str) -> str:

@@ -1,4 +1,5 @@
-"""The curves of a device profile as one SVG: kernels and memory by workers, flash by size, depth and range.
+"""The curves of a device profile as one SVG: kernels and memory by workers, an accelerator's kernels by texts, flash by
+size, depth and range.
 
 Colours are from Okabe and Ito's palette, which people with any common kind of colour vision can tell apart. A bar at a
 point is the spread of its repetitions.
@@ -56,7 +57,7 @@ def write_picture(file: Path, profile: DeviceProfile) -> None:
 
 def draw(profile: DeviceProfile) -> str:
     """The SVG's text."""
-    panels = [*_memory(profile), *_decode(profile), *_prefill(profile)]
+    panels = [*_memory(profile), *_decode(profile), *_prefill(profile), *_accelerator(profile)]
     if profile.flash is not None:
         panels += _flash(profile.flash)
     rows = -(-len(panels) // COLUMNS)
@@ -125,6 +126,24 @@ def _prefill(profile: DeviceProfile) -> Iterator[Panel]:
     tokens = tuple((float(count), str(count)) for count in sorted({point.tokens for point in points}))
     about = "10⁹ tokens × weights a second, by tokens"
     yield Panel(f"prefill, rows of triggers, {most} workers", about, 1e9, lines, tokens, log=True)
+
+
+def _accelerator(profile: DeviceProfile) -> Iterator[Panel]:
+    """Held blocks of each quantization at the widest rows, by texts."""
+    held = profile.accelerator.held if profile.accelerator else ()
+    for quantization in dict.fromkeys(point.quantization for point in held):
+        weights = max(point.row_weights for point in held if point.quantization == quantization)
+        points = [p for p in held if (p.quantization, p.row_weights) == (quantization, weights)]
+        lines = tuple(
+            Line(
+                f"{kind}, {share:.0%}",
+                tuple(sorted((float(p.texts), p.bytes_per_s) for p in points if (p.kind, p.share) == (kind, share))),
+            )
+            for kind, share in dict.fromkeys((point.kind, point.share) for point in points)
+        )
+        texts = tuple((float(count), str(count)) for count in sorted({point.texts for point in points}))
+        title = f"accelerator, {quantization} rows of {weights}"
+        yield Panel(title, "GB/s of weights, by texts, by neurons that fire", 1e9, lines, texts, log=False)
 
 
 def _flash(flash: FlashProfile) -> Iterator[Panel]:

@@ -3,6 +3,10 @@
 A small synthetic package, larger than most caches, runs with everything resident. What its workers take for a step,
 over what the kernels' own speeds give for it, holds what lies between kernels, waiting for each other, and what the
 run's other processes take from the workers' cores; the rest of a token's time lies between steps.
+
+The same package with few of its value rows missing, in exact mode, tells what a read takes in a run: a gate that fires
+late in a layer names a read for which everybody waits. And with more of it missing, in predicted mode, how much more
+processor time a read takes than by itself.
 """
 
 from __future__ import annotations
@@ -11,14 +15,16 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.device.device import Device
-from neuronpipe.plans.device.figures import Figure
-from neuronpipe.plans.device.points import StepMode, StepPoint
+from neuronpipe.plans.device.figures import MIN_FIGURE, Figure
+from neuronpipe.plans.device.points import ReadDelay, ReadFactor, StepMode, StepPoint
 from neuronpipe.plans.device.probe import decode_cores
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
@@ -26,35 +32,46 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
-from neuronpipe.plans.plan.speed import expected
+from neuronpipe.plans.plan.speed import decode_reads, expected
+from neuronpipe.plans.plan.waiting import Named
 from neuronpipe.protocol.links import CONTROL
 
 LAYERS = 8
 TOKENS = 48
-REPETITIONS = 5
+REPETITIONS = 3
 CONTEXT_TOKENS = 256
-CASE = Case(name=f"tg{TOKENS}", prefill_tokens=0, decode_tokens=TOKENS)
+READS_TOKENS: dict[StepMode, int] = {"exact": TOKENS, "predicted": 128}
+"""Where reads are measured. A text's first tokens miss most, and would tell of bursts that later ones do not have."""
+RESIDENT: dict[StepMode, float] = {"exact": 0.85, "predicted": 0.6}
+"""Of the feed-forward, where reads are measured: few value rows miss, which gates name; or neurons of every layer."""
+LEAST_DELAY_US = 0.1  # of a read that came no later than is known: a profile has figures above zero
+LOADING = ("loader", "cache")  # the roles that take processor time for reads
 NEEDED_BYTES = 1 << 30  # of memory: a run of it takes half as much
 
 
-def measure_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> tuple[StepPoint, ...]:
-    """Steps in both modes with all decode workers, and in exact mode with one; none where memory is short, or its speed
-    is not in the profile. progress is called `steps_count(device)` times."""
+def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> DeviceProfile:
+    """The profile with steps in both modes with all decode workers, and in exact mode with one, and with the delays of
+    reads in the latter; unchanged where memory is short, or its speed is not in the profile. progress is called
+    `steps_count(device)` times at most."""
     memory_speed = profile.memory_speed()
     if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
-        return ()
+        return profile
     device = dataclasses.replace(device, profile=profile, flash=profile.flash_curve(), memory_speed=memory_speed)
+    cases = _cases(profile.decode_workers)
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
         package = _make_package(Path(folder) / "package")
         progress()
-        return tuple(
-            _measured(package, device, mode, workers, progress) for mode, workers in _cases(profile.decode_workers)
-        )
+        steps = tuple(_measured(package, device, mode, workers, progress) for mode, workers in cases)
+        profile = dataclasses.replace(profile, steps=steps)
+        if device.flash is None:
+            return profile
+        return _with_reads(profile, package, dataclasses.replace(device, profile=profile), progress)
 
 
 def steps_count(device: Device) -> int:
-    """How many measurements that is."""
-    return 1 + len(_cases(len(decode_cores(device)))) * (1 + REPETITIONS)
+    """How many measurements that is, at most."""
+    cases = _cases(len(decode_cores(device)))
+    return 1 + (len(cases) + sum(mode == "exact" for mode, _ in cases) + 1) * (1 + REPETITIONS)
 
 
 def _cases(workers: int) -> tuple[tuple[StepMode, int], ...]:
@@ -75,33 +92,115 @@ def _measured(
 ) -> StepPoint:
     wanted = Wanted(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
     made = plan(package.manifest, device_facts(device, workers), wanted)
-    steps_us, betweens_us = zip(*_repetitions(package, made, device, progress), strict=True)
+    rows = [row for row, _ in _repetitions(package, made, device, progress)]
     return StepPoint(
         mode=mode,
         workers=workers,
         kernels_us=Figure.of([_kernels_us(package, made, device)]),
-        step_us=Figure.of(steps_us),
-        between_us=Figure.of(betweens_us),
+        step_us=Figure.of([_token_us(row) * (1 - row["message_share"]) for row in rows]),
+        between_us=Figure.of([_token_us(row) * row["message_share"] for row in rows]),
     )
 
 
+def _with_reads(
+    profile: DeviceProfile, package: Package, device: Device, progress: Callable[[], None]
+) -> DeviceProfile:
+    """First what keeps the loader busy, since reads that are named by themselves wait for each other."""
+    workers = profile.decode_workers
+    together = _reading(package, device, "predicted", workers, progress)
+    profile = dataclasses.replace(profile, read_factors=together.factors(profile))
+    device = dataclasses.replace(device, profile=profile)
+    delays = together.delays(device)
+    for count in sorted({1, workers}):
+        delays += _reading(package, device, "exact", count, progress).delays(device)
+    return dataclasses.replace(profile, read_delays=delays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Repetitions of so many tokens with flash in between. loading_s: the processor time of reading, of each row."""
+
+    package: Package
+    made: Plan
+    tokens: int
+    rows: list[dict[str, Any]]
+    loading_s: list[float]
+
+    @property
+    def workers(self) -> int:
+        return len(self.made.compute.decode_workers())
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether most layers read something."""
+        return all(float(row["flash_reads_per_token"]) >= LAYERS for row in self.rows)
+
+    def factors(self, profile: DeviceProfile) -> tuple[ReadFactor, ...]:
+        """How much more processor time a read took than it does by itself."""
+        if not self.is_enough:
+            return ()
+        found = []
+        for row, loading_s in zip(self.rows, self.loading_s, strict=True):
+            reads = row["flash_reads_per_token"]
+            alone_us = profile.read_cpu_us(int(row["flash_bytes_per_token"] / reads), reads / LAYERS)
+            found.append(max(MIN_FIGURE, 1e6 * loading_s / (self.tokens * reads * alone_us)))
+        return (ReadFactor(workers=self.workers, factor=Figure.of(found)),)
+
+    def delays(self, device: Device) -> tuple[ReadDelay, ...]:
+        """What is left of a layer's wait when all that is known of these reads is taken from it."""
+        if not self.is_enough:
+            return ()
+        made, manifest = self.made, self.package.manifest
+        known = made.compute, made.memory, made.flash, device.flash, device.memory_speed, device.profile
+        firing = rates(manifest, made.compute.mode)
+        waiting, named = decode_reads(manifest, firing, *known, tokens=self.tokens // 2)
+        found = []
+        for row in self.rows:
+            reads, size = round(row["flash_reads_per_token"]), round(row["flash_bytes_per_token"])
+            counted = dataclasses.replace(named, reads=reads, read_bytes=size)
+            delay_ms = waiting.delay_ms(counted, _token_us(row) * row["exposed_io_share"] / 1e3)
+            assert delay_ms is not None
+            found.append(max(LEAST_DELAY_US, 1e3 * delay_ms))
+        together = named.named == Named.TOGETHER
+        return (ReadDelay(together=together, workers=self.workers, us=Figure.of(found)),)
+
+
+def _reading(package: Package, device: Device, mode: StepMode, workers: int, progress: Callable[[], None]) -> _Reading:
+    wanted = Wanted(ffn_resident_share=RESIDENT[mode], context_tokens=CONTEXT_TOKENS, mode=mode)
+    made = plan(package.manifest, device_facts(device, workers), wanted)
+    tokens = READS_TOKENS[mode]
+    repetitions = list(_repetitions(package, made, device, progress, tokens))
+    return _Reading(package, made, tokens, [row for row, _ in repetitions], [loading_s for _, loading_s in repetitions])
+
+
+def _token_us(row: dict[str, Any]) -> float:
+    return float(1e6 / row["tokens_per_s"])
+
+
 def _repetitions(
-    package: Package, made: Plan, device: Device, progress: Callable[[], None]
-) -> Iterator[tuple[float, float]]:
-    """Microseconds of a step and of what lies before the next one."""
+    package: Package, made: Plan, device: Device, progress: Callable[[], None], tokens: int = TOKENS
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """A row of each, as `bench` has it, and the processor time of reading in seconds."""
     with (
         started_run(package, made, None, stays=False) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
         wait_until_warm(client)
         bench = Bench(package, made, device, Prompts(package, None), client)
-        warm_up = bench.ask(CASE, 0)
+        case = Case(name=f"tg{tokens}", prefill_tokens=0, decode_tokens=tokens)
+        warm_up = bench.ask(case, 0)
         progress()
         for number in range(1, REPETITIONS + 1):
-            row = bench.row(CASE, warm_up, [bench.ask(CASE, number)], None)
-            token_us = 1e6 / row["tokens_per_s"]
-            yield token_us * (1 - row["message_share"]), token_us * row["message_share"]
+            before_s = _loading_s(client)
+            answer = bench.ask(case, number)
+            yield bench.row(case, warm_up, [answer], None), _loading_s(client) - before_s
             progress()
+
+
+def _loading_s(client: Client) -> float:
+    """The processor time that the processes have taken that read."""
+    pids = [process.pid for process in client.status().processes if process.role in LOADING and process.pid]
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def _kernels_us(package: Package, made: Plan, device: Device) -> float:

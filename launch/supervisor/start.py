@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import resource
 import select
@@ -73,18 +74,31 @@ def started_run(
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))
-    try:
-        live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
+    with _inherited_untouched():
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
-            yield live
-        except BaseException:
+            live = _fork(package, plan, path, stays, uses or Implementations(), listener, fixed)
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited is raised here
+                yield live
+            except BaseException:
+                live.stop()
+                raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not stays:
             live.stop()
-            raise
+
+
+@contextlib.contextmanager
+def _inherited_untouched() -> Iterator[None]:
+    """While the run lives, this process's collector leaves alone what the run inherits: it would write to every object,
+    and so copy the pages that both share."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if not stays:
-        live.stop()
+        gc.unfreeze()
 
 
 def _require_open_files(processes: int) -> None:

@@ -6,7 +6,7 @@ not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
-    it dies too often         the run ends with a message
+    it dies too often         the run ends with a message; without an accelerator it goes on
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
                               again later, the one before it comes back
@@ -36,7 +36,7 @@ from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
+from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
@@ -232,6 +232,7 @@ class Supervisor:
         parent = os.getpid()
         line = self._lines[key] * LINE_WORDS
         self._board[line + 1] = self._incarnations[key]  # before the process can say Hello
+        self._board[line + BOARD_WORDS.index("gone")] = 0
         pid = os.fork()
         if pid == 0:
             self._become(spec, parent)
@@ -321,10 +322,14 @@ class Supervisor:
         self._start(spec)
 
     def _hopeless(self, spec: ProcessSpec, why: str) -> None:
-        """The implementation cannot do this work: the one before it comes back, or the run ends."""
+        """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that
+        was there once is done without."""
         key = (spec.role, spec.index)
         if key not in self._earlier:
-            self.failure = why
+            if spec.role != ACCELERATOR or not self._ready[self._lines[key]]:
+                self.failure = why
+            else:  # what an accelerator did at first, the decode workers do from now on
+                self._board[self._lines[key] * LINE_WORDS + BOARD_WORDS.index("gone")] = 1
             return
         self._implementations[key] = self._earlier.pop(key)
         self._deaths[key].clear()

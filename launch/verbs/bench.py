@@ -81,7 +81,9 @@ def main(arguments: argparse.Namespace) -> int:
         from neuronpipe.launch.bench.versus import render as render_versus
 
         sides = contenders(checked_uses(arguments.use, plan), checked_uses(arguments.versus, plan))
-    prompts, device = Prompts(package, arguments.workload), probe(package.path)
+    longest_tokens = max(case.prompt_tokens + case.decode_tokens for case in cases)
+    prompts = Prompts(package, arguments.workload, arguments.batch * (1 + arguments.repetitions) * longest_tokens)
+    device = probe(package.path)
     rows = []
     with (
         started_run(package, plan, None, stays=False, uses=uses) as live,

@@ -10,9 +10,10 @@ from pathlib import Path
 from neuronpipe.launch.conformance.suite import Result, Suite
 from neuronpipe.launch.planning import DEMO, open_package
 from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.searching import asked_accelerator
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.protocol.errors import UserError
@@ -53,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
     package = open_package(arguments.package)
-    suite = Suite(package, _plan(package), arguments.role, use, arguments.patience)
+    suite = Suite(package, _plan(package, arguments.role), arguments.role, use, arguments.patience)
     with Progress(f"trying {arguments.role}", "checks", plain=arguments.json) as progress:
         results = suite.run(lambda result: None if arguments.json else progress.print(_line(result)), progress)
     passed = all(not result.why for result in results)
@@ -66,9 +67,12 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _plan(package: Package) -> Plan:
-    """Two decode workers, three texts at once, half of the neurons resident; no process has a core to itself."""
-    device = device_facts(probe(package.path), WORKERS)
+def _plan(package: Package, role: str) -> Plan:
+    """Two decode workers, three texts at once, half of the neurons resident; no process has a core to itself. An
+    accelerator only to be tried: on the first device there is."""
+    backends = {ACCELERATOR: "opencl"} if role == ACCELERATOR else {}
+    accelerator = asked_accelerator(backends.get(ACCELERATOR), None, package.manifest)
+    device = device_facts(probe(package.path), WORKERS, backends=backends, accelerator=accelerator)
     specs = tuple(replace(spec, core=None) for spec in device.processes)
     wanted = Wanted(ffn_resident_share=RESIDENT, sequences=SEQUENCES)
     return plan(package.manifest, replace(device, processes=specs), wanted)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 
-from neuronpipe.launch.doctor import checks, render
+from neuronpipe.launch.doctor.checks import checks, render
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument
 from neuronpipe.plans.pull.packages import refuse_unknown

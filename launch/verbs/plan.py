@@ -1,23 +1,39 @@
-"""`neuronpipe plan [PACKAGE] [--device DEVICE] [-o FILE] [--diff FILE] [--json]`: show the plan and what else could be
-had, compare it or write it."""
+"""`neuronpipe plan [PACKAGE|SHAPE] [--device DEVICE] [-o FILE] [--diff FILE] [--json]`: show the plan and what else
+could be had, compare it or write it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from pathlib import Path
 
-from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, planned
+from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.planning import (
+    Planned,
+    Subject,
+    add_package_argument,
+    add_plan_arguments,
+    open_package,
+    planned,
+    planned_for,
+    refuse_contradictions,
+)
+from neuronpipe.plans.package.activity import Activity
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan import tradeoffs
 from neuronpipe.plans.plan.explain import difference, explain
-from neuronpipe.plans.plan.plan import read_plan
-from neuronpipe.plans.simulate.device_file import THIS_MACHINE
+from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, read_plan
+from neuronpipe.plans.simulate.described import caveats, described
+from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, read_device
+from neuronpipe.plans.simulate.models import known_models, model_named
+from neuronpipe.plans.simulate.unmade import assumed_of, unmade_manifest
+from neuronpipe.protocol.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_package_argument(parser)
+    add_package_argument(parser, shapes="; with --device also the name of a shape that `neuronpipe simulate` knows")
     add_plan_arguments(parser)
     parser.add_argument("--gateway", action="store_true", help="a plan for `serve`: with a gateway")
     parser.add_argument(
@@ -34,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     elsewhere = None if arguments.device == THIS_MACHINE else arguments.device
-    found = planned(arguments, several=arguments.gateway, gateway=arguments.gateway, device_file=elsewhere)
+    if elsewhere is None:
+        _refuse_shape(arguments.package)
+        found = planned(arguments, several=arguments.gateway, gateway=arguments.gateway)
+    else:
+        found = _planned_elsewhere(arguments, elsewhere, gateway=arguments.gateway)
     made = found.plan
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
@@ -52,3 +72,56 @@ def main(arguments: argparse.Namespace) -> int:
             words = ["neuronpipe", "simulate", elsewhere, str(arguments.package), "--ffn-resident", f"{share:.0%}"]
             print(f"\nthe same in the simulator: {shlex.join(words)}")
     return 0
+
+
+def _planned_elsewhere(arguments: argparse.Namespace, device: str, *, gateway: bool) -> Planned:
+    """As `planned`, for a known device or one from a file."""
+    refuse_contradictions(arguments)
+    if ACCELERATOR in dict(arguments.backend):
+        raise UserError(
+            f"--backend {ACCELERATOR}=... and --device {device}: a device file describes no accelerator, and this "
+            "machine's is another; leave one of the two out"
+        )
+    model = read_device(device)
+    subject, said = _subject(arguments.package, model)
+    made = planned_for(arguments, subject, several=gateway, gateway=gateway)
+    if arguments.plan is None:
+        made = dataclasses.replace(made, plan=dataclasses.replace(made.plan, reasons=(*said, *made.plan.reasons)))
+    _refuse_larger(made.plan, subject.device.memory_total_bytes, device)
+    return made
+
+
+def _refuse_shape(path: Path) -> None:
+    """Raises UserError for a shape where a package is needed: here flash is measured on its file."""
+    if not path.exists() and (name := str(path)) in known_models():
+        raise UserError(
+            f"{name}: is a shape, and flash of this machine is measured on a package's file; plan it for another "
+            f"device, e.g. `neuronpipe plan {name} --device oneplus-12`, or name a package"
+        )
+
+
+def _subject(path: Path, model: DeviceModel) -> tuple[Subject, tuple[str, ...]]:
+    """The package, or else the shape, on this device, and what a plan for it must say."""
+    if path.exists():
+        package = open_package(path)
+        subject = Subject(
+            manifest=package.manifest,
+            read_activity=package.read_activity,
+            device=described(model, package.manifest),
+        )
+        return subject, caveats(model)
+    shape = model_named(str(path))
+    manifest = unmade_manifest(shape)
+    subject = Subject(manifest=manifest, read_activity=_no_activity, device=described(model, manifest))
+    return subject, (*caveats(model), *assumed_of(shape))
+
+
+def _no_activity() -> Activity:
+    raise ValueError("a shape has no activity profile")
+
+
+def _refuse_larger(plan: Plan, usable_bytes: int, device: str) -> None:
+    if (takes := plan.memory.total_bytes()) > usable_bytes:
+        raise UserError(
+            f"the plan takes {show_bytes(takes)}, and one program may use {show_bytes(usable_bytes)} of {device}"
+        )

@@ -1,6 +1,7 @@
 """`neuronpipe profile [PACKAGE]`: count which neurons fire on a text, and give the package a predictor of them; with
 --silent, of a SiLU model, thresholds below which they do not count. With --activity it measures through a run of the
-package how often neurons are wanted (launch/activity.py).
+package how often neurons are wanted (launch/profile/activity.py), with --npu what prompts on a neural processor lose
+(launch/profile/npu.py).
 
 Either is fitted without training on one part of the text and judged on the other; the package's manifest gets a new id,
 so plans made before are refused.
@@ -14,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from neuronpipe.launch import activity
 from neuronpipe.launch.formats import as_typed, parse_share
 from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
+from neuronpipe.launch.profile import activity, npu
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the factors that the package has, as of a checkpoint with predictors; fit their thresholds",
     )
     activity.add_arguments(parser)
+    npu.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -101,6 +103,8 @@ def _parse_silent(text: str) -> float | Literal["off"]:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.silent is not None:
         return _silent(arguments)
+    if arguments.npu or arguments.scaling != npu.AUTO:
+        return _npu(arguments)
     if activity.is_asked(arguments):
         activity.refuse_others(arguments, _given(arguments))
         return activity.main(arguments, _open_to_change(arguments.package))
@@ -157,6 +161,13 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(result) if arguments.json else render(result))
     return 0
+
+
+def _npu(arguments: argparse.Namespace) -> int:
+    npu.refuse_others(_given(arguments))
+    package = _open_to_change(arguments.package)
+    npu.require_supported(package)
+    return npu.main(arguments, package, _texts(arguments, package), _text_name(arguments))
 
 
 def _open_to_change(path: Path) -> Package:

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.planning import add_package_argument, parse_backend
+from neuronpipe.launch.profile.accelerator import accelerator_count, accelerator_options, with_accelerator
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import write_picture
-from neuronpipe.launch.profile.steps import measure_steps, steps_count
+from neuronpipe.launch.profile.steps import steps_count, with_steps
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.kept import doubt, keep_profile
@@ -23,6 +23,7 @@ from neuronpipe.plans.device.measure import measure_flash, measure_profile
 from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import UserError
 
@@ -37,12 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show", type=Path, metavar="FILE", help="measure nothing; show, or draw, what was measured before"
     )
+    parser.add_argument(
+        "--backend",
+        type=parse_backend,
+        metavar=f"{ACCELERATOR}=NAME[:OPTIONS]",
+        help="the accelerator to measure, e.g. accelerator=opencl:NVIDIA (default: the first that is found, if any)",
+    )
     parser.add_argument("--json", action="store_true", help="print the profile as one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None and arguments.svg.suffix != ".svg":
         raise UserError(f"{arguments.svg}: pictures are SVG; give a name that ends in .svg")
+    role, backend = arguments.backend or (ACCELERATOR, None)
+    if role != ACCELERATOR:
+        raise UserError(f"--backend {role}={backend}: the accelerator's is measured; write {ACCELERATOR}=opencl")
+    if backend is not None and (arguments.show is not None or arguments.flash):
+        raise UserError("--backend and --show or --flash: neither measures an accelerator; leave one of the two out")
     if arguments.show is not None:
         if arguments.output is not None:
             raise UserError("--show and --output: what is shown is in a file already; leave one of the two out")
@@ -50,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise UserError("--show and --flash: one measures nothing, the other does; leave one of the two out")
         profile = read_profile(arguments.show)
     else:
-        profile = _measured(arguments.package, flash_alone=arguments.flash, plain=arguments.json)
+        profile = _measured(arguments.package, backend, flash_alone=arguments.flash, plain=arguments.json)
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
             place.write_text(profile.to_json(), encoding="utf-8")
@@ -65,17 +77,18 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(directory: Path, *, flash_alone: bool, plain: bool) -> DeviceProfile:
-    """Measure, and keep it for starts."""
+def _measured(directory: Path, backend: str | None, *, flash_alone: bool, plain: bool) -> DeviceProfile:
+    """Measure, and keep it for starts. backend: of the accelerator that was asked for."""
     refuse_unknown(directory)
     device = this_device()
     path = profile_path(device, directory)
     before = _kept(path, device) if flash_alone else None
+    options = None if flash_alone else accelerator_options(backend)
     with Progress("measuring", "figures", plain=plain) as progress:
         if before is not None:
             profile = measure_flash(before, directory, progress=progress)
         else:
-            profile = _with_steps(device, lambda step: measure_profile(directory, progress=step), progress)
+            profile = _with_steps(device, options, lambda step: measure_profile(directory, progress=step), progress)
     if not keep_profile(path, profile) and doubt(profile) is not None:
         print("neuronpipe: not kept: the profile measured before is beyond doubt, and stays", file=sys.stderr)
     return profile
@@ -92,10 +105,13 @@ def _kept(path: Path, device: Device) -> DeviceProfile:
 
 
 def _with_steps(
-    device: Device, measure: Callable[[Callable[[int, int], None]], DeviceProfile], progress: Callable[[int, int], None]
+    device: Device,
+    options: str | None,
+    measure: Callable[[Callable[[int, int], None]], DeviceProfile],
+    progress: Callable[[int, int], None],
 ) -> DeviceProfile:
-    """The profile, and the steps of a run beside it; progress is of both."""
-    steps, done, total = steps_count(device), 0, 1
+    """The profile, the steps of a run and an accelerator beside it; progress is of all."""
+    steps, done, total = steps_count(device) + accelerator_count(options), 0, 1
 
     def of_profile(so_far: int, of: int) -> None:
         nonlocal done, total
@@ -108,6 +124,7 @@ def _with_steps(
         progress(done, total)
 
     profile = measure(of_profile)
-    profile = dataclasses.replace(profile, steps=measure_steps(profile, device, of_steps))
+    profile = with_steps(profile, device, of_steps)
+    profile = with_accelerator(profile, options, of_steps)
     progress(total, total)
     return profile

@@ -40,11 +40,13 @@ def render(facts: dict[str, Any], status: Status) -> str:
         *([f"warming up: {show_warm_up(status.warm_up)}"] if status.warm_up and not status.warm_up.done else []),
         *([f"throttled: pauses for {status.throttle_share:.0%} of the time"] if status.throttle_share else []),
         "",
-        f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}  numerics",
+        f"{'process':<16}{'pid':>8}{'core':>6}  {'state':<10}{'step':>8}{'restarts':>10}  numerics, work",
     ]
     for process in status.processes:
         core = "any" if process.core is None else str(process.core)
         name = f"{process.role}.{process.index}"
         row = f"{name:<16}{process.pid:>8}{core:>6}  {process.state:<10}{process.step:>8}{process.restarts:>10}"
-        lines.append(f"{row}  {process.numerics}".rstrip())
+        by = f" by {process.backend}" if process.backend else ""
+        said = [text for text in (f"{process.numerics}{by if process.numerics else ''}", process.work) if text]
+        lines.append(f"{row}  {', '.join(said)}".rstrip())
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from neuronpipe.launch.watch.charts import (
     spark,
 )
 from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.plan.plan import BACKEND_ROLES
 from neuronpipe.protocol.messages.snapshot import ProcessView, Snapshot
 from neuronpipe.services.monitor.groups import GROUPS
 from rich.console import Group, RenderableType
@@ -131,7 +132,13 @@ def processes(seen: Sequence[ProcessView], columns: int) -> RenderableType:
             Text(one.state + restarts, STATES.get(one.state, BAD)),
             bar([(COLOURS[label], share) for label, share in one.doing.items() if label in COLOURS], wide),
         )
-    return table
+    said = [Text(f"{one.role}.{one.index}: {one.work}", FAINT) for one in seen if one.work]
+    by = dict.fromkeys(
+        f"{one.numerics}{one.backend and f' by {one.backend}'}"
+        for one in seen
+        if one.numerics and one.role in BACKEND_ROLES
+    )
+    return Group(table, *said, *([Text(f"numerics: {', '.join(by)}", FAINT)] if by else []))
 
 
 def strip(shot: Snapshot, columns: int) -> RenderableType:

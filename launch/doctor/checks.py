@@ -48,7 +48,16 @@ def checks(directory: Path) -> list[Check]:
         _guarded("run directory", _run_directory),
         _guarded("free disk", lambda: _free_disk(directory)),
     ]
-    return made
+    return made + _npu_checks(directory)
+
+
+def _npu_checks(directory: Path) -> list[Check]:
+    try:
+        from neuronpipe.launch.doctor import npu
+
+        return npu.npu_checks(directory)
+    except (UserError, OSError, ImportError) as error:
+        return [Check(name="neural chip", state="warn", found=str(error), advice="prompts are computed by the cores")]
 
 
 def render(made: list[Check]) -> str:

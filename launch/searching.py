@@ -1,0 +1,239 @@
+"""From a command line's wishes to the best plan: the search, with an accelerator or without.
+
+Who asks for an accelerator gets it. Otherwise one is used that a device profile has measured, where the plan with it is
+expected to be clearly faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from neuronpipe.launch.formats import parse_bytes, show_cores
+from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
+from neuronpipe.plans.device.device import Device
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.figures import show_number
+from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.heat import Heat
+from neuronpipe.plans.plan.held import Accelerator
+from neuronpipe.plans.plan.plan import ACCELERATOR, Mode, Plan
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, device_facts
+from neuronpipe.plans.plan.quality import allowed_modes
+from neuronpipe.plans.plan.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
+from neuronpipe.plans.plan.sequences import plan_for_several
+from neuronpipe.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from neuronpipe.launch.planning import Subject
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a search came to, and what it says of the accelerator."""
+
+    search: Search
+    found: Found
+    said: tuple[str, ...] = ()
+
+    @property
+    def ms(self) -> float:
+        return self.search.ms(self.found.chosen)
+
+    @property
+    def speed(self) -> str:
+        speed = self.found.chosen.tokens_per_s
+        return "no speed" if speed is None else f"{show_number(speed)} tokens/s"
+
+
+def searched(
+    arguments: argparse.Namespace, subject: Subject, *, several: bool, gateway: bool
+) -> tuple[Search, Found, Plan]:
+    """The search, what it found, and the plan. several: room for further texts is made, where the arguments do not say
+    for how many, and no speed is asked for: each takes memory."""
+    wanted = Wanted(
+        ffn_resident_share=arguments.ffn_resident,
+        context_tokens=arguments.context,
+        sequences=1 if arguments.sequences is None else arguments.sequences,
+        without=arguments.without,
+        baseline=arguments.baseline,
+        hints=arguments.hints,
+    )
+    if not 1 <= wanted.sequences <= 64:
+        raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
+    heat = Heat.of(subject.manifest, subject.read_activity)
+    result = _Searching(arguments, subject, gateway, wanted, heat).result()
+    chosen, made, target = result.found.chosen, result.found.chosen.plan, arguments.target_speed
+    if several and arguments.sequences is None and target is None:
+        anew = dataclasses.replace(chosen.wanted, held_blocks=None)
+        made = plan_for_several(subject.manifest, chosen.device, anew, heat)
+    said = [*result.found.reasons(), *result.said, *filter(None, [subject.prompts.reason])]
+    if target is not None:
+        said.append(
+            f"the limit is the smallest that is expected to reach {target:g} tokens/s, to within {PRECISION:.0%}, and "
+            f"{PROMPT_ALLOWANCE:.0%} for prompts"
+        )
+    return result.search, result.found, dataclasses.replace(made, reasons=(*made.reasons, *said))
+
+
+@dataclass(frozen=True)
+class _Searching:
+    arguments: argparse.Namespace
+    subject: Subject
+    gateway: bool
+    wanted: Wanted
+    heat: Heat | None
+
+    def result(self) -> _Result:
+        asked, limit_bytes = dict(self.arguments.backend).get(ACCELERATOR), self.arguments.gpu_memory
+        measured = self._measured()
+        if asked is not None or measured is None:
+            return self._of(asked_accelerator(asked, limit_bytes, self.subject.manifest), asked)
+        return self._compared(*measured)
+
+    def _measured(self) -> tuple[Accelerator, str] | None:
+        """The accelerator that may be used unasked, and its backend."""
+        if self.wanted.baseline is not None or "pipeline" in self.wanted.without or self.arguments.target_speed:
+            return None
+        return measured_accelerator(self.subject.device.profile, self.arguments.gpu_memory, self.subject.manifest)
+
+    def _compared(self, accelerator: Accelerator, backend: str) -> _Result:
+        """With it where that is clearly faster and it is still there, else without."""
+        alone = self._of(None, None)
+        try:
+            beside = self._of(accelerator, backend)
+        except UserError as error:  # its memory, or the run's with its driver, is too small
+            return dataclasses.replace(alone, said=(f"{accelerator.name} is not used: {error}",))
+        both = f"{beside.speed} expected with it, {alone.speed} without"
+        if not math.isfinite(beside.ms) or (1 + MIN_GAIN) * beside.ms >= alone.ms:
+            said = f"{accelerator.name} is not used: {both}; --backend {ACCELERATOR}={backend} uses it all the same"
+            return dataclasses.replace(alone, said=(said,))
+        if (gone := still_there(accelerator, backend)) is not None:
+            return dataclasses.replace(alone, said=(f"{accelerator.name} is not used: {gone}",))
+        return dataclasses.replace(beside, said=(f"{accelerator.name} is used: {both}",))
+
+    def _of(self, accelerator: Accelerator | None, backend: str | None) -> _Result:
+        target, memory_bytes = self.arguments.target_speed, self.arguments.memory
+        space = self._space(accelerator, backend)
+        search = Search(self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.heat)
+        if target is None:
+            return _Result(search, search.within(memory_bytes))
+        most_bytes = space.place(space.workers[0]).memory_bytes
+        return _Result(search, search.reaching(target, most_bytes if memory_bytes is None else memory_bytes))
+
+    def _space(self, accelerator: Accelerator | None, backend: str | None) -> Space:
+        """What may be chosen: all that the arguments leave open."""
+        arguments, device, gateway = self.arguments, self.subject.device, self.gateway
+        if arguments.workers is not None and not 1 <= arguments.workers <= 64:
+            raise UserError(f"--workers {arguments.workers}: between 1 and 64")
+        cores = device.cores
+        if arguments.cores is not None:
+            cores = restricted(device.cores, _allowed(arguments.cores, device))
+        prompts = self.subject.prompts.backend
+        backends = ({} if prompts is None else {"prefill": prompts}) | dict(arguments.backend)
+        quota = device.cpu_quota
+        if backend is not None:
+            backends[ACCELERATOR] = backend
+        if arguments.baseline is not None:
+            modes: tuple[Mode, ...] = ("predicted",)
+        elif arguments.mode is not None:
+            modes = (arguments.mode,)
+        else:
+            modes = allowed_modes(self.subject.manifest, arguments.quality or "exact")
+        if arguments.workers is not None:
+            workers: tuple[int, ...] = (arguments.workers,)
+        else:
+            usual = default_decode_workers(cores, quota)
+            others = range(1, most_decode_workers(cores, quota) + 1) if arguments.baseline is None else ()
+            workers = tuple(dict.fromkeys((usual, *others)))
+
+        def more(count: int) -> DeviceFacts | None:
+            if count > most_decode_workers(device.cores, quota):
+                return None
+            return device_facts(device, count, gateway=gateway, backends=backends, accelerator=accelerator)
+
+        return Space(
+            modes=modes,
+            workers=workers,
+            place=lambda count: device_facts(
+                device, count, gateway=gateway, backends=backends, cores=cores, accelerator=accelerator
+            ),
+            more=more,
+        )
+
+
+def _allowed(cores: tuple[int, ...], device: Device) -> tuple[int, ...]:
+    """The cores that were asked for. Raises UserError for one that is not there, or not for this process."""
+    allowed = [core.id for core in device.cores if core.allowed]
+    if (missing := next((core for core in cores if core not in allowed), None)) is not None:
+        raise UserError(f"--cores: core {missing} is none that this process may use; these are {show_cores(allowed)}")
+    return cores
+
+
+# ---- accelerators ----------------------------------------------------------------------------------------------------
+def add_gpu_memory_argument(group: argparse._ArgumentGroup) -> None:
+    """`--gpu-memory BYTES`."""
+    group.add_argument(
+        "--gpu-memory",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="what the accelerator may take of its device's memory (default: nearly all; of memory that the device "
+        "shares, a quarter of --memory)",
+    )
+
+
+def asked_accelerator(backend: str | None, memory_bytes: int | None, manifest: Manifest) -> Accelerator | None:
+    """The device of this backend; None where none was asked for. Raises UserError where there is no such device, or
+    where it cannot compute this model."""
+    if backend is None:
+        if memory_bytes is not None:
+            raise UserError(
+                f"--gpu-memory is an accelerator's, and none is asked for or measured; ask for one with --backend "
+                f"{ACCELERATOR}=opencl, or measure it with `neuronpipe profile device`"
+            )
+        return None
+    from neuronpipe.services.worker.backend import create_backend, require
+
+    require(create_backend(backend), manifest, "accelerator", f"--backend {ACCELERATOR}={backend}")
+    from neuronpipe.services.worker.gpu.device import describe
+
+    return dataclasses.replace(describe(backend.partition(":")[2]), limit_bytes=memory_bytes)
+
+
+def measured_accelerator(
+    profile: DeviceProfile | None, memory_bytes: int | None, manifest: Manifest
+) -> tuple[Accelerator, str] | None:
+    """The device that a profile has measured, and its backend; None where there is none, or it cannot compute this
+    model. Asks no driver."""
+    measured = profile.accelerator if profile is not None else None
+    if measured is None:
+        return None
+    from neuronpipe.services.worker.backend import create_backend
+
+    if create_backend(measured.backend).supports(manifest, "accelerator") is not None:
+        return None
+    device = Accelerator(
+        name=measured.name,
+        memory_bytes=measured.memory_bytes,
+        max_buffer_bytes=measured.max_buffer_bytes,
+        shares_memory=measured.shares_memory,
+        is_processor=measured.is_processor,
+        limit_bytes=memory_bytes,
+    )
+    return device, measured.backend
+
+
+def still_there(accelerator: Accelerator, backend: str) -> str | None:
+    """Why a device that was measured cannot be used now; None: it can."""
+    from neuronpipe.services.worker.gpu.device import describe
+
+    try:
+        found = describe(backend.partition(":")[2])
+    except UserError as error:
+        return str(error)
+    if found.name != accelerator.name:
+        return f"the first device is now {found.name}; `neuronpipe profile device` measures it"
+    return None
