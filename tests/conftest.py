@@ -17,22 +17,11 @@ from neuronpipe.plans.device.probe import BUNDLES, probe
 from neuronpipe.plans.models.spec import Activation
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
+from selenium import webdriver
 
+from tests.browser import opened_browser
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 from tests.pipeline import Shell
-
-TESTS = Path(__file__).parent
-ALONE = (
-    "faults/test_ended_from_outside.py",
-    "faults/test_killed_processes.py",
-    "faults/test_strain.py",
-    "integration/test_bench.py",
-    "integration/test_throttle.py",
-    "integration/test_demo.py",
-    "integration/test_memory.py",
-    "integration/test_page.py",
-    "integration/test_swap.py",
-)
 
 # How long an example takes says something about the machine, and whoever else is busy on it.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,15 +29,13 @@ settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever is given a shell starts a pipeline. Those of ALONE measure memory or speed, or depend on moments."""
+    """Whatever is given a shell starts a pipeline."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "browser" in fixtures:
             item.add_marker(pytest.mark.browser)
         if {"shell", "long_shell"} & fixtures:
             item.add_marker(pytest.mark.pipeline)
-            if item.path.relative_to(TESTS).as_posix().startswith(ALONE):
-                item.add_marker(pytest.mark.alone)
 
 
 FLASH = {4096: (12e6, 180e6, 250e6), 65536: (120e6, 700e6, 750e6), 262144: (300e6, 900e6, 950e6)}  # depths 1, 32, 128
@@ -101,6 +88,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package
         )
 
     return lambda name, quantization, activation=None: package(name, quantization, activation)
+
+
+@pytest.fixture(scope="module")
+def long_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """One browser for the tests of a module: its start takes two seconds of a core."""
+    with opened_browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@
                                          or a browser
 
 Types, C tests and most Python tests keep the processors busy side by side; the output of the first two is shown when
-they have ended. What measures, or depends on moments, comes after, one by one. Ends with 1 when anything failed.
+they have ended. What measures time or memory comes after, one by one. Ends with 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ def pytest(report: Path, *words: str) -> bool:
 
 def tests_side_by_side(report: Path, quick: bool) -> bool:
     """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
-    they need."""
+    they need. In the order of their names: the last ones, of unit/, are short, so that both end together."""
     say("Python tests without pipelines and browsers" if quick else "Python tests, two at a time")
     which = "not pipeline and not browser" if quick else "not alone"
-    return pytest(report, "-m", which, "-n", "2", "--dist", "loadfile")
+    return pytest(report, "-m", f"{which} and not nightly", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def tests_alone(report: Path) -> bool:
     """One by one, with nothing beside them."""
     say("Python tests that must be alone")
-    return pytest(report, "-m", "alone")
+    return pytest(report, "-m", "alone and not nightly")
 
 
 def summary(reports: Sequence[Path], seconds: float) -> str:

@@ -25,6 +25,7 @@ from neuronpipe.launch.generation import to_json
 from neuronpipe.protocol.messages.client import Finished, Status, Token
 from neuronpipe.protocol.messages.request import Generate
 
+ROOT = Path(__file__).resolve().parents[1]
 COMMAND = (sys.executable, "-m", "neuronpipe.launch")
 MARK = "NEURONPIPE_TEST_MARK"
 # How many times slower than usual the machine is, under an emulator for one: all waiting gets so much more time.
@@ -144,6 +145,12 @@ class Shell:
                 os.kill(pid, signal.SIGKILL)
 
 
+def compiled_engine() -> list[Path]:
+    """The archive of native code that the editable install has left, if it has: what is built of the same sources need
+    not compile them again."""
+    return sorted((ROOT / "build/editable").glob("*/libneuronpipe.a"), key=lambda path: path.stat().st_mtime)[-1:]
+
+
 @contextlib.contextmanager
 def scratch_shell() -> Iterator[Shell]:
     """A shell for a script, in a folder of its own, which leaves nothing behind. SIGTERM ends it as Ctrl-C does."""
@@ -205,11 +212,11 @@ class Run:
         assert done.code in (0, 3), done.errors
 
 
-def eventually(true: Callable[[], Any], within_s: float = 10.0) -> bool:
-    """Whether something becomes true in time: `within_s` seconds on a machine of usual speed."""
+def eventually(true: Callable[[], Any], within_s: float = 10.0, every_s: float = 0.01) -> bool:
+    """Whether something becomes true in time: `within_s` seconds on a machine of usual speed, looked at so often."""
     deadline = time.monotonic() + within_s * SLOWER
     while not true():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(every_s)
     return True

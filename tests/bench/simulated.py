@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # not this folder, whose concurrent.py is not the standard library's
+sys.path.append(str(ROOT))
 
 from neuronpipe.launch.bench.cases import Case, Prompts, parse_cases  # noqa: E402
 from neuronpipe.launch.bench.planned import relative_error  # noqa: E402

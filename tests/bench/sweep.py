@@ -295,7 +295,7 @@ def sweep(given: argparse.Namespace, case: Case, file: Path) -> None:
     tests = given.tests or (of_request if case.target_tokens_per_s is None else f"tg{USUAL.answer_tokens}")
     shared = {
         "case": case.name,
-        "package": made.package.manifest.id,
+        "package": made.manifest.id,
         "quality": given.quality,
         "context": given.context,
         "tests": tests,

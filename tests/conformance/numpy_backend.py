@@ -7,7 +7,7 @@ are rounded in another order, so its numerics is another.
 from __future__ import annotations
 
 import numpy as np
-from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.predictor.silent import speaking
 from neuronpipe.plans.reference.engine import Array, ReferenceEngine, rms_norm, rotate
 from neuronpipe.plans.reference.weights import PackageWeights
@@ -25,9 +25,13 @@ class NumpyBackend:
     def __init__(self, off: float = 1.0) -> None:
         self._off = np.float32(off)
 
-    def supports(self, model: ModelSpec, phase: Phase) -> str | None:
+    def supports(self, manifest: Manifest, phase: Phase) -> str | None:
         """Prompts only."""
-        return None if phase == "prefill" and model.experts == 1 else "numpy computes prompts of dense models only"
+        return (
+            None
+            if phase == "prefill" and manifest.model.experts == 1
+            else "numpy computes prompts of dense models only"
+        )
 
     def load(self, placement: Placement) -> None:
         """Map keys, values and logits; weights are decoded whenever they are used."""

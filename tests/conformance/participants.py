@@ -12,7 +12,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.worker.backend import Share, StepWork
-from neuronpipe.services.worker.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.participant import ComputeBlocks, EngineConfig, Multiply, Participant, View
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024
@@ -21,9 +21,18 @@ Ranges = list[tuple[int, int]]
 
 class Participants:
     """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
-    be otherwise than here."""
+    be otherwise than here. holder: the last of them has another compute its blocks."""
 
-    def __init__(self, package: Package, *, count: int, max_tokens: int, predicts: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        package: Package,
+        *,
+        count: int,
+        max_tokens: int,
+        predicts: bool = False,
+        holder: ComputeBlocks | None = None,
+        **config: Any,
+    ) -> None:
         manifest, self._package = package.manifest, package
         self._model = model = manifest.model
         layout, tokens = manifest.layout, max_tokens
@@ -55,22 +64,32 @@ class Participants:
             "epoch": np.zeros(LINE_WORDS, np.uint32),
             "barrier": self._barrier,
             "activity": None,
+            "inputs": np.zeros((tokens, max(model.width, model.query_width)), np.float32),
+            "outputs": np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32),
         }
+        self._holder = holder
         self._rings = [np.zeros(3 * LINE_WORDS + RING_ENTRIES, np.uint32) for _ in range(count)]
         self.all = [
             Participant(
                 manifest,
                 View(**shared, window=np.zeros(1, np.uint64), requests=_ring(ring), trace=ffi.new("np_trace *")),
-                dataclasses.replace(self._config(max_tokens, predicts), **config),
+                dataclasses.replace(
+                    self._config(max_tokens, predicts), **config, held=holder is not None and ring is self._rings[-1]
+                ),
             )
             for ring in self._rings
         ]
 
     def run(
-        self, tokens: Sequence[int], chunk: int, ranges: Callable[[int], Ranges] | None = None
+        self,
+        tokens: Sequence[int],
+        chunk: int,
+        ranges: Callable[[int], Ranges] | None = None,
+        multiply: Multiply | None = None,
     ) -> NDArray[np.float32]:
         """Logits after each token of a text from its start, computed in steps of `chunk` tokens. ranges: by the number
-        of the step, the blocks of each that takes part, the first ones; all have all by default."""
+        of the step, the blocks of each that takes part, the first ones; all have all by default. multiply: who computes
+        the products of layers, where the config says outside."""
         logits = np.empty((len(tokens), self._model.vocabulary), np.float32)
         blocks = self._package.manifest.layout.blocks
         with ThreadPoolExecutor(len(self.all)) as threads:
@@ -79,7 +98,8 @@ class Participants:
                 self._claims[:] = 0
                 shares = ranges(number) if ranges else [(0, blocks)] * len(self.all)
                 works = [_work(first, some, shares, own) for own in range(len(shares))]
-                list(threads.map(lambda one, work: one.compute(work), self.all[: len(shares)], works))
+                held = [self._holder if one is self.all[-1] else None for one in self.all]
+                list(threads.map(_compute, self.all[: len(shares)], works, held, [multiply] * len(shares)))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
 
@@ -113,6 +133,7 @@ class Participants:
             max_tokens=max_tokens,
             logit_rows=max_tokens,
             window_blocks=2,
+            product_blocks=2,
             partial_tokens=max_tokens,
             spin_us=0,
             predicts=predicts,
@@ -139,6 +160,13 @@ class Participants:
             np.ascontiguousarray(trigger[:, : manifest.trigger_slot_bytes]),
             np.ascontiguousarray(value[:, : manifest.value_slot_bytes]),
         )
+
+
+def _compute(one: Participant, work: StepWork, holder: ComputeBlocks | None, multiply: Multiply | None) -> None:
+    if holder is None:
+        one.compute(work, multiply)
+    else:
+        one.compute_held(work, holder)
 
 
 def _work(first: int, tokens: list[int], shares: Ranges, own: int) -> StepWork:

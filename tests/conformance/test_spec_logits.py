@@ -310,7 +310,7 @@ def test_silent_neurons_are_those_of_the_reference_and_their_up_and_down_are_not
     assert 0.2 * all_of_them < speak < 0.8 * all_of_them < all_of_them <= counters["gate_rows"]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.nightly), "mixtral"])
 def test_the_pipeline_leaves_out_the_same_neurons_whatever_is_resident(name: str, tmp_path: Path, shell: Shell) -> None:
     package, _ = give_thresholds(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
     wanted = Participants(package, count=1, max_tokens=1, thresholded=True).run(TEXT, 1)
@@ -330,7 +330,9 @@ def test_a_gate_that_is_no_number_is_not_silent(tmp_path: Path) -> None:
     assert np.isnan(logits).all()
 
 
-@pytest.mark.parametrize("name", ["gated layer norm", "smallthinker", "turbosparse"])
+@pytest.mark.parametrize(
+    "name", ["gated layer norm", pytest.param("smallthinker", marks=pytest.mark.nightly), "turbosparse"]
+)
 def test_hints_of_a_predictor_change_no_bit_of_exact_mode(name: str, tmp_path: Path, shell: Shell) -> None:
     """A random predictor: most of its hints are wrong."""
     package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)

@@ -89,6 +89,28 @@ def kill(run: Run, role: str, index: int) -> float:
     return moment
 
 
+def kill_in_a_step(run: Run, role: str, index: int = 0) -> None:
+    """Kill a process while it has a step to compute: it is stopped, and goes on as long as it has none."""
+
+    def stopped_in_one() -> bool:
+        if not computes(run, role, index):
+            return False
+        pid = run.pid(role, index)
+        os.kill(pid, signal.SIGSTOP)
+        if computes(run, role, index):
+            return True
+        os.kill(pid, signal.SIGCONT)
+        return False
+
+    assert eventually(stopped_in_one, 30)
+    os.kill(run.pid(role, index), signal.SIGKILL)
+
+
+def computes(run: Run, role: str, index: int) -> bool:
+    """Whether a process owes an answer to a step."""
+    return any((one.role, one.index) == (role, index) and one.outstanding for one in run.status().processes)
+
+
 def kill_at_random(
     run: Run, clients: Sequence[Generations], kills: int, seed: int, processes: Sequence[ProcessSpec] = PROCESSES
 ) -> dict[str, list[float]]:

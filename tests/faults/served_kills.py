@@ -17,6 +17,7 @@ from tests.http_client import served
 from tests.pipeline import Shell, eventually
 
 PROMPT, TOKENS = [1, 200, 300], 120
+SERVED = [*PROCESSES, ("gateway", 0)]
 OPTIONS = ("--ffn-resident", "30%", "--workers", "2", "--sequences", "2")  # so slow that a kill hits anything
 
 
@@ -37,7 +38,7 @@ def survive(shell: Shell, kills: int, seed: int) -> Survived:
         alone, streamed = run.ask(PROMPT, TOKENS)["token_ids"], stream()
         before = open_things(shell, run)
         with Generations(asking(run, PROMPT, TOKENS), alone) as texts, Generations(stream, streamed) as streams:
-            took = kill_at_random(run, (texts, streams), kills, seed, [*PROCESSES, ("gateway", 0)])
+            took = kill_at_random(run, (texts, streams), kills, seed, SERVED)
         assert texts.failure is None, texts.failure
         assert streams.failure is None, streams.failure
         assert stream.broken <= len(took.get("gateway", [])), f"{stream.broken} streams broke"

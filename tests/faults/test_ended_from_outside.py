@@ -40,6 +40,7 @@ def package(converted: Converted) -> Path:
     return converted("awkward", "q8").path
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_run_at_once(shell: Shell, package: Path) -> None:
     process = started(shell, package)
     first_character(process)
@@ -52,6 +53,7 @@ def test_ctrl_c_ends_a_run_at_once(shell: Shell, package: Path) -> None:
     assert time.monotonic() - before < 5 * SLOWER
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("verb", ["run", "up"])
 def test_ctrl_c_while_it_starts_leaves_nothing(shell: Shell, package: Path, verb: str) -> None:
     """From when Python runs until all services do, in steps: the moments differ from machine to machine."""
@@ -137,6 +139,7 @@ def test_a_signal_that_is_ignored_from_the_start_ends_nothing(shell: Shell, pack
     assert "[8 tokens, " in errors
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_hastens_the_end_and_the_command_still_waits_for_it(
     shell: Shell, first: signal.Signals

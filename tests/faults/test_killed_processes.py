@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, tokens
-from tests.faults.served_kills import survive
+from tests.faults.kills import MAX_DELAY_S, kill_in_a_step
+from tests.faults.served_kills import SERVED, survive
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 Converted = Callable[..., Package]
@@ -59,7 +61,7 @@ def ask_through_kills(run: Run, processes: list[tuple[str, int]], seed: int) -> 
     asking = threading.Thread(target=ask)
     asking.start()
     for role, index in processes:
-        time.sleep(draw.uniform(0.0, 0.4))
+        time.sleep(draw.uniform(0.0, MAX_DELAY_S))
         assert eventually(lambda: run.status().ready)
         kills.append(time.monotonic())
         os.kill(run.pid(role, index), signal.SIGKILL)
@@ -80,9 +82,24 @@ def test_the_text_goes_on_with_the_same_tokens(run: Run, undisturbed: list[int],
     print(f"{process[0]}.{process[1]}: next token after {', '.join(f'{1000 * s:.0f}' for s in took)} ms")
 
 
-def test_twenty_kills_at_random_moments_change_and_leak_nothing(shell: Shell) -> None:
-    """Of every process, coordinator and gateway among them; what each has open afterwards is what it had before."""
-    for role, seconds in sorted(survive(shell, 20, seed=4).took.items()):
+def test_a_prompt_on_a_processors_runtime_survives_a_kill_in_its_middle(shell: Shell) -> None:
+    pytest.importorskip("onnxruntime")
+    prompt = random.Random(2).choices(range(3, 4000), k=470)
+    with shell.up(DEMO, "--backend", "prefill=onnx:cpu", "--ffn-resident", "30%") as run:
+        expected = run.ask(prompt, MOST)["token_ids"]
+        answers: list[list[int]] = []
+        asking = threading.Thread(target=lambda: answers.append(run.ask(prompt, MOST)["token_ids"]))
+        asking.start()
+        kill_in_a_step(run, "prefill")
+        asking.join(PATIENCE_S)
+        assert answers == [expected]
+        assert restarts(run, "prefill") == 1
+
+
+def test_kills_at_random_moments_change_and_leak_nothing(shell: Shell) -> None:
+    """Of every process once, coordinator and gateway among them; what each has open afterwards is what it had before.
+    By night there are two hundred."""
+    for role, seconds in sorted(survive(shell, len(SERVED), seed=4).took.items()):
         print(f"{role}: next tokens after {', '.join(f'{1000 * s:.0f}' for s in seconds)} ms")
 
 

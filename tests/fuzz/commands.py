@@ -148,7 +148,36 @@ def _measured(data: bytes) -> bytes:
     values = json.loads(data)
     activity = {"mean_by_layer": [0.5], "trigger_fired_by_layer": [0.5]}
     workload = {"seed": 1, "presets": {"default": {"first_token": 0, "tokens": 9}}}
-    return json.dumps(_sealed_manifest(values | {"activity": activity, "workload": workload})).encode()
+    measured = {"activity": activity, "workload": workload, "npu": _npu(values["model"])}
+    return json.dumps(_sealed_manifest(values | measured)).encode()
+
+
+def _npu(model: dict[str, Any]) -> dict[str, Any]:
+    """What `profile --npu` adds for a model of one layer."""
+    width, head_width = model["width"], model["head_width"]
+    sizes = (
+        ((model["query_heads"] + 2 * model["key_heads"]) * head_width, width),
+        (
+            width,
+            model["query_heads"] * head_width,
+        ),
+    )
+    loss = {"perplexity": 2.0, "agreement": 1.0, "recomputed_share": 0.0, "error_by_layer": [0.01]}
+    return {
+        "scaling": "static",
+        "text": "numbers",
+        "calibration_tokens": 4,
+        "held_out_tokens": 1,
+        "exact_perplexity": 2.0,
+        "losses": [{"scaling": one, **loss} for one in ("token", "static")],
+        "ranges": {
+            "matrices": [
+                {"rows": rows, "columns": columns, "inputs": 1.0, "products": 1.0}
+                for rows, columns in dict.fromkeys(sizes)
+            ],
+            "neurons": dict.fromkeys(("inputs", "gate", "up", "hidden", "outputs"), 1.0),
+        },
+    }
 
 
 def _sealed_plan(values: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 from typing import NoReturn
@@ -34,6 +35,7 @@ from neuronpipe.plans.device.heat import Heat
 from neuronpipe.plans.predictor import profile as profiling
 from neuronpipe.plans.synth import make, measure, twin
 from neuronpipe.protocol.errors import NotRunning
+from neuronpipe.services.worker.npu import files
 
 EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "100"))  # a few seconds; more by hand
 VALUES = st.one_of(
@@ -94,6 +96,9 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(twin, "write_twin", begun)
         patch.setattr(profiling, "profile", begun)
         patch.setattr(measure, "measure", begun)
+        patch.setattr(files, "write_graphs", begun)
+        if importlib.util.find_spec("onnx") is not None:
+            patch.setattr("neuronpipe.services.worker.npu.measure.measure", begun)
         patch.setattr(throttle, "read_heat", lambda *_: Heat(sensors=(), clock_share=None))
         patch.setattr(throttle, "battery_status", lambda: "")
         yield

@@ -13,7 +13,7 @@ from schemathesis import GenerationMode
 from tests.http_client import Server, served
 from tests.pipeline import Shell
 
-EXAMPLES = 40
+EXAMPLES = 25
 MAX_TEXTS = 2
 
 

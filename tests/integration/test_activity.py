@@ -77,7 +77,7 @@ def test_a_mixtures_run_records_what_the_reference_computes(shell: Shell, text: 
 
 def test_predicted_mode_has_a_profile_of_its_own(shell: Shell, text: Path, tmp_path: Path) -> None:
     package, _ = give_predictor(write_package(tmp_path / "p", SPECS["gated layer norm"], "q8"), list(range(60)))
-    words = ("profile", package.path, "--activity", "--text", text, "--tokens", "600")
+    words = ("profile", package.path, "--activity", "--text", text, "--tokens", "512")
     shell.json(*words)
     said = shell.json(*words, "--mode", "predicted")
     exact, predicted = said["profiles"]
@@ -90,7 +90,7 @@ def test_an_interrupted_recording_goes_on_and_ends_as_if_nothing_had_been(
     shell: Shell, text: Path, tmp_path: Path
 ) -> None:
     whole, halted = (write_package(tmp_path / name, SPECS["many neurons"], "q8") for name in ("whole", "halted"))
-    words = ("--activity", "--text", str(text), "--tokens", "2000", "--json")
+    words = ("--activity", "--text", str(text), "--tokens", "1000", "--json")
     tokens = tmp_path / ".halted.activity-exact" / "tokens.bin"
     process = shell.start("profile", halted.path, *words)
     assert eventually(lambda: tokens.exists() and tokens.stat().st_size > 0, 60)
@@ -110,11 +110,11 @@ def test_an_interrupted_recording_goes_on_and_ends_as_if_nothing_had_been(
 def test_the_demo_says_the_same_after_it_was_reordered(shell: Shell, demo: Path) -> None:
     ask = ("run", demo, "-p", "import os", "-n", "24", "--temperature", "0")
     before = shell.json(*ask)["token_ids"]
-    said = shell.json("profile", demo, "--activity", "--reorder", "--tokens", "600")
+    said = shell.json("profile", demo, "--activity", "--reorder", "--tokens", "512")
     assert said["neuron_order"] == "frequency"
     assert shell.json(*ask)["token_ids"] == before
     assert shell.json(*ask, "--mode", "predicted")["token_ids"]
-    assert shell.call("perplexity", demo, "--text", Path(__file__), "--tokens", "100").code == 0
+    assert shell.call("perplexity", demo, "--text", Path(__file__), "--tokens", "30").code == 0
 
 
 def test_texts_that_cannot_be_measured_on_are_refused(shell: Shell, demo: Path, tmp_path: Path) -> None:

@@ -51,16 +51,27 @@ def test_a_plan_names_the_backend_of_a_role_and_status_its_numerics(shell: Shell
 @pytest.mark.parametrize(
     ("backend", "why"),
     [
-        ("decode=gpu", "backend 'gpu': the backends are cpu"),
+        ("decode=gpu", "backend 'gpu': the backends are cpu, onnx"),
         ("prefill=cpu:sse9", f"backend cpu:sse9: this machine has {', '.join(SETS)}"),
-        ("cache=cpu", "write decode=NAME or prefill=NAME"),
-        ("decode", "write decode=NAME or prefill=NAME"),
+        ("cache=cpu", "write decode=NAME, prefill=NAME or accelerator=NAME"),
+        ("decode", "write decode=NAME, prefill=NAME or accelerator=NAME"),
     ],
 )
 def test_a_backend_that_there_is_not_is_refused_before_the_run(
     shell: Shell, converted: Converted, backend: str, why: str
 ) -> None:
     assert why in shell.refused("up", converted("relu2", "q8").path, "--backend", backend)
+
+
+def test_prompts_by_a_neural_processors_runtime_agree_with_the_native_engine(shell: Shell, tmp_path: Path) -> None:
+    """Through the whole pipeline, with the runtime's own CPU provider in the place of a processor; status names it."""
+    pytest.importorskip("onnxruntime")
+    text = np.random.default_rng(3).integers(0, SPECS["scaled"].vocabulary, 70).tolist()
+    package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
+    options = ("--backend", "prefill=onnx:cpu", "--workers", "2")
+    assert 0 < disagreement(shell, package, text, *options, use=()) < MAX_DIFFERENCE
+    with shell.up(package.path, *options) as run:
+        assert numerics(run.status())["prefill.0"] == f"onnx-cpu+cpu:{SETS[0]}"
 
 
 @pytest.mark.parametrize(
@@ -83,11 +94,17 @@ def test_silent_neurons_are_silent_in_another_backend(shell: Shell, tmp_path: Pa
     assert 0 < disagreement(shell, package, text, "--mode", "thresholded") < 0.0005
 
 
-def disagreement(shell: Shell, package: Package, text: list[int], *options: str) -> float:
-    """How far the logits of decode, computed natively, are at most from those of a prefill worker by numpy, in units of
-    their spread."""
+def disagreement(
+    shell: Shell,
+    package: Package,
+    text: list[int],
+    *options: str,
+    use: tuple[str, ...] = ("--use", f"prefill={NUMPY}"),
+) -> float:
+    """How far the logits of decode, computed natively, are at most from those of another prefill worker, by numpy
+    unless told otherwise, in units of their spread."""
     rows = {}
-    with shell.up(package.path, "--use", f"prefill={NUMPY}", *options, cwd=HERE) as run, attach(run.path) as client:
+    with shell.up(package.path, *use, *options, cwd=HERE) as run, attach(run.path) as client:
         context_tokens = read_plan(run.path / "plan.json").compute.context_tokens
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"

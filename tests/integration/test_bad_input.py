@@ -214,6 +214,7 @@ def test_lines_to_paste_begin_with_the_command_as_it_was_typed_and_quote_paths(s
         assert shell.call("down", "--run", run).code == 0
 
 
+@pytest.mark.alone  # `ask` finds the only live run of this user, wherever it lies: another test's, too
 def test_an_error_tells_what_to_do_with_the_command_as_it_was_typed(shell: Shell, package: Path) -> None:
     typed = {"NEURONPIPE_COMMAND": "./launch/neuronpipe"}
     for words, advice in (

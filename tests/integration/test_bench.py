@@ -89,6 +89,7 @@ def test_bench_measures_a_run_and_says_where_the_time_went(shell: Shell, tmp_pat
     assert f"Against {old}, new / old:" in compared.out
 
 
+@pytest.mark.alone
 def test_bench_measures_several_texts_at_once(shell: Shell) -> None:
     words = ("bench", DEMO, "--tests", "tg32", "--repetitions", "1", "--ffn-resident", "100%", "--json")
     (alone,), (four,) = (json.loads(shell.call(*words, *more).out) for more in ((), ("--batch", "4")))

@@ -187,7 +187,7 @@ def test_every_verb_that_runs_a_silu_model_can_leave_silent_neurons_out(
 ) -> None:
     """And `run` says what that costs, as it was measured."""
     package = shutil.copytree(converted("qwen2", "f16").path, tmp_path / "package")
-    (tmp_path / "text").write_text(string.ascii_letters * 40)
+    (tmp_path / "text").write_text(string.ascii_letters * 20)
     assert "set them with `" in shell.refused("run", package, "-p", "ab", "--mode", "thresholded")
     silent = shell.json("profile", package, "--silent", "50%", "--text", tmp_path / "text")["silent"]
     words = ("run", package, "-p", "ab", "-n", "4")

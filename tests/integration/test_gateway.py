@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_more_texts_than_a_run_takes_on_at_once_are_served_in_turns(server: Serv
     assert sum(choice["finish_reason"] is not None for choice in choices) == 192
     last = server.post("/v1/completions", **GREEDY, prompt=prompts[-1], max_tokens=2).json()
     assert last["choices"][0]["text"] == texts[-1]
+
+
+def test_the_best_of_several_candidates_are_those_whose_tokens_are_likeliest(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": [PROMPT, "import "], "max_tokens": 12, "temperature": 1.5, "seed": 5}
+    every = client.completions.create(**asked, n=4, logprobs=0)  # type: ignore[call-overload]
+    expected = []
+    for first in (0, 4):
+        rated = every.choices[first : first + 4]
+        means = {choice.text: statistics.fmean(choice.logprobs.token_logprobs) for choice in rated}
+        assert len(means) == 4
+        expected += sorted(means, key=means.__getitem__, reverse=True)[:2]
+    best = client.completions.create(**asked, n=2, best_of=4)  # type: ignore[call-overload]
+    assert [choice.text for choice in best.choices] == expected
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage.completion_tokens == every.usage.completion_tokens  # all candidates were made
 
 
 def test_more_texts_than_a_request_may_ask_for_are_refused_by_the_limit(client: openai.OpenAI) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: install
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("loader") / "loader"
-    files = [SOURCES / name for name in ("loader.c", "wire.c", "place.c", "sha256.c")]
+    files = [SOURCES / name for name in ("loader.c", "life.c", "wire.c", "place.c", "sha256.c")]
     flags = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror")
     subprocess.run([str(COMPILER), *flags, "-o", program, *files, "-lm"], check=True)
     return program

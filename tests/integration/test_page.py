@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from tests.browser import Page, needs_browser, opened_browser, troubles
+from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.http_client import Server, served
 from tests.pipeline import Shell
 
@@ -19,10 +19,10 @@ pytestmark = needs_browser
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    with opened_browser(tmp_path / "profile") as one:
-        yield one
-        assert [said for said in troubles(one) if "401" not in said] == []  # a refused key is logged by the browser
+def browser(long_browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
+    yield new_tab(long_browser)
+    # A refused key is logged by the browser.
+    assert [said for said in troubles(long_browser) if "401" not in said] == []
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,8 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
     page["send"].click()
     assert page.eventually(lambda: page.answers[1][1] == "the server does not answer")
     browser.get("about:blank")
-    assert all("ERR_CONNECTION" in said for said in troubles(browser))
+    # Refused, reset, or cut off in the middle of an answer: it depends on the moment.
+    assert [said for said in troubles(browser) if "net::ERR_" not in said] == []
 
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:

@@ -14,7 +14,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser import Page, needs_browser, opened_browser, troubles
+from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import PageServer, page_server, run_snapshot
 
 NARROW = {"width": 360, "height": 640, "deviceScaleFactor": 2, "mobile": True}
@@ -23,22 +23,9 @@ BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_l
 pytestmark = needs_browser
 
 
-@pytest.fixture(scope="module")
-def long_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    with opened_browser(tmp_path_factory.mktemp("profile")) as one:
-        yield one
-
-
 @pytest.fixture
 def browser(long_browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
-    """A tab of its own, which is all that the page keeps anything in."""
-    before = long_browser.current_window_handle
-    long_browser.switch_to.new_window("tab")
-    mine = long_browser.current_window_handle
-    long_browser.switch_to.window(before)
-    long_browser.close()
-    long_browser.switch_to.window(mine)
-    yield long_browser
+    yield new_tab(long_browser)
     assert troubles(long_browser) == []
 
 
@@ -382,3 +369,37 @@ def test_the_keyboard_alone_is_enough(page: Page) -> None:
     page["forget"].send_keys(Keys.ENTER)
     page["prompt"].send_keys(Keys.SHIFT, Keys.TAB)
     assert page["undo"] == page.browser.switch_to.active_element
+
+
+# ---- processes -----------------------------------------------------------------------------------------------
+def test_who_computes_what_is_said_beside_each_process(page: Page) -> None:
+    place = {"index": 0, "core": None, "step": 0, "cpu": None, "memory_bytes": None, "doing": {}, "restarts": 0}
+    idle = {"numerics": "", "backend": "", "work": ""}
+    page.server.snapshot = run_snapshot(
+        processes=[
+            {"role": "loader", "pid": 7, "state": "ready", **place, **idle},
+            {
+                "role": "decode",
+                "pid": 8,
+                "state": "ready",
+                **place,
+                **idle,
+                "numerics": "cpu:avx2",
+                "work": "all 15 blocks",
+            },
+            {
+                "role": "accelerator",
+                "pid": 0,
+                "state": "gone",
+                **place,
+                **idle,
+                "work": "decode workers compute its blocks",
+            },
+        ]
+    )
+
+    def rows() -> list[str]:
+        return [row.text for row in page.browser.find_elements(By.CSS_SELECTOR, "#processes td:first-child")]
+
+    wanted = ["loader.0", "decode.0\nall 15 blocks, cpu:avx2", "accelerator.0 gone\ndecode workers compute its blocks"]
+    assert page.eventually(lambda: rows() == wanted)

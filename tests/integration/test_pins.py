@@ -24,7 +24,7 @@ from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 PROMPTS = ("def f(x):", "import os", "class A:", "for i in")
 FFNS = Package.open(DEMO).manifest.model.ffns
 FEW, MANY = (2,) * FFNS, (6, 20, *(14,) * (FFNS - 2))
-TOKENS = 200
+TOKENS = 80
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_what_stays_follows_the_texts_and_the_tokens_do_not(run: Run) -> None:
     with Texts(run, PROMPTS) as texts:
         assert eventually(lambda: pinned(run) == many, GROW_AFTER_S + 10)
         os.kill(run.pid("cache"), signal.SIGKILL)
-        assert eventually(lambda: all(len(answers) >= 3 for answers in texts.answers.values()), PATIENCE_S)
+        assert eventually(lambda: all(len(answers) >= 2 for answers in texts.answers.values()), PATIENCE_S)
         assert eventually(lambda: pinned(run) == many)
     assert {prompt: token_ids for prompt, answers in texts.answers.items() for token_ids in answers} == alone
     assert all(one == alone[prompt] for prompt, answers in texts.answers.items() for one in answers)

@@ -22,11 +22,13 @@ effort = Effort(rounds=1, pace=0.1, kernels=(Case("matrix", "q4", 2048, 1.0),))
 profile = measure_profile(Path("/nowhere"), effort=effort)
 device = this_device()
 short = dataclasses.replace(device, memory_available_bytes=1 << 20)
-assert steps.measure_steps(profile, short, lambda: None) == ()
-assert steps.measure_steps(dataclasses.replace(profile, dram=()), device, lambda: None) == ()
-points = steps.measure_steps(profile, device, lambda: called.append(1))
-assert len(called) == steps.steps_count(device)
-print(json.dumps([dataclasses.asdict(point) for point in points]))
+slow = dataclasses.replace(profile, dram=())
+assert steps.with_steps(profile, short, lambda: None) == profile
+assert steps.with_steps(slow, device, lambda: None) == slow
+found = steps.with_steps(profile, device, lambda: called.append(1))
+assert 0 < len(called) <= steps.steps_count(device)
+assert found.read_delays == found.read_factors == ()  # flash was not measured
+print(json.dumps([dataclasses.asdict(point) for point in found.steps]))
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.http_client import served
-from tests.pipeline import Shell
+from tests.pipeline import Shell, compiled_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.pipeline  # all of it: compiling the kernels is not qui
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation", "--no-deps"]
+    pip += [f"-Ccmake.define.NP_ENGINE={archive}" for archive in compiled_engine()]
     built = subprocess.run([*pip, "-w", str(folder), str(ROOT)], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     (found,) = folder.glob("*.whl")

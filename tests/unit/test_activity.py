@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,18 @@ def package(tmp_path: Path) -> Package:
 @pytest.fixture
 def mixture(tmp_path: Path) -> Package:
     return write_package(tmp_path / "m", SPECS["turbosparse"], "q8")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with a profile, for copies."""
+    package = write_package(tmp_path_factory.mktemp("kept") / "p", SPECS["gated layer norm"], "q8")
+    return keep(package, measured(package)).path
+
+
+@pytest.fixture
+def profiled(kept: Path, tmp_path: Path) -> Package:
+    return Package.open(Path(shutil.copytree(kept, tmp_path / "p")))
 
 
 # ---- what is recorded -----------------------------------------------------------------------------------------------
@@ -301,24 +314,22 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_contradictions_are_refused_by_field(name: str, package: Package) -> None:
+def test_contradictions_are_refused_by_field(name: str, profiled: Package) -> None:
     change, wanted = BAD[name]
-    made = keep(package, measured(package))
-    manifest = json.loads((made.path / MANIFEST).read_text())
+    manifest = json.loads((profiled.path / MANIFEST).read_text())
     change(manifest)
     manifest["id"] = identity({key: value for key, value in manifest.items() if key != "id"})
-    (made.path / MANIFEST).write_text(json.dumps(manifest))
+    (profiled.path / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=f"manifest.json: .*{wanted}"):
-        Package.open(made.path)
+        Package.open(profiled.path)
 
 
-def test_a_damaged_file_is_refused_when_it_is_read(package: Package) -> None:
-    made = keep(package, measured(package))
-    data = bytearray((made.path / "activity.bin").read_bytes())
+def test_a_damaged_file_is_refused_when_it_is_read(profiled: Package) -> None:
+    data = bytearray((profiled.path / "activity.bin").read_bytes())
     data[100] ^= 1
-    (made.path / "activity.bin").write_bytes(data)
+    (profiled.path / "activity.bin").write_bytes(data)
     with pytest.raises(UserError, match=r"activity\.bin: does not match the manifest's sha256"):
-        _ = Package.open(made.path).activity
+        _ = Package.open(profiled.path).activity
 
 
 def test_a_plan_uses_the_packages_own_curve(package: Package) -> None:
@@ -381,16 +392,15 @@ def test_what_a_cache_misses_of_clusters_is_forgotten_where_they_have_other_neur
     assert set(misses) == {"expert"}
 
 
-def test_damage_does_not_get_new_checksums(package: Package) -> None:
-    made = keep(package, measured(package))
-    layout = made.manifest.layout
-    with made.bundles_path.open("r+b") as file:
+def test_damage_does_not_get_new_checksums(profiled: Package) -> None:
+    layout = profiled.manifest.layout
+    with profiled.bundles_path.open("r+b") as file:
         file.seek(3 * layout.cluster_stride_bytes + 5)
         file.write(b"\xff\xfe")
     with pytest.raises(UserError, match=r"bundles\.bin: cluster 3 does not match its checksum"):
-        reorder(made, lambda done, all_: None)
-    assert Package.open(made.path).manifest == made.manifest
-    assert os.listdir(made.path.parent) == ["p"]
+        reorder(profiled, lambda done, all_: None)
+    assert Package.open(profiled.path).manifest == profiled.manifest
+    assert os.listdir(profiled.path.parent) == ["p"]
 
 
 def test_a_package_that_nobody_measured_is_not_reordered(package: Package) -> None:

@@ -49,6 +49,13 @@ def test_every_repetition_reads_another_stretch_of_the_text() -> None:
     assert prompts.take(1, 16, 48) == taken[1]
 
 
+def test_no_more_of_a_corpus_is_kept_than_all_texts_take_and_they_are_the_same() -> None:
+    everything, as_asked = Prompts(Package.open(DEMO), None), Prompts(Package.open(DEMO), None, 4 * 48)
+    for number in range(4):
+        assert as_asked.take(number, 16, 48) == everything.take(number, 16, 48)
+    assert as_asked.take(4, 16, 48) == as_asked.take(0, 16, 48) != everything.take(4, 16, 48)
+
+
 def test_a_preset_of_a_package_without_workload_is_refused() -> None:
     with pytest.raises(UserError, match=r"--workload default: .* has no workload"):
         Prompts(Package.open(DEMO), "default")

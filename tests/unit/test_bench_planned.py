@@ -14,9 +14,9 @@ from neuronpipe.launch.bench.report import planned_table
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.missing import joined_reads
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
-from neuronpipe.plans.plan.speed import joined_reads
 
 MANIFEST = Package.open(DEMO).manifest
 DECODED = {

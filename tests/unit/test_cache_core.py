@@ -40,6 +40,21 @@ def test_the_first_clusters_of_each_layer_are_warmed_up_and_leave_the_stock_free
     assert len(first) + len(second) + triggers.reserve <= triggers.slots
 
 
+def test_what_an_accelerator_computes_is_not_warmed_up_unless_everything_stays() -> None:
+    triggers, values = (
+        dataclasses.replace(region(slots=7, pinned=(0, 0, 0), part=part), held=2)  # type: ignore[arg-type]
+        for part in (0, 1)
+    )
+    (warm,) = warm_ups(triggers, values)
+    assert (warm.parts, warm.pinned, list(warm)) == (3, False, [2, 6, 10])
+    everything = [
+        dataclasses.replace(one, slots=12, reserve=0, pinned=(4, 4, 4), part=part)  # type: ignore[arg-type]
+        for part, one in enumerate((triggers, values))
+    ]
+    (warm,) = warm_ups(*everything)
+    assert (warm.pinned, len(warm)) == (True, 12)
+
+
 pins = st.tuples(*[st.integers(0, 4)] * 3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from neuronpipe.protocol.codec import Message
@@ -59,19 +60,21 @@ LETTERS = Letters()
 NO_GRAMMARS = Grammars(LETTERS, 200, [END])
 
 
-def make_scheduler(tokenizer: Letters = LETTERS, **changes: int) -> Scheduler:
-    limits = {
+def make_scheduler(tokenizer: Letters = LETTERS, accelerator: str = "", **changes: Any) -> Scheduler:
+    """accelerator: the numerics of one; none by default."""
+    limits: dict[str, Any] = {
         "sequences": 2,
         "context_tokens": 16,
         "prefill_chunk_tokens": 4,
         "logit_rows": 3,
         "vocabulary": 200,
     } | changes
+    processes = [*PROCESSES, ("accelerator", 0)] if accelerator else PROCESSES
     scheduler = Scheduler(
-        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), PROCESSES, tokenizer, NO_GRAMMARS
+        Limits(mode="exact", end_tokens=frozenset({END}), plan_id="p", **limits), processes, tokenizer, NO_GRAMMARS
     )
-    for process in PROCESSES:
-        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
+    for process in processes:
+        scheduler.handle(ProcessReady(process, (NUMERICS | {"accelerator": accelerator}).get(process[0], "")), 0.0)
     return scheduler
 
 
@@ -225,6 +228,38 @@ def test_every_participant_of_a_step_has_all_blocks_to_share() -> None:
     assert (step.first_blocks, step.end_blocks) == ((0, 0), (7, 7))
 
 
+def test_an_accelerator_has_the_first_blocks_by_how_many_texts_there_are_and_while_it_is_there() -> None:
+    scheduler = make_scheduler(blocks=7, held_blocks=(5, 3), accelerator="cpu:avx2")
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    assert isinstance(step, Step)
+    assert participants_of(step) == [("decode", 0), ("decode", 1), ("accelerator", 0)]
+    assert (step.first_blocks, step.end_blocks) == ((5, 5, 0), (7, 7, 5))
+    scheduler.handle(EpochChanged(1, (("accelerator", 0),)), 0.2)
+    for process in (("decode", 0), ("decode", 1)):
+        actions = scheduler.handle(StepLeft(process, step.step, 0, False), 0.3)
+    (again,) = sent(actions)
+    assert isinstance(again, Step)
+    assert (again.first_blocks, again.end_blocks, again.tokens) == ((0, 0), (7, 7), step.tokens)
+    scheduler.handle(ProcessReady(("accelerator", 0), "cpu:avx2"), 0.4)
+    finish(scheduler, again)
+    receive(scheduler, Generate(request="s", prompt="cd", max_tokens=9), 0.5)
+    (prefill,) = sent(scheduler.handle(TokensSampled((ord("y"),)), 0.6))
+    finish(scheduler, prefill)
+    (both,) = sent(scheduler.handle(TokensSampled((ord("z"),)), 0.7))
+    assert isinstance(both, Step)
+    assert (both.end_blocks, len(both.tokens)) == ((7, 7, 3), 2)
+
+
+def test_an_accelerator_of_other_numerics_is_left_out() -> None:
+    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator="cpu:scalar")
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    assert participants_of(step) == [("decode", 0), ("decode", 1)]
+
+
 def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     scheduler = make_scheduler()
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
@@ -257,9 +292,9 @@ def test_no_step_is_sent_before_every_process_was_ready() -> None:
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))
     for process in PROCESSES[:-1]:
         assert not sent(scheduler.handle(ProcessReady(process), 0.0))
-    assert not scheduler.workers.all_ready
+    assert not scheduler.workers.all_ready()
     assert sent(scheduler.handle(ProcessReady(PROCESSES[-1]), 0.0))
-    assert scheduler.workers.all_ready
+    assert scheduler.workers.all_ready()
 
 
 def test_workers_get_the_next_step_before_clients_are_told_of_the_last_one() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from neuronpipe.launch import doctor
 from neuronpipe.launch.cli import main
+from neuronpipe.launch.doctor.checks import checks
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.device import flash, kept, memory, probe
 from neuronpipe.plans.device.busy import Busyness
@@ -339,7 +339,7 @@ def test_a_command_says_so_in_one_line_of_its_errors(machine: Machine, capsys: p
 
 def test_the_doctor_doubts_figures_that_it_finds_on_a_busy_machine(machine: Machine) -> None:
     for state in ("warn", "ok"):
-        found = {check.name: check for check in doctor.checks(DEMO)}
+        found = {check.name: check for check in checks(DEMO)}
         assert found["flash"].state == found["memory speed"].state == state
         machine.grows_quiet()
     assert sequential(probe.probe(DEMO)) == 14.4e9

@@ -28,6 +28,7 @@ from neuronpipe.plans.device.points import (
     FlashRead,
     PanelPoint,
     ReadCost,
+    ReadDelay,
     ReusedPoint,
     Sharing,
     StepMode,
@@ -126,15 +127,18 @@ def profile(**changes: Any) -> DeviceProfile:
                 flash_read(4 * KIB, 32, 2 * GIB, 100e6, core="little"),
             ),
             costs=(
-                ReadCost(request_bytes=4 * KIB, cpu_us=figure(5.0)),
-                ReadCost(request_bytes=16 * KIB, cpu_us=figure(8.0)),
-                ReadCost(request_bytes=64 * KIB, cpu_us=figure(20.0)),
+                ReadCost(request_bytes=4 * KIB, at_once=1, cpu_us=figure(45.0)),
+                ReadCost(request_bytes=4 * KIB, at_once=64, cpu_us=figure(5.0)),
+                ReadCost(request_bytes=16 * KIB, at_once=64, cpu_us=figure(8.0)),
+                ReadCost(request_bytes=64 * KIB, at_once=64, cpu_us=figure(20.0)),
             ),
         ),
         sharing=(Sharing(same_core=True, worker_share=figure(0.8), loader_share=figure(0.6)),),
         barriers=(Wait(workers=1, us=figure(0.2)), Wait(workers=2, us=figure(0.4))),
         messages=(Wait(workers=1, us=figure(80.0)), Wait(workers=2, us=figure(120.0))),
         steps=(step_point("exact", 1, 8e3, 1e3), step_point("exact", 2, 5e3, 2e3)),
+        read_delays=(),
+        read_factors=(),
     )
     return dataclasses.replace(made, **changes)
 
@@ -187,10 +191,24 @@ def test_flash_is_asked_by_size_depth_range_order_and_core() -> None:
 
 def test_a_read_costs_processor_time_by_its_size() -> None:
     p = profile()
-    assert [p.read_cpu_us(size * KIB) for size in (4, 8, 16, 64, 128)] == pytest.approx([5, 6, 8, 20, 36])
+    assert [p.read_cpu_us(size * KIB, 64) for size in (4, 8, 16, 64, 128)] == pytest.approx([5, 6, 8, 20, 36])
     assert p.flash is not None
     assert p.flash.cpu_us_per_kib == pytest.approx(0.25)
-    assert profile(flash=None).read_cpu_us(4096) == 0
+    assert profile(flash=None).read_cpu_us(4096, 64) == 0
+
+
+def test_a_read_that_comes_alone_costs_more_than_one_of_many() -> None:
+    p = profile()
+    assert [p.read_cpu_us(4 * KIB, at_once) for at_once in (0.5, 1, 8, 64, 500)] == pytest.approx([45, 45, 15, 5, 5])
+
+
+def test_what_a_read_takes_in_a_run_is_known_by_workers_or_not_at_all() -> None:
+    delays = (ReadDelay(together=False, workers=workers, us=figure(50.0 * workers)) for workers in (1, 4))
+    measured = dataclasses.replace(profile(), read_delays=tuple(delays))
+    found = [measured.read_delay_us(workers, together=False) for workers in (1, 2, 4, 8)]
+    assert found == pytest.approx([50, 100, 200, 200])
+    with pytest.raises(KeyError, match="read_delays: not in this profile"):
+        measured.read_delay_us(1, together=True)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -234,7 +252,7 @@ def absurd_median() -> bytes:
         (changed(taken_at=1e300), r"p: taken_at 1e\+300 is outside"),
         (changed(barriers=[{"workers": 1, "us": {"median": 1e-300, "spread": 0}}]), "a median of 1e-300 is outside"),
         (
-            changed_flash(costs=2 * [{"request_bytes": 4096, "cpu_us": {"median": 5.0, "spread": 0}}]),
+            changed_flash(costs=2 * [{"request_bytes": 4096, "at_once": 1, "cpu_us": {"median": 5.0, "spread": 0}}]),
             r"p: flash.costs\[1\]: this point is there twice",
         ),
         (changed(barriers=2 * [{"workers": 1, "us": {"median": 5.0, "spread": 0}}]), r"p: barriers\[1\]: .* twice"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.launch.cli import main
-from neuronpipe.launch.doctor import Check, checks, render
+from neuronpipe.launch.doctor.checks import Check, checks, render
 from neuronpipe.native import ffi, lib
 
 

@@ -95,6 +95,7 @@ async def answering(texts: int = 1, *, stream: bool = True) -> AsyncIterator[tup
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
         context_tokens=CONTEXT_TOKENS,
         texts_per_prompt=texts,
+        sent_per_prompt=texts,
         stream=stream,
     )
     task = asyncio.ensure_future(cast(Any, answer({"type": "http"}, played.receive, played.send)))
@@ -198,7 +199,7 @@ def test_the_token_that_was_drawn_is_among_the_likely_ones(kind: type[Form]) -> 
     likely = tuple(Likely(token=token, piece=piece, logprob=-0.5) for token, piece in ((1, b"one"), (2, b"two")))
     sampled = dataclasses.replace(TOKEN, token=3, piece=b"three", logprob=-9.0, top=likely)
     among = dataclasses.replace(TOKEN, token=2, piece=b"two", logprob=-0.5, top=likely)
-    ratings = json.loads(rated(kind, sampled, among).whole([DONE], {}))["choices"][0]["logprobs"]
+    ratings = json.loads(rated(kind, sampled, among).whole([(0, DONE)], {}))["choices"][0]["logprobs"]
     if kind is ChatForm:
         tops = [[one["token"] for one in entry["top_logprobs"]] for entry in ratings["content"]]
     else:

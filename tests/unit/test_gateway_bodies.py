@@ -81,7 +81,9 @@ def test_what_changes_nothing_in_a_chat_is_accepted(harmless: dict[str, Any]) ->
     parsed(ChatRequest, **harmless)
 
 
-@pytest.mark.parametrize("harmless", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"best_of": 3, "n": 3}])
+@pytest.mark.parametrize(
+    "harmless", [{"echo": False}, {"suffix": ""}, {"best_of": 1}, {"best_of": 3, "n": 3, "stream": True}]
+)
 def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, Any]) -> None:
     parsed(CompletionRequest, **harmless)
 
@@ -152,7 +154,12 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
 def test_limits_are_named() -> None:
     assert f"less than or equal to {MAX_CHOICES}" in refusal(CompletionRequest, n=MAX_CHOICES + 1)[2]
     assert "at most 16 items, not 17" in refusal(CompletionRequest, stop=["x"] * 17)[2]
-    assert "only as many as n" in refusal(CompletionRequest, best_of=4, n=2)[2]
+    assert f"less than or equal to {MAX_CHOICES}" in refusal(CompletionRequest, best_of=MAX_CHOICES + 1)[2]
+
+
+def test_the_best_of_too_few_or_of_a_stream_is_refused() -> None:
+    assert "best_of: 2 is less than n, 4" in refusal(CompletionRequest, best_of=2, n=4)[2]
+    assert "cannot be streamed" in refusal(CompletionRequest, best_of=4, n=2, stream=True)[2]
 
 
 @pytest.mark.parametrize(

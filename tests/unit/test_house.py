@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from neuronpipe.plans.models.registry import ARCHITECTURES
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("protocol", "native", "plans", "services", "launch")
 MAX_LINES, SHORT_LINES, MAX_SHORT_MODULES = 450, 40, 15
-LONG_BY_DESIGN = {"native/neuronpipe.h", "protocol/SPEC.md", "services/examples/loader.c"}
+LONG_BY_DESIGN = {"native/neuronpipe.h", "protocol/SPEC.md"}
 
 
 def sources(*endings: str) -> list[Path]:
@@ -74,6 +75,12 @@ def test_files_are_read_in_one_sitting() -> None:
     assert {name: n for name, n in lengths.items() if n > MAX_LINES and name not in LONG_BY_DESIGN} == {}
     short = [name for name, n in lengths.items() if name.endswith(".py") and "__" not in name and n < SHORT_LINES]
     assert len(short) <= MAX_SHORT_MODULES, short
+
+
+def test_no_script_of_tests_hides_a_module_of_the_standard_library() -> None:
+    """A script's own folder comes first where it imports: beside a concurrent.py there is no concurrent.futures."""
+    scripts = (ROOT / "tests").rglob("*.py")
+    assert [str(path) for path in scripts if path.stem in sys.stdlib_module_names] == []
 
 
 def test_no_room_is_crowded() -> None:

@@ -118,6 +118,31 @@ def test_a_plan_for_a_phone_is_refused_on_this_machine_and_read_for_that_phone(
     assert "another device" in capsys.readouterr().err
 
 
+def test_a_shape_without_a_package_is_planned_for_a_phone_and_its_plan_is_of_no_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "turbosparse-mixtral-47b", "--device", "oneplus-12", "--memory", "7GB", "--quality", "predicted"]
+    file = tmp_path / "phone.json"
+    assert main([*asked, "-o", str(file)]) == 0
+    page = capsys.readouterr().out
+    assert "for a q4 package of turbosparse-mixtral-47b that nobody made" in page
+    assert "neuronpipe simulate oneplus-12 turbosparse-mixtral-47b" in page
+    made = json.loads(file.read_text())
+    assert made["compute"]["mode"] == "predicted"
+    assert 23 * GIB < made["memory"]["ffn_bytes"] < 25 * GIB  # 45 billion weights of 4.5 bits
+    assert made["memory"]["limit_bytes"] == 7e9
+    assert main(["plan", "--plan", str(file), "--device", "oneplus-12"]) == 2
+    assert "another package" in capsys.readouterr().err
+
+
+def test_a_shape_is_refused_where_flash_is_measured_on_a_packages_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ([], ["--device", "this-machine"]):
+        assert main(["plan", "turbosparse-mixtral-47b", *device]) == 2
+        assert "plan turbosparse-mixtral-47b --device oneplus-12" in capsys.readouterr().err
+    assert main(["plan", "turbosparse-48b", "--device", "oneplus-12"]) == 2
+    assert "neither a package nor a known shape; shapes are bamboo-7b" in capsys.readouterr().err
+
+
 def test_a_slower_phone_is_expected_to_be_slower() -> None:
     manifest = Package.open(DEMO).manifest
     made = [plan(manifest, device_facts(described(read_device(name), manifest)), Wanted()) for name in PHONES]
@@ -139,6 +164,17 @@ def test_prompts_on_a_phones_cores_are_bound_by_what_these_multiply() -> None:
 def test_a_device_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(DEMO), "--device", "moon-phone"]) == 2
     assert "known are oneplus-12" in capsys.readouterr().err
+
+
+def test_a_profile_is_no_device_file_and_a_phone_has_not_this_machines_accelerator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"version": 4, "device_id": "0", "dram": []}')
+    assert main(["plan", str(DEMO), "--device", str(file)]) == 2
+    assert "profile.json: is a profile, which `neuronpipe profile device` measured" in capsys.readouterr().err
+    assert main(["plan", str(DEMO), "--device", "oneplus-12", "--backend", "accelerator=opencl"]) == 2
+    assert "a device file describes no accelerator" in capsys.readouterr().err
 
 
 def test_a_plan_that_is_larger_than_the_phone_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

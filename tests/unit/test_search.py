@@ -328,6 +328,25 @@ def test_the_page_names_what_was_tried_what_binds_and_what_more_would_buy() -> N
     assert page.count("█") > 40
 
 
+def test_with_a_target_more_memory_buys_faster_requests_too() -> None:
+    """The answer alone decided what a GiB more would be used for, with prompts cut as small as that likes."""
+    one = search(mixture_of_3_700_000_clusters(), request=ANSWER, modes=("exact", "predicted"), memory_bytes=16 * GIB)
+    least, *_, most = (speed(one.best(limit).plan) for limit in one.limits_bytes())
+    target = least + 0.2 * (most - least)
+    found = one.reaching(target)
+    more = describe(one, found)["one_more_gib"]
+    assert more["usual_request_s"] < USUAL.ms(found.chosen.plan.expected) / 1e3
+    assert more["expected_tokens_per_s"] >= target
+
+
+def test_a_core_that_makes_requests_slower_is_said_to_buy_nothing() -> None:
+    one = search()
+    described = describe(one, one.within(400 * MIB))
+    described["one_more_core"] |= {"usual_request_s": 900.0, "expected_tokens_per_s": 100.0}
+    assert "1 core more         nothing: 100.0 tokens/s" in render(described)
+    assert "but a request 900.00 instead of" in render(described)
+
+
 def test_there_is_no_core_to_add_where_all_compute() -> None:
     one = Search(LARGE, space(4), Wanted())
     described = describe(one, one.within(GIB))

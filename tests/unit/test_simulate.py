@@ -19,11 +19,14 @@ from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.simulate.caching import NativeClock
+from neuronpipe.plans.simulate.costs import FileCosts
+from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.device_file import FOLDER, DeviceModel, read_device, this_machine
 from neuronpipe.plans.simulate.events import Simulation
 from neuronpipe.plans.simulate.models import model_named, model_of
-from neuronpipe.plans.simulate.paper import DOCUMENT, off, published, row_line, simulated
+from neuronpipe.plans.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
 from neuronpipe.plans.simulate.policies import Clock
+from neuronpipe.plans.simulate.prefill_ours import Prefilled, expected_length, graph_length, prefilled
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
 from neuronpipe.plans.simulate.systems import SYSTEMS
@@ -345,6 +348,44 @@ def test_the_documents_prefill_is_the_simulators(unit: str) -> None:
     for table in (table for table in published().cells if table.unit == unit):
         for row in table.rows:
             assert row_line(row, table, simulated(row, table.unit)) in lines
+
+
+def test_the_documents_prefill_by_our_worker_is_the_simulators() -> None:
+    """Of the smaller models, and so much of it as is within what is wanted is no less than now."""
+    lines = DOCUMENT.read_text().splitlines()
+    tables = [table for table in published().cells if table.unit.startswith("prefill")]
+    for table in tables:
+        for row in table.rows:
+            if row.model == "bamboo-7b":
+                assert our_prefill_line(row, table) in lines
+    ours = [line for line in lines if line.count("|") == 10 and line.startswith("| oneplus")]
+    assert len(ours) == sum(len(table.rows) for table in tables)
+    assert sum(", off |" in line for line in ours) <= 6
+
+
+def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: DeviceModel) -> None:
+    model = dataclasses.replace(model_named(SMALL), active=0.1)
+    ours = SYSTEMS["ours"]
+
+    def found(device: DeviceModel, resident: float = 1.0, tokens: int = 128) -> Prefilled:
+        return prefilled(Situation(device, model, ours, FileCosts(device, model, ours), 0, resident), tokens)
+
+    def times(factor: float, field: str) -> DeviceModel:
+        value = getattr(phone, field)
+        return dataclasses.replace(phone, **{field: dataclasses.replace(value, value=factor * value.value)})
+
+    now = found(phone)
+    assert now.npu + now.waits_for_rows + now.waits_for_cores == pytest.approx(1, abs=1e-6)
+    assert now.flash == 0 < found(phone, 0.5).flash
+    assert found(phone, 0.5).seconds >= now.seconds
+    fast = tuple(dataclasses.replace(core, computes_gb_per_s=4 * core.computes_gb_per_s) for core in phone.cores)
+    assert found(dataclasses.replace(phone, cores=fast)).waits_for_rows < now.waits_for_rows
+    slow = found(times(0.01, "npu_tflop_per_s"))
+    assert slow.waits_for_rows < 0.05  # two products in flight: only the first is waited for
+    assert slow.npu > 0.9
+    assert expected_length(64, 1.0) == 64
+    assert 64 < expected_length(128, 0.5) < 128
+    assert graph_length(513) == 512 + 64
 
 
 def test_the_documents_first_figure_is_the_simulators_and_near_what_was_published() -> None:

@@ -12,11 +12,14 @@ import pytest
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec
+from neuronpipe.plans.package.manifest import TOKENIZER
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
+from neuronpipe.plans.simulate.models import model_of
 from neuronpipe.plans.simulate.recording import Recording, record
+from neuronpipe.plans.simulate.unmade import unmade_manifest
 from neuronpipe.plans.synth import codes, firing, make
 from neuronpipe.plans.synth.directions import Directions
 from neuronpipe.plans.synth.make import synthesize
@@ -151,6 +154,20 @@ def four_layers(model: ModelSpec) -> ModelSpec:
     one_of_each = (replace(kind, layers=min(kind.layers, 3)) for kind in model.layer_kinds[:2])
     kinds = tuple(one_of_each) if len(model.layer_kinds) > 1 else (LayerKind(4),)
     return replace(model, layer_kinds=kinds, vocabulary=2000)
+
+
+def test_a_package_that_nobody_made_has_the_sizes_of_one_that_was(
+    package: Package, siblings: dict[str, Package]
+) -> None:
+    for made in (package, *siblings.values()):
+        there = made.manifest
+        shape = replace(model_of(there), predictor_rank=rank_of(there.model.width))
+        unmade = unmade_manifest(shape)
+        assert unmade.layout == there.layout
+        assert unmade.predictor is None or unmade.predictor.rank == there.predictor.rank
+        names = set(there.files) - {TOKENIZER}
+        assert {name: unmade.files[name].bytes for name in names} == {name: there.files[name].bytes for name in names}
+        assert set(unmade.files) == set(there.files)
 
 
 @pytest.mark.parametrize("name", SIBLINGS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+from typing import Any
 
 import pytest
 from neuronpipe.launch.watch.charts import listed
@@ -129,3 +131,26 @@ def test_a_page_with_room_says_nothing_of_moving_and_one_that_became_shorter_is_
     with console.capture() as capture:
         console.print(pager.shown(high[:5], 10))
     assert capture.get().split() == ["0", "1", "2", "3", "4", *LEAVES.split()]
+
+
+def test_who_computes_which_blocks_is_said_and_who_is_gone() -> None:
+    place: dict[str, Any] = {"index": 0, "core": None, "doing": {}}
+    seen = (
+        ProcessView(role="decode", pid=7, state="ready", numerics="cpu:avx2", work="all 15 blocks", **place),
+        ProcessView(
+            role="accelerator", pid=0, state="gone", restarts=6, work="decode workers compute its blocks", **place
+        ),
+        ProcessView(role="prefill", pid=8, state="ready", numerics="htp-v73", backend="onnx:qnn", **place),
+    )
+    view = View("/run/user/1000/neuronpipe-0a1b2c3d")
+    view.show(dataclasses.replace(SHOT, processes=seen))
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render([view], 80))
+    text = console.export_text()
+    for said in (
+        "gone 6x",
+        "accelerator.0: decode workers compute its blocks",
+        "decode.0: all 15 blocks",
+        "numerics: cpu:avx2, htp-v73 by onnx:qnn",
+    ):
+        assert said in text

@@ -1,6 +1,6 @@
 """What batching is worth: the same texts one after the other, and all at once, through a run that is up.
 
-    python tests/bench/concurrent.py [--run DIR] [--clients 4] [--tokens 256] [--rounds 5]
+    python tests/bench/batching.py [--run DIR] [--clients 4] [--tokens 256] [--rounds 5]
 
 Every client is a ZeroMQ connection of its own with a prompt of its own. Rounds take turns, one after the other and
 together, so that a change of the machine's mood meets both; the first of each warms up. Every text must have the same

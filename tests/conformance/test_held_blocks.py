@@ -1,0 +1,109 @@
+"""Blocks that an OpenCL device computes have the bits of the engine's kernels: whatever the model, the weights' type,
+the instructions whose order of sums the device keeps, the batch, and how many blocks it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.native import ffi, lib
+from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.plans.package.reader import Package
+
+from tests.conformance.participants import Participants
+from tests.conformance.specs import SPECS, give_predictor, write_package
+
+pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
+
+from neuronpipe.services.worker.gpu.blocks import ORDERS, HeldBlocks
+from neuronpipe.services.worker.gpu.device import find_device
+from neuronpipe.services.worker.gpu.trial import manifest_of
+from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
+
+TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
+INSTRUCTIONS = ffi.string(lib.np_isa_names()).decode().split(",")
+WIDE = replace(SPECS["scaled"], width=576, neurons=2500, layer_kinds=SPECS["scaled"].layer_kinds)
+MODELS: dict[str, ModelSpec] = {
+    name: SPECS[name]
+    for name in ("many neurons", "gated layer norm", "ungated relu2", "opt", "parallel", "threshold", "smallthinker")
+} | {"wide": WIDE}
+
+
+@pytest.fixture(autouse=True)
+def _instructions() -> Iterator[None]:
+    yield
+    lib.np_isa_select(ffi.NULL)
+
+
+def held(package: Package, blocks: int, tokens: int, instructions: str) -> HeldBlocks:
+    holder = HeldBlocks(find_device(), package.manifest, blocks=blocks, tokens=tokens, instructions=instructions)
+    for weights, bias in zip(held_weights(package, blocks), held_biases(package), strict=True):
+        holder.load(weights, bias)
+    return holder
+
+
+def run(package: Package, blocks: int, chunk: int, instructions: str, **config: Any) -> tuple[np.ndarray, HeldBlocks]:
+    """Two participants, and one whose blocks a device computes: the first ones."""
+    holder, last = held(package, blocks, chunk, instructions), package.manifest.layout.blocks
+    several = Participants(package, count=3, max_tokens=chunk, holder=holder, **config)
+    return several.run(TEXT, chunk, lambda number: [(blocks, last), (blocks, last), (0, blocks)]), holder
+
+
+CASES = [(name, ("q8", "q4")[number % 2], INSTRUCTIONS[0]) for number, name in enumerate(MODELS)]
+CASES += [("many neurons", "q4", INSTRUCTIONS[0]), ("wide", "q8", INSTRUCTIONS[0])]
+CASES += [("wide", quantization, other) for other in INSTRUCTIONS[1:] for quantization in ("q8", "q4")]
+
+
+@pytest.mark.parametrize(("name", "quantization", "instructions"), CASES)
+def test_a_device_gives_the_processors_bits(
+    tmp_path: Path, name: str, quantization: Quantization, instructions: str
+) -> None:
+    package = write_package(tmp_path / "package", MODELS[name], quantization)
+    lib.np_isa_select(instructions.encode())
+    wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
+    for some, chunk in ((1, 6), (package.manifest.layout.blocks, 1)):
+        found, _ = run(package, some, chunk, instructions)
+        assert np.array_equal(found, wanted), (some, chunk, float(np.abs(found - wanted).max()))
+
+
+@pytest.mark.parametrize("name", ["many neurons", "turbosparse"])
+def test_who_is_not_predicted_is_not_computed(tmp_path: Path, name: str) -> None:
+    package, _ = give_predictor(write_package(tmp_path / "package", SPECS[name], "q8"), TEXT)
+    instructions = ffi.string(lib.np_isa_name()).decode()
+    exact = Participants(package, count=1, max_tokens=2).run(TEXT, 2)
+    wanted = Participants(package, count=1, max_tokens=2, predicts=True).run(TEXT, 2)
+    found, holder = run(package, 2, 2, instructions, predicts=True)
+    assert np.array_equal(found, wanted)
+    assert not np.array_equal(found, exact)
+    computed = 2 * package.manifest.layout.block_neurons * package.manifest.model.layers
+    pairs = len(TEXT) * package.manifest.model.experts_per_token
+    assert 0 < holder.counters()["predicted"] < 0.8 * computed * pairs
+
+
+def test_counters_say_what_the_device_computed(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "package", SPECS["many neurons"], "q8")
+    blocks, layers = package.manifest.layout.blocks, package.manifest.model.layers
+    alone = Participants(package, count=1, max_tokens=len(TEXT))
+    alone.run(TEXT, len(TEXT))
+    counted = alone.counters()
+    _, holder = run(package, blocks, len(TEXT), ffi.string(lib.np_isa_name()).decode())
+    neurons = package.manifest.layout.clusters * package.manifest.layout.cluster_neurons
+    assert holder.counters() == {
+        "predicted": neurons * layers * len(TEXT),
+        "fired": counted["fired"],
+        "active": counted["active"],
+    }
+    holder.clear_counters()
+    assert set(holder.counters().values()) == {0}
+
+
+@pytest.mark.parametrize("quantization", ["q8", "q4"])
+@pytest.mark.parametrize("instructions", sorted(ORDERS.keys() - set(INSTRUCTIONS)))
+def test_the_orders_of_other_processors_compile(quantization: Quantization, instructions: str) -> None:
+    """Their bits are test_arm_orders.py's, by night."""
+    HeldBlocks(find_device(), manifest_of(quantization, 256), blocks=1, tokens=1, instructions=instructions)

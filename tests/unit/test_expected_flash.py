@@ -1,0 +1,112 @@
+"""What a plan expects flash to cost a token: by when the reads are named, and while workers compute or wait."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from neuronpipe.launch.profile.steps import LEAST_DELAY_US
+from neuronpipe.plans.device.figures import Figure
+from neuronpipe.plans.device.points import ReadDelay, ReadFactor
+from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.plans.plan.plan import Expected, Plan
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.waiting import Named, Reads, Waiting, queued
+
+from tests.unit.test_device_profile import profile
+from tests.unit.test_planner import GIB, SPEED, device, manifest, predicted
+
+LAYERS = 8
+M = predicted(manifest(width=4096, neurons=14336, layers=LAYERS, order="frequency"))
+
+
+def with_read_delay(us: float) -> DeviceProfile:
+    """Figures of a run on this device's two workers, and no kernels: those follow memory's speed."""
+    delay = ReadDelay(together=False, workers=2, us=Figure(median=us, spread=0.0))
+    return dataclasses.replace(profile(), read_delays=(delay,), steps=(), decode=(), dram=())
+
+
+def planned(measured: DeviceProfile | None, **wishes: object) -> Plan:
+    facts: DeviceFacts = dataclasses.replace(device(memory_bytes=8 * GIB), profile=measured, memory_speed=SPEED)
+    return plan(M, facts, Wanted(**wishes))  # type: ignore[arg-type]
+
+
+def exposed_ms(expected: Expected) -> float:
+    assert expected.exposed_flash_ms_per_token is not None
+    return expected.exposed_flash_ms_per_token
+
+
+def test_a_value_row_that_a_late_gate_names_is_waited_for_however_much_is_computed() -> None:
+    made = planned(None, mode="exact", ffn_resident_share=0.85)
+    assert made.memory.trigger_slots == M.clusters  # so nothing is read ahead
+    assert made.expected.flash_ms_per_token is not None
+    assert made.expected.sequential_ms_per_token is not None
+    assert made.expected.flash_ms_per_token < made.expected.sequential_ms_per_token / 2  # attention could hide it all
+    assert exposed_ms(made.expected) > 0
+
+
+def test_what_a_read_takes_in_a_run_is_waited_for_in_every_layer() -> None:
+    short, long = (planned(with_read_delay(us), mode="exact", ffn_resident_share=0.85).expected for us in (1e4, 2e4))
+    assert exposed_ms(long) - exposed_ms(short) == pytest.approx(10 * LAYERS, rel=0.01)
+
+
+def test_the_delay_of_a_read_is_found_from_what_was_waited_for_it() -> None:
+    waiting = Waiting(Cost(M, "exact", 2, True, device().flash, SPEED), LAYERS, depth=32)
+    for named in (Named.TOGETHER, Named.ONE_BY_ONE):
+        for reads in (2 * LAYERS, 60 * LAYERS):
+            found = Reads(named, reads, reads * 8192, hidden_ms=4.0)
+            for delay_ms in (0.1, 0.4, 3.0):
+                waited_ms = waiting.exposed_ms(found, delay_ms)
+                assert waited_ms is not None
+                assert waiting.delay_ms(found, waited_ms) == pytest.approx(delay_ms, rel=1e-6)
+
+
+def test_a_read_among_others_takes_longer_the_busier_the_loader_is_and_at_most_as_if_it_came_last() -> None:
+    alone, busy, within = 200.0, 20.0, 1000.0
+    takes = [queued(alone, reads, busy, within) for reads in (0, 10, 25, 49, 60)]
+    assert takes[:3] == pytest.approx([200.0, 250.0, 400.0])
+    assert takes[3:] == pytest.approx([200.0 + 49 * 20, 200.0 + 60 * 20])
+
+
+def test_a_burst_takes_what_one_read_takes_and_for_each_other_what_it_takes_among_them() -> None:
+    curve = device().flash
+    assert curve is not None
+    cost = Cost(M, "predicted", 2, True, curve, SPEED)
+    one_ms, each_ms = (1e3 * 8192 / curve.bytes_per_s(8192, depth) for depth in (1, 16))
+    assert cost.flash_ms(16, 16 * 8192, 16, depth=32) == pytest.approx(one_ms + 15 * each_ms)
+    assert cost.flash_ms(64, 64 * 8192, 16, depth=32) == pytest.approx(4 * (one_ms + 15 * each_ms))
+
+
+def test_a_read_in_a_run_takes_as_many_times_the_processor_time_as_was_measured() -> None:
+    alone = profile()
+    factor = ReadFactor(workers=2, factor=Figure(median=3.0, spread=0.0))
+    costs = (
+        Cost(M, "predicted", 2, True, device().flash, SPEED, one)
+        for one in (alone, dataclasses.replace(alone, read_factors=(factor,)))
+    )
+    one_ms, other_ms = (cost.reading_ms(100, 100 * 8192, 10) for cost in costs)
+    assert one_ms > 0
+    assert other_ms == pytest.approx(3 * one_ms)
+
+
+def test_reads_named_together_are_hidden_by_the_work_that_follows_them() -> None:
+    few, many = (planned(None, mode="predicted", ffn_resident_share=share).expected for share in (0.9, 0.4))
+    for expected in (few, many):
+        assert expected.flash_ms_per_token is not None
+        assert 0 < exposed_ms(expected) < expected.flash_ms_per_token
+    hidden = [1 - exposed_ms(e) / (e.flash_ms_per_token or 1.0) for e in (few, many)]
+    assert hidden[0] > 2 * hidden[1]
+
+
+def test_while_workers_wait_reading_takes_nothing_from_them() -> None:
+    alike = [planned(with_read_delay(us), mode="exact", ffn_resident_share=0.5).expected for us in (1.0, 100_001.0)]
+    assert alike[0].flash_reads_per_token == alike[1].flash_reads_per_token
+    assert alike[1].overhead_ms_per_token < alike[0].overhead_ms_per_token / 2
+
+
+def test_a_read_that_is_not_late_in_a_run_makes_a_profile_all_the_same() -> None:
+    """6e-9 us were found of it once, which a profile refuses."""
+    delay = ReadDelay(together=False, workers=2, us=Figure.of([LEAST_DELAY_US]))
+    measured = dataclasses.replace(profile(), read_delays=(delay,))
+    assert measured.read_delay_us(2, together=False) == pytest.approx(LEAST_DELAY_US)

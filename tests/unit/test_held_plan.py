@@ -1,0 +1,94 @@
+"""Plans with an accelerator: how many blocks it gets, whose memory they take, and what a plan file may say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.budget import DRIVER_BYTES, INTERPRETER_PER_PROCESS_BYTES
+from neuronpipe.plans.plan.explain import explain
+from neuronpipe.plans.plan.held import Accelerator, held_steps_bytes, held_weights_bytes
+from neuronpipe.plans.plan.plan import ACCELERATOR, Compute, Plan, ProcessSpec, parse_plan
+from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.validate import validate
+from neuronpipe.protocol.errors import UserError
+
+MIB = 1 << 20
+MANIFEST = Package.open(DEMO).manifest
+BLOCKS = MANIFEST.layout.blocks
+GPU = Accelerator(name="Fast GPU", memory_bytes=8 << 30, max_buffer_bytes=2 << 30, shares_memory=False)
+PROCESSES = tuple(ProcessSpec(role=role, index=0, core=None) for role in ("coordinator", "loader", "cache", "prefill"))
+DECODE = ProcessSpec(role="decode", index=0, core=None)
+HOLDER = ProcessSpec(role=ACCELERATOR, index=0, core=None, backend="opencl")
+
+
+def made(accelerator: Accelerator | None, memory_bytes: int = 1 << 30, **wanted: object) -> Plan:
+    others = (DECODE,) if accelerator is None else (DECODE, HOLDER)
+    facts = DeviceFacts(
+        id="d",
+        memory_bytes=memory_bytes,
+        flash_engine="threads",
+        processes=(*PROCESSES, *others),
+        accelerator=accelerator,
+    )
+    return plan(MANIFEST, facts, Wanted(**wanted))  # type: ignore[arg-type]
+
+
+def test_it_gets_as_many_blocks_as_its_memory_holds() -> None:
+    assert made(GPU).compute.held_blocks == (BLOCKS,)
+    for blocks in (1, 7):
+        needed = held_weights_bytes(MANIFEST, blocks) + held_steps_bytes(MANIFEST, blocks, 1)
+        assert made(dataclasses.replace(GPU, limit_bytes=needed)).compute.held_blocks == (blocks,)
+        assert made(dataclasses.replace(GPU, limit_bytes=needed)).memory.accelerator_bytes == needed
+    with pytest.raises(UserError, match="one block of every feed-forward takes 1 MiB; give it more"):
+        made(dataclasses.replace(GPU, limit_bytes=64 << 10))
+
+
+def test_its_own_memory_is_counted_apart_and_shared_memory_within_the_limit() -> None:
+    apart, shared = made(GPU), made(dataclasses.replace(GPU, shares_memory=True))
+    alone = made(None)
+    assert alone.memory.accelerator_bytes == alone.memory.device_bytes == 0
+    assert apart.memory.device_bytes == 0
+    assert apart.memory.accelerator_bytes > 8 * MIB
+    process = INTERPRETER_PER_PROCESS_BYTES + DRIVER_BYTES
+    assert apart.memory.interpreters_bytes - alone.memory.interpreters_bytes == process
+    assert apart.compute.prefill_chunk_tokens == alone.compute.prefill_chunk_tokens, "a driver is no prompt's buffer"
+    assert shared.memory.device_bytes == shared.memory.accelerator_bytes
+    assert shared.memory.total_bytes() <= shared.memory.limit_bytes
+    assert "in the accelerator's own memory" in explain(apart)
+    assert "accelerator.0   any core, opencl" in explain(apart)
+    small = made(dataclasses.replace(GPU, shares_memory=True), memory_bytes=440 * MIB)
+    assert small.memory.total_bytes() <= 440 * MIB
+
+
+def test_the_plan_says_who_computes_what_and_what_a_loss_costs() -> None:
+    (reason,) = [reason for reason in made(GPU).reasons if "Fast GPU" in reason]
+    assert f"the first {BLOCKS} of {BLOCKS} blocks of every feed-forward" in reason
+    assert "while it is lost the decode workers compute them, from memory and flash" in reason
+
+
+def test_what_is_not_all_there_has_nothing_pinned_beside_an_accelerator() -> None:
+    (pins,) = made(GPU, ffn_resident_share=0.5).memory.pins
+    assert (pins.triggers, pins.values) == ("0", "0")
+
+
+def test_a_plan_with_an_accelerator_is_read_and_checked() -> None:
+    good = made(GPU)
+    assert parse_plan(good.to_json().encode(), "plan.json") == good
+    validate(good, MANIFEST, "plan.json", [])
+    without = tuple(one for one in good.compute.processes if one.role != ACCELERATOR)
+    by_cpu = tuple(dataclasses.replace(one, backend="cpu") for one in good.compute.processes)
+    wrong: dict[str, Compute] = {
+        "compute.held_blocks": dataclasses.replace(good.compute, held_blocks=(BLOCKS + 1,)),
+        "are an accelerator's": dataclasses.replace(good.compute, processes=without),
+        "none at all": dataclasses.replace(good.compute, held_blocks=(0,)),
+        "cpu is not an accelerator's": dataclasses.replace(good.compute, processes=by_cpu),
+        "is what an accelerator needs": dataclasses.replace(good.compute, pipeline=False),
+        "compute.held_blocks': 2 is outside": dataclasses.replace(good.compute, held_blocks=(3, 2)),
+        "make": dataclasses.replace(good.compute, held_blocks=(3,)),
+    }
+    for why, compute in wrong.items():
+        with pytest.raises(UserError, match=why):
+            validate(dataclasses.replace(good, compute=compute), MANIFEST, "plan.json", [])
