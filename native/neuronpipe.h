@@ -114,6 +114,13 @@ void np_add(const float *x, size_t n, float *y);
 
 /* out[j] = sum over i < count of rows[i*stride + j], pairwise in a fixed tree over i: ((0+1)+(2+3))+((4+5)+...). */
 void np_sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out);
+/* The same bits where the first `summed` rows (at most `count`) were summed before, into the nodes of the tree that they make up: one for
+ * each bit set in their number, from the highest, each the sum of 2^bit rows and in the place of its first. The other places of these rows
+ * are not read. */
+void np_sum_tree_on(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out);
+/* How many nodes so many first rows make up, and the first row of one of them. */
+uint32_t np_tree_nodes(uint32_t rows);
+uint32_t np_tree_node_first(uint32_t rows, uint32_t node);
 
 /* ---- sampling (kernels/sample.c) ------------------------------------------------------------------------ */
 /* How one token is sampled. Applied in this order: penalties, biases, allowed; temperature; top_k, top_p, min_p. A logit that a
@@ -534,7 +541,8 @@ typedef struct {
     uint32_t epoch;
     uint32_t participants, participant; /* how many compute it, and which of them this is */
     uint32_t first_block, end_block;    /* whose neurons it computes, in every layer and expert */
-    uint32_t held_blocks;               /* the first ones are of who holds their weights: nobody looks for their clusters */
+    uint32_t held_blocks;               /* the first ones are of who holds their weights: nobody looks for their clusters, and their sums are
+                                         * those of nodes (np_sum_tree_on) */
     uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
                                          * groups that share blocks are one too many */
     uint32_t count;
@@ -604,9 +612,9 @@ typedef struct {
 } np_group;
 
 /* Blocks that another computes, a GPU say, who holds their weights: of a layer the first `blocks` of every group's expert, for the group's
- * tokens. What is named here is good until the next np_engine_next_blocks. Token t's prepared vector lies at t * vector_stride. The block
- * sums of pair p go to partials[p*partials_stride...], by block: neurons' rows of Down in index order times value and the pair's weight,
- * with the bits of the kernels in use. */
+ * tokens. What is named here is good until the next np_engine_next_blocks. Token t's prepared vector lies at t * vector_stride. A block's
+ * sum is its neurons' rows of Down in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that
+ * of its blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. */
 typedef struct {
     uint32_t layer, tokens, pairs, blocks, groups;
     const np_group *group;        /* [groups] */
@@ -616,15 +624,17 @@ typedef struct {
     size_t vector_stride;         /* in bytes */
     const uint8_t *predicted;     /* as in np_shared, where a predictor decides which triggers are computed; else NULL */
     uint32_t mask_bytes, predicted_neurons; /* of a neuron's predictions; neurons of a group in `predicted` */
-    float *partials;
-    size_t partials_stride;       /* elements from one pair's sums to the next's */
 } np_wanted_blocks;
 
 /* A step of a participant whose blocks another computes (config.held): it begins, then calls np_engine_next_blocks until that returns
- * NP_OK: the step is over, or an error, as np_engine_step has it. 1: the blocks of a layer are wanted; it calls again when their sums are
- * there. The first block must be 0. Quantized weights, no NP_SILU. */
+ * NP_OK: the step is over, or an error, as np_engine_step has it. 1: the blocks of a layer are wanted; it gives their sums to
+ * np_engine_put_sums and calls again. The first block must be 0, and the step's held_blocks end_block; where that is 0 no blocks are wanted.
+ * Quantized weights, no NP_SILU. */
 int np_engine_begin_held(np_engine *engine, const np_step *step);
 int np_engine_next_blocks(np_engine *engine, np_wanted_blocks *wanted);
+/* The sums of the blocks that are wanted: [pairs][nodes][width], `count` of them. They are copied, and meet with the others' in
+ * np_engine_next_blocks. Returns NP_OK; or NP_E_ARGUMENT where no sums or another number of them is wanted. */
+int np_engine_put_sums(np_engine *engine, const float *sums, size_t count);
 
 typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */

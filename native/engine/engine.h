@@ -51,7 +51,8 @@ typedef struct {
 typedef struct {
     uint64_t wanted;           /* when the blocks were last wanted, by np_clock_ns */
     uint32_t layer, stage;     /* of this layer's stages, the next */
-    int are_wanted;            /* 1: this layer's blocks */
+    int are_wanted;            /* 1: this layer's blocks, */
+    int are_there;             /* and their sums are there */
     int result;                /* what the step ended with; 1 while it goes on */
 } np_held;
 

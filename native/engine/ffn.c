@@ -308,7 +308,8 @@ static void add_block_sums(np_engine *engine, uint32_t row, uint32_t token, np_r
     const float *bias = engine->fixed.layers[engine->layer].down_bias;
     for (uint32_t column = columns.from; column < columns.to; column += NP_PIECE_ROWS) {
         const uint32_t some = columns.to - column < NP_PIECE_ROWS ? columns.to - column : NP_PIECE_ROWS;
-        np_sum_tree(engine->shared.partials + (size_t)row * s->blocks * s->width + column, s->blocks, s->width, some, engine->rows);
+        const float *sums = engine->shared.partials + (size_t)row * s->blocks * s->width + column;
+        np_sum_tree_on(sums, engine->held_blocks, s->blocks, s->width, some, engine->rows);
         if (bias)
             np_add(bias + column, some, engine->rows);
         np_scale(engine->rows, some, s->residual_scale);

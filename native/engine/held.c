@@ -1,6 +1,7 @@
 /* Steps of a participant whose blocks another computes, who holds their weights: a GPU say. The engine goes through the stages with the
  * others and takes no piece of their work. It has the blocks of each layer computed between the two halves of the feed-forward: when
- * vectors, routes and predictions are there, and before block sums meet. */
+ * vectors, routes and predictions are there, and before block sums meet. What it is given are sums of the tree's nodes, and they are all
+ * that who adds block sums reads of these blocks: the others' places may hold anything. */
 #include <string.h>
 
 #include "engine.h"
@@ -8,24 +9,30 @@
 int np_engine_begin_held(np_engine *engine, const np_step *step)
 {
     np_held *h = &engine->held;
-    int done = engine->config.held && step->first_block == 0 ? np_engine_take_step(engine, step) : NP_E_ARGUMENT;
+    const int fits = engine->config.held && step->first_block == 0 && step->held_blocks == step->end_block;
+    int done = fits ? np_engine_take_step(engine, step) : NP_E_ARGUMENT;
     h->layer = h->stage = 0;
-    h->are_wanted = 0;
+    h->are_wanted = h->are_there = 0;
     if (done >= 0)
         done = np_engine_embed(engine);
     h->result = done < 0 ? done : 1;
     return done < 0 ? done : NP_OK;
 }
 
+/* Pairs of a token and its expert in this layer. */
+static uint32_t pairs_of(const np_engine *engine)
+{
+    const np_group *last = &engine->groups[engine->group_count - 1];
+    return last->first + last->count;
+}
+
 static void want_blocks(np_engine *engine, np_wanted_blocks *wanted)
 {
-    const np_shape *s = &engine->shape;
-    const np_group *last = &engine->groups[engine->group_count - 1];
     const np_range clusters = np_clusters_of(engine, engine->blocks.from, engine->blocks.to);
     *wanted = (np_wanted_blocks){
         .layer = engine->layer,
         .tokens = engine->count,
-        .pairs = last->first + last->count,
+        .pairs = pairs_of(engine),
         .blocks = engine->blocks.to,
         .groups = engine->group_count,
         .group = engine->groups,
@@ -36,11 +43,24 @@ static void want_blocks(np_engine *engine, np_wanted_blocks *wanted)
         .predicted = np_decides(engine) ? engine->shared.predicted : NULL,
         .mask_bytes = (uint32_t)engine->mask_bytes,
         .predicted_neurons = (uint32_t)engine->layer_neurons,
-        .partials = engine->shared.partials,
-        .partials_stride = (size_t)s->blocks * s->width,
     };
-    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * s->cluster_neurons * wanted->pairs;
+    engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * wanted->pairs;
     engine->held.wanted = np_clock_ns();
+}
+
+int np_engine_put_sums(np_engine *engine, const float *sums, size_t count)
+{
+    np_held *h = &engine->held;
+    const np_shape *s = &engine->shape;
+    const size_t width = s->width;
+    const uint32_t blocks = engine->blocks.to, nodes = np_tree_nodes(blocks);
+    if (h->result != 1 || !h->are_wanted || count != (size_t)pairs_of(engine) * nodes * width)
+        return NP_E_ARGUMENT;
+    for (uint32_t pair = 0; pair < pairs_of(engine); pair++)
+        for (uint32_t node = 0; node < nodes; node++, sums += width)
+            memcpy(engine->shared.partials + ((size_t)pair * s->blocks + np_tree_node_first(blocks, node)) * width, sums, width * sizeof *sums);
+    h->are_there = 1;
+    return NP_OK;
 }
 
 /* The half of the feed-forward that comes next. */
@@ -48,13 +68,17 @@ static int feed_forward(np_engine *engine, np_wanted_blocks *wanted)
 {
     np_held *h = &engine->held;
     if (h->are_wanted) {
+        if (!h->are_there)
+            return NP_E_ARGUMENT;
         np_trace_put(&engine->shared.trace, NP_SPAN_NEURONS, h->layer, 0, engine->step, h->wanted);
-        h->are_wanted = 0;
+        h->are_wanted = h->are_there = 0;
         return np_feed_forward_end(engine);
     }
     const int done = np_feed_forward_begin(engine, h->layer);
     if (done < 0)
         return done;
+    if (engine->blocks.to == 0)
+        return np_feed_forward_end(engine);
     want_blocks(engine, wanted);
     h->are_wanted = 1;
     return NP_OK;

@@ -61,8 +61,8 @@ static NP_AVX2 void prepare(int type, const float *x, size_t n, uint8_t *activat
 
 static NP_AVX2 float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
 
-static NP_AVX2 void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
-    np_sum_tree_body(rows, count, stride, n, out);
+static NP_AVX2 void sum_tree(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, summed, count, stride, n, out);
 }
 
 static NP_AVX2 void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {

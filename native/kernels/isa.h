@@ -63,7 +63,7 @@ typedef struct {
     float (*softmax_weights)(float *scores, size_t count); /* x -> exp(x - max); returns their sum */
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *out);
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
-    void (*sum_tree)(const float *rows, size_t count, size_t stride, size_t n, float *out); /* count > 0 */
+    void (*sum_tree)(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out); /* summed <= count > 0 */
     void (*rope)(float *head, size_t width, const float *inverse_frequency, int32_t position);
     np_narrow_function *narrow;
     const np_panel_kernel *panel; /* NULL: through dot_rows */

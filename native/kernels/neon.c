@@ -59,8 +59,8 @@ static void prepare(int type, const float *x, size_t n, uint8_t *activation) { n
 
 static float softmax_weights(float *scores, size_t count) { return np_softmax_body(scores, count); }
 
-static void sum_tree(const float *rows, size_t count, size_t stride, size_t n, float *out) {
-    np_sum_tree_body(rows, count, stride, n, out);
+static void sum_tree(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
+    np_sum_tree_body(rows, summed, count, stride, n, out);
 }
 
 static void rope(float *head, size_t width, const float *inverse_frequency, int32_t position) {

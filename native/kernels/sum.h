@@ -13,10 +13,17 @@ NP_INLINE void np_add_left(const float *left, size_t n, float *sum) {
 }
 
 /* A binary counter of partial sums: after row i, level l holds a sum of 2^l rows when bit l of i+1 is set. Adding a row carries
- * like adding one, and what is left at the end combines from the right. Rows come in pairs, so that level 0 is never stored. */
-NP_INLINE void np_sum_columns(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+ * like adding one, and what is left at the end combines from the right. Rows come in pairs, so that level 0 is never stored. Of rows that
+ * were summed before, the counter's sums are there already: each in the place of its first row, that of level 0 being a row. */
+NP_INLINE void np_sum_columns(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
     float partial[NP_SUM_LEVELS][NP_SUM_COLUMNS];
-    for (size_t i = 0; i + 1 < count; i += 2) {
+    const size_t whole = summed & ~(size_t)1;
+    for (size_t first = 0; first < whole;) {
+        const int level = 63 - __builtin_clzll((uint64_t)(whole - first));
+        memcpy(partial[level], rows + first * stride, n * sizeof *out);
+        first += (size_t)1 << level;
+    }
+    for (size_t i = whole; i + 1 < count; i += 2) {
         const float *first = rows + i * stride, *second = first + stride;
         const int level = 1 + __builtin_ctzll(~(uint64_t)(i / 2)); /* where the carry ends */
         float *sum = partial[level];
@@ -29,9 +36,9 @@ NP_INLINE void np_sum_columns(const float *rows, size_t count, size_t stride, si
         if (count >> level & 1) np_add_left(partial[level], n, out);
 }
 
-/* The body of np_isa.sum_tree, for count > 0. */
-NP_INLINE void np_sum_tree_body(const float *rows, size_t count, size_t stride, size_t n, float *out) {
+/* The body of np_isa.sum_tree, for count > 0 and summed <= count. */
+NP_INLINE void np_sum_tree_body(const float *rows, size_t summed, size_t count, size_t stride, size_t n, float *out) {
     for (size_t j = 0; j < n; j += NP_SUM_COLUMNS)
-        np_sum_columns(rows + j, count, stride, n - j < NP_SUM_COLUMNS ? n - j : NP_SUM_COLUMNS, out + j);
+        np_sum_columns(rows + j, summed, count, stride, n - j < NP_SUM_COLUMNS ? n - j : NP_SUM_COLUMNS, out + j);
 }
 #endif

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
+HELD_SUMS = "; of an accelerator's blocks only the sums of nodes of the tree, each in the row of its first block"
+
 
 def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head_width: int) -> Layout:
     """Keys and values, as fp16: of each layer, sequence and key head first all keys, then all values."""
@@ -147,13 +149,14 @@ def _add_stages(fields: Fields, partial_pairs: str, who: str) -> None:
         ("partials", (partial_pairs, "blocks", "width")),
         ("ranks", ("pairs", "rank")),
     ):
+        held = name == "partials" and who == "decode"
         fields.add(
             name,
             "f32",
             *dimensions,
             by=f"{who}: own ranges",
             to=who,
-            ordering="the barrier between the stages of a layer",
+            ordering="the barrier between the stages of a layer" + (HELD_SUMS if held else ""),
         )
     fields.add(
         "predicted",

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
+
+if TYPE_CHECKING:  # who computes no blocks outside needs no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
@@ -184,8 +188,12 @@ class Multiply(Protocol):
         """The step is over, or was left. Nothing of it is read any more."""
 
 
-ComputeBlocks = Callable[[Any], None]
-"""Computes np_wanted_blocks, as native/neuronpipe.h says."""
+class ComputeBlocks(Protocol):
+    """Who holds the weights of a participant's blocks."""
+
+    def __call__(self, wanted: Any) -> NDArray[np.float32]:
+        """The sums that np_wanted_blocks of native/neuronpipe.h wants: [pairs][nodes][width]. They are read before it
+        is called again."""
 
 
 class Participant:
@@ -242,12 +250,13 @@ class Participant:
             multiply.end()
 
     def compute_held(self, work: StepWork, blocks: ComputeBlocks) -> None:
-        """The same where another holds the weights of this participant's blocks: `blocks` computes them, layer after
-        layer."""
-        self._check(lib.np_engine_begin_held(self._engine, self._take(work)))
-        wanted = ffi.new("np_wanted_blocks *")
-        while self._check(lib.np_engine_next_blocks(self._engine, wanted)):
-            blocks(wanted)
+        """The same where another holds the weights of this participant's blocks, the step's `held_blocks`: `blocks`
+        computes them, layer after layer."""
+        engine, wanted = self._engine, ffi.new("np_wanted_blocks *")
+        self._check(lib.np_engine_begin_held(engine, self._take(work)))
+        while self._check(lib.np_engine_next_blocks(engine, wanted)):
+            sums = blocks(wanted)
+            self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
 
     def _take(self, work: StepWork) -> Any:
         """The step as the native library wants it."""

@@ -97,7 +97,8 @@ class Participants:
                 some = list(tokens[first : first + chunk])
                 self._claims[:] = 0
                 shares = ranges(number) if ranges else [(0, blocks)] * len(self.all)
-                works = [_work(first, some, shares, own) for own in range(len(shares))]
+                held_blocks = shares[-1][1] if self._holder else 0
+                works = [_work(first, some, shares, own, held_blocks) for own in range(len(shares))]
                 held = [self._holder if one is self.all[-1] else None for one in self.all]
                 list(threads.map(_compute, self.all[: len(shares)], works, held, [multiply] * len(shares)))
                 logits[first : first + len(some)] = self._logits[: len(some)]
@@ -169,7 +170,7 @@ def _compute(one: Participant, work: StepWork, holder: ComputeBlocks | None, mul
         one.compute_held(work, holder)
 
 
-def _work(first: int, tokens: list[int], shares: Ranges, own: int) -> StepWork:
+def _work(first: int, tokens: list[int], shares: Ranges, own: int, held_blocks: int) -> StepWork:
     """One step of one text, as the participant number `own` gets it."""
     sharers = [number for number, share in enumerate(shares) if share == shares[own]]
     return StepWork(
@@ -187,6 +188,7 @@ def _work(first: int, tokens: list[int], shares: Ranges, own: int) -> StepWork:
             participant=own,
             sharers=len(sharers),
             sharer=sharers.index(own),
+            held_blocks=held_blocks,
         ),
     )
 

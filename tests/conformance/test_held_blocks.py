@@ -51,6 +51,7 @@ def run(package: Package, blocks: int, chunk: int, instructions: str, **config: 
     """Two participants, and one whose blocks a device computes: the first ones."""
     holder, last = held(package, blocks, chunk, instructions), package.manifest.layout.blocks
     several = Participants(package, count=3, max_tokens=chunk, holder=holder, **config)
+    several.partials[:] = np.nan  # what nobody writes nobody reads
     return several.run(TEXT, chunk, lambda number: [(blocks, last), (blocks, last), (0, blocks)]), holder
 
 
@@ -100,6 +101,19 @@ def test_counters_say_what_the_device_computed(tmp_path: Path) -> None:
     }
     holder.clear_counters()
     assert set(holder.counters().values()) == {0}
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_an_engine_takes_the_sums_that_it_wants_and_no_others(tmp_path: Path, size: int) -> None:
+    package = write_package(tmp_path / "package", SPECS["many neurons"], "q8")
+    blocks = package.manifest.layout.blocks
+    sums = np.zeros(size * blocks.bit_count() * package.manifest.model.width, np.float32)
+    one = Participants(package, count=1, max_tokens=1, holder=lambda wanted: sums)
+    if size == 1:
+        one.run(TEXT[:1], 1)
+        return
+    with pytest.raises(ValueError, match="refused its arguments"):
+        one.run(TEXT[:1], 1)
 
 
 @pytest.mark.parametrize("quantization", ["q8", "q4"])

@@ -152,6 +152,24 @@ static void test_sums(const char *isa) {
             CHECK(out[j] == tree[0], "%s count %zu [%zu]: %.9g, want %.9g", isa, count, j, out[j], tree[0]);
         }
     }
+    for (size_t count = 1; count <= COUNT; count++) {
+        float wanted[WIDTH];
+        np_sum_tree(rows, count, STRIDE, WIDTH, wanted);
+        for (uint32_t summed = 0; summed <= count; summed++) { /* what lies between the nodes is not read */
+            float *nodes = malloc(COUNT * STRIDE * sizeof *nodes);
+            for (size_t i = 0; i < COUNT * STRIDE; i++) nodes[i] = i / STRIDE < summed ? NAN : rows[i];
+            for (uint32_t node = 0; node < np_tree_nodes(summed); node++) {
+                const uint32_t first = np_tree_node_first(summed, node);
+                const uint32_t end = node + 1 < np_tree_nodes(summed) ? np_tree_node_first(summed, node + 1) : summed;
+                np_sum_tree(rows + first * STRIDE, end - first, STRIDE, WIDTH, nodes + first * STRIDE);
+            }
+            np_sum_tree_on(nodes, summed, count, STRIDE, WIDTH, out);
+            CHECK(memcmp(out, wanted, sizeof out) == 0, "%s the first %u of %zu rows summed before", isa, summed, count);
+            free(nodes);
+        }
+    }
+    CHECK(np_tree_nodes(13) == 3 && np_tree_node_first(13, 0) == 0 && np_tree_node_first(13, 1) == 8 && np_tree_node_first(13, 2) == 12,
+          "13 rows are 8, 4 and 1");
     np_sum_tree(rows, 0, STRIDE, WIDTH, out);
     CHECK(out[0] == 0.0f && out[WIDTH - 1] == 0.0f, "%s no rows", isa);
     float y[3] = {1, 2, 3};

@@ -1,12 +1,13 @@
 """The first blocks of every feed-forward in a device's memory: what a participant of decode steps has computed there.
 
 kernels.cl computes. A layer takes the same few calls however many texts and experts there are: copies to the device,
-four kernels, and sums back, which are waited for. Sums of blocks that meet in a node of the fixed tree come back as
-one: in the place of the first of them, with zeros for the others, which change no bit of the tree above.
+four kernels, and sums back, which alone are waited for. Sums of blocks that meet in a node of the fixed tree come back
+as one. What does not change from step to step is told once: each layer has kernels of its own, with their arguments.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from importlib import resources
 from typing import Any
@@ -27,10 +28,22 @@ LANES = {0: 1, 1: 8, 2: 16, 3: 4, 4: 4}
 COUNTERS = ("predicted", "fired", "active")
 
 
+@dataclasses.dataclass
+class _Layer:
+    """weights, bias: in the device's memory. values, downs: kernels with what they read of this layer; of texts they
+    were last told `told`."""
+
+    weights: Any
+    bias: Any
+    values: Any
+    downs: Any
+    told: tuple[int, int, int] = (-1, -1, -1)
+
+
 class HeldBlocks:
     """The first `blocks` blocks, for steps of so many tokens, in the order of sums of this set of instructions. `load`
-    each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h; OpenCL's
-    errors are raised as they are, and it is of no use after one."""
+    each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h, as
+    ComputeBlocks of participant.py says; OpenCL's errors are raised as they are, and it is of no use after one."""
 
     def __init__(self, device: Device, manifest: Manifest, *, blocks: int, tokens: int, instructions: str) -> None:
         cl = opencl()
@@ -38,7 +51,7 @@ class HeldBlocks:
         self._manifest, self._order = manifest, ORDERS[instructions]
         self._context = cl.Context([device.handle])
         self._queue = cl.CommandQueue(self._context)
-        self.blocks = blocks
+        self.blocks, self._held_neurons = blocks, blocks * layout.block_neurons
         self.gated = model.gated
         self._stored = min(blocks * layout.block_neurons, layout.clusters * layout.cluster_neurons)
         self._width, self._block_neurons = model.width, layout.block_neurons
@@ -49,94 +62,76 @@ class HeldBlocks:
         ):  # a compiler that says anything, say that all went well, is reported as a warning
             warnings.simplefilter("ignore", cl.CompilerWarning)
             program.build(options=self._options(device))
-        self._values, self._lists, self._downs, self._trees = (
-            program.values,
-            program.lists,
-            program.downs,
-            program.trees,
-        )
-        self._weights: list[Any] = []
-        self._biases: list[Any] = []
+        self._program, self._lists, self._trees = program, cl.Kernel(program, "lists"), cl.Kernel(program, "trees")
+        self._layers: list[_Layer] = []
         mask_bytes = min(model.experts, pairs) * neurons * -(-tokens // 8)
         self._vectors = self._buffer(tokens * _vector_bytes(manifest))
         self._pairs, self._chunks = self._buffer(16 * pairs), self._buffer(16 * pairs)
         self._predicted = self._buffer(mask_bytes)
         self._counters = self._buffer(4 * len(COUNTERS))
-        hidden = self._buffer(4 * pairs * neurons)
-        list_neurons, list_factors = self._buffer(4 * pairs * neurons), self._buffer(4 * pairs * neurons)
-        list_counts = self._buffer(4 * pairs * blocks)
+        self._hidden = self._buffer(4 * pairs * neurons)
+        self._list = tuple(
+            self._buffer(4 * pairs * many) for many in (neurons, neurons, blocks)
+        )  # neurons, factors, counts
         self._sums = self._buffer(4 * pairs * blocks * model.width)
         self._nodes = self._buffer(4 * pairs * blocks.bit_length() * model.width)
         self._node_sums = np.zeros(pairs * blocks.bit_length() * model.width, np.float32)
         self._no_bias = self._buffer(4)
-        self._between = hidden, list_neurons, list_factors, list_counts  # kernels do not keep their buffers
-        self._told: tuple[int, ...] = ()  # pairs and blocks of which the tables below are
+        self._dense_pairs = 0  # of which the tables of pairs are, of a dense model
+        self._tree_blocks = 0  # of which the kernel of trees was told
         self._chunk_count = 0
-        self._values.set_args(
-            self._sums, self._vectors, np.uint32(0), self._pairs, self._chunks, self._predicted, np.uint32(0),
-            self._no_bias, np.uint32(0), hidden, self._counters,
-        )  # fmt: skip
-        self._lists.set_args(self._pairs, hidden, list_neurons, list_factors, list_counts, self._counters)
-        self._downs.set_args(self._sums, self._pairs, list_neurons, list_factors, list_counts, self._sums)
+        self._lists.set_args(self._pairs, self._hidden, *self._list, self._counters)
         self._trees.set_args(self._sums, np.uint32(0), self._nodes)
         self.clear_counters()
 
     def load(self, weights: NDArray[np.uint8], bias: NDArray[np.float32] | None) -> None:
         """The next layer's clusters, [experts][held clusters][bytes of both slots]; bias: of its Ups, if it has any."""
-        self._weights.append(self._filled(weights))
-        self._biases.append(self._no_bias if bias is None else self._filled(bias))
+        cl = opencl()
+        of_weights, of_bias = self._filled(weights), self._no_bias if bias is None else self._filled(bias)
+        values, downs = cl.Kernel(self._program, "values"), cl.Kernel(self._program, "downs")
+        values.set_args(
+            of_weights, self._vectors, np.uint32(0), self._pairs, self._chunks, self._predicted, np.uint32(0),
+            of_bias, np.uint32(0), self._hidden, self._counters,
+        )  # fmt: skip
+        downs.set_args(of_weights, self._pairs, *self._list, self._sums)
+        self._layers.append(_Layer(of_weights, of_bias, values, downs))  # kernels do not keep their buffers
 
-    def __call__(self, wanted: Any) -> None:
-        """Compute one layer's block sums, and wait for them."""
-        if not wanted.blocks:
-            return
-        kept = self.send(wanted)
+    def __call__(self, wanted: Any) -> NDArray[np.float32]:
+        """One layer's sums, by pair and node of the tree; good until the next call."""
+        sent = self.send(wanted)
         self.start(wanted)
-        self._receive(wanted)
-        del kept
+        found = self._node_sums[: wanted.pairs * wanted.blocks.bit_count() * self._width]
+        opencl().enqueue_copy(self._queue, found, self._nodes, is_blocking=True)
+        del sent
+        return found
 
     def send(self, wanted: Any) -> list[Any]:
-        """Copy what the kernels read to the device. Returns what must stay until that was done."""
-        cl = opencl()
+        """Copy what the kernels read to the device. Returns what must stay until that was done: who drops the event of
+        a copy waits for it."""
         vectors = ffi.buffer(wanted.vectors, wanted.tokens * wanted.vector_stride)
-        cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
-        kept = self._tell_pairs(wanted)
-        mask_bytes = self._tell_predictions(wanted)
-        weights, values = self._weights[wanted.layer], self._values
-        values.set_arg(0, weights)
-        values.set_arg(2, np.uint32(wanted.vector_stride))
-        values.set_arg(6, np.uint32(mask_bytes))
-        values.set_arg(7, self._biases[wanted.layer])
-        values.set_arg(8, np.uint32(min(wanted.blocks * self._block_neurons, self._stored)))
-        self._downs.set_arg(0, weights)
-        self._trees.set_arg(1, np.uint32(wanted.blocks))
-        return kept
+        sent = [opencl().enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)]
+        sent += self._tell_pairs(wanted)
+        sent += self._tell_predictions(wanted)
+        return sent
 
     def start(self, wanted: Any) -> None:
         """Start the kernels of a layer whose vectors were sent."""
         cl, queue, pairs, blocks = opencl(), self._queue, wanted.pairs, wanted.blocks
+        layer = self._layers[wanted.layer]
+        self._tell_sizes(layer, wanted)
         rows = WORK_ITEMS // LANES[self._order]
         size = -(-blocks * self._block_neurons // rows) * WORK_ITEMS
-        cl.enqueue_nd_range_kernel(queue, self._values, (size, self._chunk_count), (WORK_ITEMS, 1))
+        cl.enqueue_nd_range_kernel(queue, layer.values, (size, self._chunk_count), (WORK_ITEMS, 1))
         cl.enqueue_nd_range_kernel(queue, self._lists, (blocks * WORK_ITEMS, pairs), (WORK_ITEMS, 1))
         columns = -(-self._width // 32 * self._group_items // WORK_ITEMS) * WORK_ITEMS
-        cl.enqueue_nd_range_kernel(queue, self._downs, (columns, blocks, pairs), (WORK_ITEMS, 1, 1))
+        cl.enqueue_nd_range_kernel(queue, layer.downs, (columns, blocks, pairs), (WORK_ITEMS, 1, 1))
         columns = -(-self._width // WORK_ITEMS) * WORK_ITEMS
-        cl.enqueue_nd_range_kernel(queue, self._trees, (columns, len(_nodes(blocks)), pairs), (WORK_ITEMS, 1, 1))
+        cl.enqueue_nd_range_kernel(queue, self._trees, (columns, blocks.bit_count(), pairs), (WORK_ITEMS, 1, 1))
         queue.flush()  # the device begins
 
     def finish(self) -> None:
         """Wait for all that was started."""
         self._queue.finish()
-
-    def _receive(self, wanted: Any) -> None:
-        """Sums of nodes to where they are wanted, and wait for them. Until they are there, zeros for the others."""
-        width, nodes = self._width, _nodes(wanted.blocks)
-        partials = _partials(wanted, width)
-        partials[:] = 0
-        found = self._node_sums[: wanted.pairs * len(nodes) * width]
-        opencl().enqueue_copy(self._queue, found, self._nodes, is_blocking=True)
-        partials[:, nodes] = found.reshape(wanted.pairs, len(nodes), width)
 
     def counters(self) -> dict[str, int]:
         """What was computed since they were cleared."""
@@ -150,9 +145,9 @@ class HeldBlocks:
 
     def close(self) -> None:
         """Let go of the device's memory."""
-        for buffer in self._weights:
-            buffer.release()
-        self._weights = []
+        for layer in self._layers:
+            layer.weights.release()
+        self._layers = []
 
     def _buffer(self, size_bytes: int) -> Any:
         cl = opencl()
@@ -173,7 +168,7 @@ class HeldBlocks:
         """The tables of pairs, and of the pairs that a work item computes at once. Of a dense layer they are those of
         the layer before. Returns what must stay until it was copied."""
         dense = self._manifest.model.experts == 1
-        if dense and self._told == (wanted.pairs,):
+        if dense and self._dense_pairs == wanted.pairs:
             return []
         cl = opencl()
         pairs = np.zeros((wanted.pairs, 4), np.uint32)
@@ -187,28 +182,39 @@ class HeldBlocks:
                 (group.first + at, min(TOKENS, group.count - at), number, at) for at in range(0, group.count, TOKENS)
             ]
         table = np.array(chunks, np.uint32)
-        cl.enqueue_copy(self._queue, self._pairs, pairs, is_blocking=False)
-        cl.enqueue_copy(self._queue, self._chunks, table, is_blocking=False)
-        self._chunk_count = len(chunks)
-        self._told = (wanted.pairs,)
-        return [pairs, table]
+        self._chunk_count, self._dense_pairs = len(chunks), wanted.pairs if dense else 0
+        return [
+            cl.enqueue_copy(self._queue, self._pairs, pairs, is_blocking=False),
+            cl.enqueue_copy(self._queue, self._chunks, table, is_blocking=False),
+        ]
 
-    def _tell_predictions(self, wanted: Any) -> int:
-        """Who is predicted, of the blocks held. Returns the bytes of a neuron's predictions; 0: nobody predicts."""
-        if wanted.predicted == ffi.NULL:
-            return 0
-        cl = opencl()
-        mask_bytes, held = wanted.mask_bytes, self.blocks * self._block_neurons
-        for number in range(wanted.groups):
-            source = wanted.predicted + number * wanted.predicted_neurons * mask_bytes
-            cl.enqueue_copy(
-                self._queue,
-                self._predicted,
-                ffi.buffer(source, held * mask_bytes),
-                dst_offset=number * held * mask_bytes,
-                is_blocking=False,
-            )
-        return int(mask_bytes)
+    def _tell_predictions(self, wanted: Any) -> list[Any]:
+        """Who is predicted, of the blocks held: from where the participants have it, by one copy for all groups.
+        Returns what must stay until it was copied."""
+        if not _names_triggers(wanted):
+            return []
+        cl, groups, mask_bytes = opencl(), wanted.groups, wanted.mask_bytes
+        held_bytes, group_bytes = self._held_neurons * mask_bytes, wanted.predicted_neurons * mask_bytes
+        source = ffi.buffer(wanted.predicted, (groups - 1) * group_bytes + held_bytes)
+        if groups == 1:
+            return [cl.enqueue_copy(self._queue, self._predicted, source, is_blocking=False)]
+        copy = cl.enqueue_copy(
+            self._queue, self._predicted, source, buffer_origin=(0, 0), host_origin=(0, 0), region=(held_bytes, groups),
+            buffer_pitches=(held_bytes,), host_pitches=(group_bytes,), is_blocking=False,
+        )  # fmt: skip
+        return [copy]
+
+    def _tell_sizes(self, layer: _Layer, wanted: Any) -> None:
+        """What changes with the texts of a step, where it has changed."""
+        mask_bytes = wanted.mask_bytes if _names_triggers(wanted) else 0
+        told = wanted.vector_stride, mask_bytes, min(wanted.blocks * self._block_neurons, self._stored)
+        if layer.told != told:
+            for place, size in zip((2, 6, 8), told, strict=True):
+                layer.values.set_arg(place, np.uint32(size))
+            layer.told = told
+        if self._tree_blocks != wanted.blocks:
+            self._trees.set_arg(1, np.uint32(wanted.blocks))
+            self._tree_blocks = wanted.blocks
 
     def _options(self, device: Device) -> list[str]:
         manifest, model, layout = self._manifest, self._manifest.model, self._manifest.layout
@@ -240,20 +246,9 @@ class HeldBlocks:
         return [*(f"-D{name}={value}" for name, value in sizes.items()), *exact]
 
 
-def _nodes(blocks: int) -> list[int]:
-    """Where the nodes begin that so many first blocks make up: one for each bit set, from the highest."""
-    sizes = [1 << bit for bit in range(blocks.bit_length() - 1, -1, -1) if blocks >> bit & 1]
-    return [sum(sizes[:number]) for number in range(len(sizes))]
-
-
-def _partials(wanted: Any, width: int) -> NDArray[np.float32]:
-    """Where block sums of a layer go: [pairs][blocks][width]."""
-    stride = wanted.partials_stride
-    count = stride * (wanted.pairs - 1) + wanted.blocks * width
-    flat = np.frombuffer(ffi.buffer(wanted.partials, 4 * count), np.float32)
-    return np.lib.stride_tricks.as_strided(
-        flat, (wanted.pairs, wanted.blocks, width), (4 * stride, 4 * width, 4), writeable=True
-    )
+def _names_triggers(wanted: Any) -> bool:
+    """Whether a predictor decides which triggers are computed."""
+    return bool(wanted.predicted != ffi.NULL)
 
 
 def _vector_bytes(manifest: Manifest) -> int:

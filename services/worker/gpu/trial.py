@@ -102,7 +102,6 @@ class TrialSteps:
             lib.np_activation_prepare(
                 kind, ffi.from_buffer("float[]", vector), width, self._first + text * self._stride
             )
-        self._sums = np.empty(TEXTS * manifest.model.experts_per_token * blocks * width, np.float32)
         self._keep: list[Any] = []
 
     def wanted(self, layer: int, texts: int, predicted: NDArray[np.bool_] | None = None) -> Any:
@@ -128,8 +127,6 @@ class TrialSteps:
                 "vectors": self._first, "vector_stride": self._stride,
                 "predicted": mask, "mask_bytes": 1 if predicted is not None else 0,
                 "predicted_neurons": 0 if predicted is None else len(predicted),
-                "partials": ffi.from_buffer("float[]", self._sums),
-                "partials_stride": self.blocks * model.width,
             },
         )  # fmt: skip
         self._keep += [group, token, weight, mask]
