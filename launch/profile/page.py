@@ -253,6 +253,7 @@ def _accelerator(profile: DeviceProfile) -> list[str]:
         )
         for routed in (False, True)
     }
+    in_runs = ", ".join(f"{one.us.median:.0f} us {one.mode}" for one in found.in_runs)
     copies = {
         back: ", ".join(
             f"{one.bytes_per_s.median / 1e9:.2g} GB/s of {show_bytes(one.copy_bytes).replace('.0', '')}"
@@ -266,6 +267,7 @@ def _accelerator(profile: DeviceProfile) -> list[str]:
         f"a layer's call besides: {visits[False]} us with 1, 2, ... texts, of a mixture {visits[True]} us; "
         f"the smallest kernel: {found.launch_us:.0f} us",
         f"copies to it: {copies[False]}; back: {copies[True]}",
+        *([f"a layer in a run besides: {in_runs}"] if in_runs else []),
     ]
 
 

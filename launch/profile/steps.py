@@ -6,7 +6,8 @@ run's other processes take from the workers' cores; the rest of a token's time l
 
 The same package with few of its value rows missing, in exact mode, tells what a read takes in a run: a gate that fires
 late in a layer names a read for which everybody waits. And with more of it missing, in predicted mode, how much more
-processor time a read takes than by itself.
+processor time a read takes than by itself. Where an accelerator was measured, the package runs with all its neurons
+there, in both modes: what a layer takes longer than kernels, copies and calls by themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import psutil
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.searching import measured_accelerator
 from neuronpipe.launch.supervisor.start import started_run
+from neuronpipe.plans.device.accelerator import InRun
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.figures import MIN_FIGURE, Figure
 from neuronpipe.plans.device.points import ReadDelay, ReadFactor, StepMode, StepPoint
@@ -30,7 +33,8 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import LayerKind
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.held import Accelerator, held_steps_bytes, held_weights_bytes
+from neuronpipe.plans.plan.plan import ACCELERATOR, Expected, Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.plans.plan.speed import decode_reads, expected
 from neuronpipe.plans.plan.waiting import Named
@@ -44,15 +48,16 @@ READS_TOKENS: dict[StepMode, int] = {"exact": TOKENS, "predicted": 128}
 """Where reads are measured. A text's first tokens miss most, and would tell of bursts that later ones do not have."""
 RESIDENT: dict[StepMode, float] = {"exact": 0.85, "predicted": 0.6}
 """Of the feed-forward, where reads are measured: few value rows miss, which gates name; or neurons of every layer."""
-LEAST_DELAY_US = 0.1  # of a read that came no later than is known: a profile has figures above zero
+LEAST_US = 0.1  # of what took no longer than is known: a profile has figures above zero
+MODES: tuple[StepMode, ...] = ("exact", "predicted")
 LOADING = ("loader", "cache")  # the roles that take processor time for reads
 NEEDED_BYTES = 1 << 30  # of memory: a run of it takes half as much
 
 
 def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], None]) -> DeviceProfile:
     """The profile with steps in both modes with all decode workers, and in exact mode with one, and with the delays of
-    reads in the latter; unchanged where memory is short, or its speed is not in the profile. progress is called
-    `steps_count(device)` times at most."""
+    reads in the latter, and with those of its accelerator; unchanged where memory is short, or its speed is not in the
+    profile. progress is called `steps_count(device, ...)` times at most."""
     memory_speed = profile.memory_speed()
     if device.memory_available_bytes < NEEDED_BYTES or memory_speed is None:
         return profile
@@ -63,15 +68,17 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
         progress()
         steps = tuple(_measured(package, device, mode, workers, progress) for mode, workers in cases)
         profile = dataclasses.replace(profile, steps=steps)
+        profile = _with_accelerator(profile, package, dataclasses.replace(device, profile=profile), progress)
         if device.flash is None:
             return profile
         return _with_reads(profile, package, dataclasses.replace(device, profile=profile), progress)
 
 
-def steps_count(device: Device) -> int:
-    """How many measurements that is, at most."""
+def steps_count(device: Device, *, accelerator: bool = False) -> int:
+    """How many measurements that is, at most; accelerator: whether the profile has one."""
     cases = _cases(len(decode_cores(device)))
-    return 1 + (len(cases) + sum(mode == "exact" for mode, _ in cases) + 1) * (1 + REPETITIONS)
+    runs = len(cases) + sum(mode == "exact" for mode, _ in cases) + 1 + (len(MODES) if accelerator else 0)
+    return 1 + runs * (1 + REPETITIONS)
 
 
 def _cases(workers: int) -> tuple[tuple[StepMode, int], ...]:
@@ -85,6 +92,46 @@ def _make_package(target: Path) -> Package:
 
     model = dataclasses.replace(SHAPES["turbosparse-1b"], layer_kinds=(LayerKind(LAYERS),))
     return synthesize("steps", model, target)
+
+
+def _with_accelerator(
+    profile: DeviceProfile, package: Package, device: Device, progress: Callable[[], None]
+) -> DeviceProfile:
+    """With what a layer takes in a run whose neurons are all an accelerator's; of a device whose memory does not hold
+    them, as many as it does."""
+    found = measured_accelerator(profile, None, package.manifest)
+    if profile.accelerator is None or found is None:
+        return profile
+    in_runs = tuple(_in_run(package, device, mode, *found, progress) for mode in MODES)
+    return dataclasses.replace(profile, accelerator=dataclasses.replace(profile.accelerator, in_runs=in_runs))
+
+
+def _in_run(
+    package: Package,
+    device: Device,
+    mode: StepMode,
+    accelerator: Accelerator,
+    backend: str,
+    progress: Callable[[], None],
+) -> InRun:
+    assert device.profile is not None
+    manifest, blocks = package.manifest, package.manifest.layout.blocks
+    limit_bytes = held_weights_bytes(manifest, blocks) + held_steps_bytes(manifest, blocks, 1)
+    facts = device_facts(
+        dataclasses.replace(device, profile=dataclasses.replace(device.profile, accelerator=None)),  # so it gets all
+        device.profile.decode_workers,
+        backends={ACCELERATOR: backend},
+        accelerator=dataclasses.replace(accelerator, limit_bytes=limit_bytes),
+    )
+    wanted = Wanted(memory_bytes=NEEDED_BYTES, context_tokens=CONTEXT_TOKENS, mode=mode)
+    made = plan(manifest, facts, wanted)
+    one = _expected(package, made, device)
+    known_us = 1e3 * _known_ms(one.sequential_ms_per_token, one.neuron_ms_per_token, one.accelerator_wait_ms_per_token)
+    besides_us = [
+        max(LEAST_US, (_token_us(row) * (1 - row["message_share"]) - known_us) / LAYERS)
+        for row, _ in _repetitions(package, made, device, progress)
+    ]
+    return InRun(mode=mode, us=Figure.of(besides_us))
 
 
 def _measured(
@@ -160,7 +207,7 @@ class _Reading:
             counted = dataclasses.replace(named, reads=reads, read_bytes=size)
             delay_ms = waiting.delay_ms(counted, _token_us(row) * row["exposed_io_share"] / 1e3)
             assert delay_ms is not None
-            found.append(max(LEAST_DELAY_US, 1e3 * delay_ms))
+            found.append(max(LEAST_US, 1e3 * delay_ms))
         together = named.named == Named.TOGETHER
         return (ReadDelay(together=together, workers=self.workers, us=Figure.of(found)),)
 
@@ -204,7 +251,20 @@ def _loading_s(client: Client) -> float:
 
 
 def _kernels_us(package: Package, made: Plan, device: Device) -> float:
-    one = expected(
+    one = _expected(package, made, device)
+    return 1e3 * _known_ms(one.sequential_ms_per_token, one.neuron_ms_per_token)
+
+
+def _known_ms(*times_ms: float | None) -> float:
+    """The sum of what was measured for certain."""
+    known_ms = [time_ms for time_ms in times_ms if time_ms is not None]
+    assert len(known_ms) == len(times_ms)
+    return sum(known_ms)
+
+
+def _expected(package: Package, made: Plan, device: Device) -> Expected:
+    """In the middle of a text."""
+    return expected(
         package.manifest,
         rates(package.manifest, made.compute.mode),
         made.compute,
@@ -215,6 +275,3 @@ def _kernels_us(package: Package, made: Plan, device: Device) -> float:
         device.profile,
         position_tokens=TOKENS // 2,
     )
-    assert one.sequential_ms_per_token is not None
-    assert one.neuron_ms_per_token is not None
-    return 1e3 * (one.sequential_ms_per_token + one.neuron_ms_per_token)

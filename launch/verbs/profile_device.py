@@ -111,7 +111,8 @@ def _with_steps(
     progress: Callable[[int, int], None],
 ) -> DeviceProfile:
     """The profile, the steps of a run and an accelerator beside it; progress is of all."""
-    steps, done, total = steps_count(device) + accelerator_count(options), 0, 1
+    steps = steps_count(device, accelerator=options is not None) + accelerator_count(options)
+    done, total = 0, 1
 
     def of_profile(so_far: int, of: int) -> None:
         nonlocal done, total
@@ -124,7 +125,7 @@ def _with_steps(
         progress(done, total)
 
     profile = measure(of_profile)
-    profile = with_steps(profile, device, of_steps)
     profile = with_accelerator(profile, options, of_steps)
+    profile = with_steps(profile, device, of_steps)
     progress(total, total)
     return profile

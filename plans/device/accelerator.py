@@ -7,12 +7,13 @@ import dataclasses
 from typing import Any, Literal
 
 from neuronpipe.plans.device.figures import Figure, between, between_all
-from neuronpipe.plans.device.points import positive
+from neuronpipe.plans.device.points import StepMode, positive
 from neuronpipe.plans.package.layout import Quantization
 
-ACCELERATOR_VERSION = 1
+ACCELERATOR_VERSION = 2
 HeldKind = Literal["exact", "predicted"]
 MAX_TEXTS = 4  # of a step that is measured
+LISTS = ("launches", "copies", "visits", "held", "in_runs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,16 @@ class Visit:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class InRun:
+    """What a layer takes longer in a run whose blocks the device computes than its kernels, copies and call do by
+    themselves: meeting the decode workers, what else the participant computes, being told who is predicted, and, of a
+    device that computes on the workers' cores, their spinning meanwhile."""
+
+    mode: StepMode
+    us: Figure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy:
     """So many bytes at once, waited for; back: from the device."""
 
@@ -69,7 +80,7 @@ class Launch:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceleratorProfile:
     """One device. backend: what asks for it, as NAME or NAME:OPTIONS; is_processor: it computes on the cores that the
-    decode workers have."""
+    decode workers have; in_runs: empty where no run could be measured."""
 
     version: int
     backend: str
@@ -82,6 +93,7 @@ class AcceleratorProfile:
     copies: tuple[Copy, ...]
     visits: tuple[Visit, ...]
     held: tuple[HeldPoint, ...]
+    in_runs: tuple[InRun, ...]
 
     def __post_init__(self) -> None:
         if self.version != ACCELERATOR_VERSION:
@@ -101,7 +113,7 @@ class AcceleratorProfile:
 
     def lists(self) -> dict[str, tuple[Any, ...]]:
         """Its points, as a profile has them."""
-        return {f"accelerator.{name}": getattr(self, name) for name in ("launches", "copies", "visits", "held")}
+        return {f"accelerator.{name}": getattr(self, name) for name in LISTS}
 
     @property
     def launch_us(self) -> float:
@@ -112,6 +124,10 @@ class AcceleratorProfile:
         """What a layer's call takes besides computing and larger copies."""
         found = [visit for visit in self.visits if visit.routed == routed] or list(self.visits)
         return between({visit.texts: visit.us.median for visit in found}, texts)
+
+    def in_run_us(self, mode: StepMode) -> float:
+        """What a layer takes besides in a run; 0 where that was not measured."""
+        return next((one.us.median for one in self.in_runs if one.mode == mode), 0.0)
 
     def copy_us(self, copy_bytes: float, *, back: bool) -> float:
         """A copy's time beyond that of the smallest measured, whose time a visit has already."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
+from neuronpipe.plans.device.points import StepMode
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Compute, Mode
@@ -51,8 +52,9 @@ class DeviceCost:
         if not held.blocks:
             return 0.0
         model, layout, found = self.manifest.model, self.manifest.layout, self.measured
+        measured: StepMode = "predicted" if self.mode == "predicted" else "exact"
         speed = found.held_bytes_per_s(
-            "predicted" if self.mode == "predicted" else "exact",
+            measured,
             held.texts,
             max(1e-3, min(1.0, held.share)),
             quantization=self.manifest.quantization,
@@ -67,6 +69,7 @@ class DeviceCost:
             found.visit_us(held.texts, routed=model.experts > 1)
             + found.copy_us(sent_bytes, back=False)
             + found.copy_us(returned_bytes, back=True)
+            + found.in_run_us(measured)
         )
         kernels_ms = 1e3 * (held.trigger_bytes + held.value_bytes) / speed
         return kernels_ms + (model.layers * layer_us + CALLS_OF_STEP * found.launch_us) / 1e3

@@ -14,7 +14,15 @@ from neuronpipe.launch.profile.accelerator import accelerator_options
 from neuronpipe.launch.profile.page import render
 from neuronpipe.launch.profile.picture import draw
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.device.accelerator import ACCELERATOR_VERSION, AcceleratorProfile, Copy, HeldPoint, Launch, Visit
+from neuronpipe.plans.device.accelerator import (
+    ACCELERATOR_VERSION,
+    AcceleratorProfile,
+    Copy,
+    HeldPoint,
+    InRun,
+    Launch,
+    Visit,
+)
 from neuronpipe.plans.device.difference import difference
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.profile import parse_profile
@@ -58,6 +66,7 @@ def accelerator(**changes: Any) -> AcceleratorProfile:
             for share, factor in ((0.1, 1.0), (0.5, 2.0))
             for texts in (1, 4)
         ),
+        in_runs=(InRun(mode="exact", us=figure(25)),),
     )
     return dataclasses.replace(made, **changes)
 
@@ -75,6 +84,7 @@ def test_between_its_points_are_lines() -> None:
     assert one.visit_us(4, routed=True) == pytest.approx(90)
     assert one.copy_us(4 * KIB, back=False) == 0, "a visit has the smallest copies already"
     assert one.copy_us(64 * KIB, back=False) == pytest.approx(20)
+    assert (one.in_run_us("exact"), one.in_run_us("predicted")) == (25, 0)
     assert one.copy_us(1 << 20, back=True) == pytest.approx(1e6 * ((1 << 20) - 4096) / (0.5 * GB))
 
 
@@ -90,7 +100,7 @@ def test_a_profile_keeps_it_and_is_good_without_it() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"version": 2}, "version: 2, but this program reads 1; measure again with `neuronpipe profile device`"),
+        ({"version": 1}, "version: 1, but this program reads 2; measure again with `neuronpipe profile device`"),
         ({"memory_bytes": 0}, "memory_bytes 0 is not above zero"),
         ({"visits": []}, "visits: is empty"),
         ({"launches": []}, "launches: 0 points"),
@@ -117,7 +127,7 @@ def test_figures_of_another_device_are_other_figures() -> None:
     assert change.what == "accelerator.launches: device Fast GPU (us)"
     assert not change.better
     other = difference(one, profile(accelerator=accelerator(name="Other GPU")))
-    assert len(other.missing) == len(other.added) == 1 + 3 + 3 + 4
+    assert len(other.missing) == len(other.added) == 1 + 3 + 3 + 4 + 1
     assert any(name.startswith("accelerator.held: device Other GPU, kind exact") for name in other.added)
 
 
@@ -128,6 +138,7 @@ def test_the_page_and_the_picture_show_it() -> None:
     assert (
         "a layer's call besides: 50, 80 us with 1, 2, ... texts, of a mixture 90 us; the smallest kernel: 10 us" in page
     )
+    assert "a layer in a run besides: 25 us exact" in page
     assert "accelerator, q4 rows of 4096" in draw(profile(accelerator=accelerator()))
     assert "no accelerator measured: a GPU with an OpenCL driver" in render(profile())
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from neuronpipe.launch.profile.steps import LEAST_DELAY_US
+from neuronpipe.launch.profile.steps import LEAST_US, _Reading
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import ReadDelay, ReadFactor
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.plans.plan.firing import rates
 from neuronpipe.plans.plan.plan import Expected, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.speed import decode_reads
 from neuronpipe.plans.plan.waiting import Named, Reads, Waiting, queued
 
 from tests.unit.test_device_profile import profile
@@ -107,6 +112,48 @@ def test_while_workers_wait_reading_takes_nothing_from_them() -> None:
 
 def test_a_read_that_is_not_late_in_a_run_makes_a_profile_all_the_same() -> None:
     """6e-9 us were found of it once, which a profile refuses."""
-    delay = ReadDelay(together=False, workers=2, us=Figure.of([LEAST_DELAY_US]))
+    delay = ReadDelay(together=False, workers=2, us=Figure.of([LEAST_US]))
     measured = dataclasses.replace(profile(), read_delays=(delay,))
-    assert measured.read_delay_us(2, together=False) == pytest.approx(LEAST_DELAY_US)
+    assert measured.read_delay_us(2, together=False) == pytest.approx(LEAST_US)
+
+
+# ---- what a run's rows say of reads (launch/profile/steps.py) --------------------------------------------------------
+TOKENS = 48
+
+
+def reading(reads_per_token: int, exposed_share: float, loading_s: float) -> _Reading:
+    """Three repetitions that went alike, of tokens of 20 ms and reads of 8 KiB."""
+    row = {
+        "flash_reads_per_token": float(reads_per_token),
+        "flash_bytes_per_token": reads_per_token * 8192.0,
+        "exposed_io_share": exposed_share,
+        "tokens_per_s": 50.0,
+    }
+    package = cast("Package", SimpleNamespace(manifest=M))
+    made = planned(profile(), mode="exact", ffn_resident_share=0.85)
+    return _Reading(package, made, TOKENS, [row] * 3, [loading_s] * 3)
+
+
+def test_reads_in_a_run_take_as_many_times_the_processor_time_as_its_loader_took() -> None:
+    alone_us = profile().read_cpu_us(8192, 64 / LAYERS)
+    assert alone_us > 0
+    (found,) = reading(64, 0.1, TOKENS * 64 * 3.5 * alone_us / 1e6).factors(profile())
+    assert (found.workers, found.factor.median, found.factor.spread) == (2, pytest.approx(3.5), 0)
+
+
+def test_what_a_run_waited_for_reads_gives_their_delay_back() -> None:
+    here: Any = dataclasses.replace(device(memory_bytes=8 * GIB), profile=profile(), memory_speed=SPEED)
+    one = reading(64, 0.0, 1.0)
+    known = one.made.compute, one.made.memory, one.made.flash, here.flash, here.memory_speed, here.profile
+    waiting, named = decode_reads(M, rates(M, "exact"), *known, tokens=TOKENS // 2)
+    waited_ms = waiting.exposed_ms(dataclasses.replace(named, reads=64, read_bytes=64 * 8192), 0.25)
+    assert waited_ms is not None
+    (found,) = reading(64, waited_ms / 20, 1.0).delays(here)
+    assert (found.together, found.workers, found.us.median) == (False, 2, pytest.approx(250, rel=1e-3))
+    (none,) = one.delays(here)
+    assert none.us.median == pytest.approx(LEAST_US), "nothing was waited for"
+
+
+def test_too_few_reads_say_nothing() -> None:
+    few = reading(LAYERS - 1, 0.1, 1.0)
+    assert (few.factors(profile()), few.delays(cast("Any", None))) == ((), ())

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from neuronpipe.launch import searching
 from neuronpipe.launch.planning import Subject, add_plan_arguments, planned_for
-from neuronpipe.plans.device.accelerator import AcceleratorProfile, Copy, HeldPoint, Launch, Visit
+from neuronpipe.plans.device.accelerator import (
+    ACCELERATOR_VERSION,
+    AcceleratorProfile,
+    Copy,
+    HeldPoint,
+    InRun,
+    Launch,
+    Visit,
+)
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -40,7 +48,7 @@ GPU = Accelerator(name="Fast GPU", memory_bytes=8 * GIB, max_buffer_bytes=2 * GI
 def measured(bytes_per_s: float, visit_us: float = 40.0, **changes: Any) -> DeviceProfile:
     """The profile of the tests, with a device of this speed for one text; twice that for four."""
     device = AcceleratorProfile(
-        version=1,
+        version=ACCELERATOR_VERSION,
         backend="opencl",
         name="Fast GPU",
         memory_bytes=8 * GIB,
@@ -61,6 +69,7 @@ def measured(bytes_per_s: float, visit_us: float = 40.0, **changes: Any) -> Devi
             )
             for kind, share, texts in itertools.product(("exact", "predicted"), (0.1, 0.5), (1, 4))
         ),
+        in_runs=(),
     )
     return profile(accelerator=dataclasses.replace(device, **changes))
 
@@ -122,6 +131,14 @@ def test_what_is_expected_is_the_longer_of_both_and_says_so() -> None:
     assert f"opencl: Fast GPU, {blocks} blocks of every feed-forward" in page
     assert "waited for" in page
     assert any("as many as make the shortest step" in reason for reason in one.reasons)
+
+
+def test_what_a_layer_takes_besides_in_a_run_counts_for_each_layer() -> None:
+    times_ms = []
+    for us in (1.0, 201.0):
+        of = measured(2e9, in_runs=(InRun(mode="exact", us=figure(us)), InRun(mode="predicted", us=figure(1e6))))
+        times_ms.append(time_ms(made(measured(2e9)), of, BLOCKS, 1))
+    assert times_ms[1] - times_ms[0] == pytest.approx(0.2 * MANIFEST.model.layers)
 
 
 def test_one_that_was_not_measured_gets_all_that_fits_and_is_taken_to_be_as_fast_as_the_workers() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from neuronpipe.plans.device.accelerator import (
     ACCELERATOR_VERSION,
+    LISTS,
     MAX_TEXTS,
     AcceleratorProfile,
     Copy,
@@ -53,7 +54,7 @@ def measure_accelerator(options: str, progress: Callable[[], None] = lambda: Non
     where there is none, or its driver fails."""
     command = [sys.executable, "-m", __name__, options]
     facts: dict[str, Any] = {}
-    points: dict[str, list[Any]] = {"launches": [], "copies": [], "visits": [], "held": []}
+    points: dict[str, list[Any]] = {name: [] for name in LISTS}
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -215,7 +216,7 @@ def _kernels_s(held: Any, wanted: list[Any]) -> float:
     return seconds
 
 
-def _typical_us(call: Callable[[], None]) -> list[float]:
+def _typical_us(call: Callable[[], object]) -> list[float]:
     """Of the second half of the calls, by threes: the typical one of each."""
     taken = []
     for _ in range(VISIT_ROUNDS):
