@@ -68,7 +68,7 @@ _CLOSE = (("connection", "close"),)
 def _problem(error: ValidationError) -> Problem:
     """The first thing that is wrong, and where."""
     first = error.errors(include_url=False)[0]
-    param = _path(first["loc"]) or None
+    param = _path(first["loc"]) or first.get("ctx", {}).get("param")
     message = _message(first)
     if first["type"] == "extra_forbidden":
         message = f"unsupported parameter: {param!r}"

@@ -40,6 +40,11 @@ IGNORED = "accepted, and without effect"
 NOT_SERVED = "not_served"
 
 
+def _beside_others(param: str, said: str) -> PydanticCustomError:
+    """What is wrong with a parameter only because of another one."""
+    return PydanticCustomError("beside_others", "{said}", {"param": param, "said": said})
+
+
 def _none(tools: list[Any]) -> list[Any]:
     if tools:
         raise PydanticCustomError(NOT_SERVED, "no tools are called here; leave it out")
@@ -184,7 +189,7 @@ class Sampling(SamplingOptions):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream")
+            raise _beside_others("stream_options", "only with stream")
         return self
 
     @property
@@ -240,9 +245,9 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _candidates_are_enough(self) -> CompletionRequest:
         if self.candidates < self.n:
-            raise ValueError(f"best_of: {self.best_of} is less than n, {self.n}")
+            raise _beside_others("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.stream and self.candidates > self.n:
-            raise ValueError("best_of: more than n cannot be streamed, since the best are known at the end")
+            raise _beside_others("best_of", "more than n cannot be streamed, since the best are known at the end")
         return self
 
     @property
@@ -318,8 +323,8 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs")
+            raise _beside_others("top_logprobs", "only with logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise ValueError("max_tokens, max_completion_tokens: give one of the two")
+            raise _beside_others("max_completion_tokens", "max_tokens says otherwise; give one of the two")
         return self

@@ -157,9 +157,23 @@ def test_limits_are_named() -> None:
     assert f"less than or equal to {MAX_CHOICES}" in refusal(CompletionRequest, best_of=MAX_CHOICES + 1)[2]
 
 
-def test_the_best_of_too_few_or_of_a_stream_is_refused() -> None:
-    assert "best_of: 2 is less than n, 4" in refusal(CompletionRequest, best_of=2, n=4)[2]
-    assert "cannot be streamed" in refusal(CompletionRequest, best_of=4, n=2, stream=True)[2]
+@pytest.mark.parametrize(
+    ("kind", "asked", "param", "said"),
+    [
+        (CompletionRequest, {"best_of": 2, "n": 4}, "best_of", "2 is less than n, 4"),
+        (CompletionRequest, {"best_of": 4, "n": 2, "stream": True}, "best_of", "more than n cannot be streamed"),
+        (CompletionRequest, {"stream_options": {}}, "stream_options", "only with stream"),
+        (ChatRequest, {"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
+        (ChatRequest, {"max_tokens": 8, "max_completion_tokens": 9}, "max_completion_tokens", "give one of the two"),
+    ],
+)
+def test_a_parameter_that_contradicts_another_is_named(
+    kind: type[Sampling], asked: dict[str, Any], param: str, said: str
+) -> None:
+    code, at, message = refusal(kind, **asked)
+    assert (code, at) == ("invalid_value", param)
+    assert message.startswith(f"{param}: ")
+    assert said in message
 
 
 @pytest.mark.parametrize(
