@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import parse_bytes, show_bytes
-from neuronpipe.launch.planning import DEMO, add_plan_arguments, package_and_plan
+from neuronpipe.launch.planning import add_plan_arguments, package_and_plan
+from neuronpipe.launch.profile.beginning import is_demo, refuse_beside, text_name
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, profile_lines
 from neuronpipe.plans.package.activity import ProfileMode
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import MODES, Plan
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.links import CONTROL
 
 if TYPE_CHECKING:
     import numpy as np
     from neuronpipe.plans.activity.records import RecordingFolder, Windows
+    from neuronpipe.plans.predictor.texts import Texts
     from neuronpipe.protocol.messages.client import Scored
     from numpy.typing import NDArray
 
@@ -84,9 +86,7 @@ def refuse_others(arguments: argparse.Namespace, given: Set[str]) -> None:
     known = {"package", "json", "reorder"}
     known |= {"activity", "text", "tokens", "mode", "memory"} if arguments.activity else set()
     known |= {"import_activity", "import_tokens"} if arguments.import_activity else set()
-    if others := given - known:
-        first, second = (f"--{min(names).replace('imported', 'import').replace('_', '-')}" for names in (about, others))
-        raise UserError(f"{first} and {second}: have nothing to do with each other; leave one of the two out")
+    refuse_beside(f"--{min(about).replace('_', '-')}", given, known)
 
 
 def main(arguments: argparse.Namespace, package: Package) -> int:
@@ -140,13 +140,12 @@ def _windows(arguments: argparse.Namespace, package: Package) -> tuple[str, Wind
     tokens = DEFAULT_TOKENS if arguments.tokens is None else arguments.tokens
     if not MIN_TOKENS <= tokens <= MAX_TOKENS:
         raise UserError(f"--tokens {tokens}: between {MIN_TOKENS} and {MAX_TOKENS:,}")
+    found: Texts | None = None
     if arguments.text is not None:
-        found, name = texts.from_file(package, arguments.text, tokens), named(arguments.text.name)
-    elif package.manifest.name == Package.open(DEMO).manifest.name:
-        found, name = texts.from_demo(package, tokens), "the demo's corpus"
-    else:
-        found, name = None, "the package's own workload"
-    return name, texts.activity_windows(package, found, tokens)
+        found = texts.from_file(package, arguments.text, tokens)
+    elif is_demo(package):
+        found = texts.from_demo(package, tokens)
+    return text_name(package, arguments.text), texts.activity_windows(package, found, tokens)
 
 
 def _plan_arguments(arguments: argparse.Namespace) -> argparse.Namespace:

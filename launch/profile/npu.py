@@ -9,15 +9,13 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.package.npu import SCALINGS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
-
-if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.texts import Texts
 
 AUTO = "auto"
 WAYS = {"token": "a scale of each token's own", "static": "ranges of calibration text"}
@@ -41,23 +39,23 @@ def refuse_others(given: Set[str]) -> None:
     """Raises UserError for arguments that mean nothing here. given: those that are not what they are by default."""
     if "npu" not in given:
         raise UserError("--scaling: says something about --npu; give that too")
-    if others := given - {"package", "npu", "scaling", "text", "tokens", "json"}:
-        other = min(others).replace("_", "-").replace("imported", "import")
-        raise UserError(f"--npu and --{other}: have nothing to do with each other; leave one of the two out")
+    refuse_beside("--npu", given, {"package", "npu", "scaling", "text", "tokens", "json"})
 
 
-def main(arguments: argparse.Namespace, package: Package, texts: Texts, text: str) -> int:
-    """Measure, keep, and say what was found. texts: to measure on; text: what they are called."""
+def main(arguments: argparse.Namespace, package: Package) -> int:
+    """Measure, keep, and say what was found."""
+    _require_supported(package)
     from neuronpipe.services.worker.npu.measure import keep, measure
     from neuronpipe.services.worker.npu.providers import Provider
     from neuronpipe.services.worker.npu.sessions import Runtime
 
+    texts = texts_of(arguments, package)
     with Progress("measuring", "tokens", plain=arguments.json, steady=True) as progress:
         profile = measure(
             package,
             texts,
             Runtime(Provider("cpu")).session,
-            text=text,
+            text=text_name(package, arguments.text),
             scaling=None if arguments.scaling == AUTO else arguments.scaling,
             progress=progress,
         )
@@ -68,7 +66,7 @@ def main(arguments: argparse.Namespace, package: Package, texts: Texts, text: st
     return 0
 
 
-def require_supported(package: Package) -> None:
+def _require_supported(package: Package) -> None:
     """Raises UserError for a package that no neural processor can compute here, or where the runtime is missing."""
     from neuronpipe.services.worker.npu.backend import OnnxBackend
     from neuronpipe.services.worker.npu.providers import Provider, require_modules

@@ -13,24 +13,20 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from neuronpipe.launch.formats import as_typed, parse_share
-from neuronpipe.launch.planning import DEMO, add_package_argument, open_package
+from neuronpipe.launch.planning import add_package_argument, open_package
 from neuronpipe.launch.profile import activity, npu
+from neuronpipe.launch.profile.beginning import refuse_beside, text_name, texts_of
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.inspect import describe, low_recall, silent_lines
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS
 from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, QUANTIZATIONS
 from neuronpipe.plans.package.optional_file import require_writable
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.errors import UserError
 
-if TYPE_CHECKING:
-    from neuronpipe.plans.predictor.texts import Texts
-
-MAX_DEFAULT_TOKENS = 16384
-DEFAULT_VALUES = 1 << 25  # gate values of one layer kept at a time: 128 MiB, a few times over while fitting
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
 
@@ -104,7 +100,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.silent is not None:
         return _silent(arguments)
     if arguments.npu or arguments.scaling != npu.AUTO:
-        return _npu(arguments)
+        npu.refuse_others(_given(arguments))
+        return npu.main(arguments, _open_to_change(arguments.package))
     if activity.is_asked(arguments):
         activity.refuse_others(arguments, _given(arguments))
         return activity.main(arguments, _open_to_change(arguments.package))
@@ -118,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("--calibrate: keeps the package's own factors, so --import and --rank say nothing")
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
-    texts = _texts(arguments, package)
+    texts = texts_of(arguments, package)
     width = package.manifest.model.width
     default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     with Progress("profiling", "tokens", plain=arguments.json, steady=True) as progress:
@@ -133,7 +130,7 @@ def main(arguments: argparse.Namespace) -> int:
             imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
             imported_reads_normed=arguments.import_reads_normed,
             calibrate=arguments.calibrate,
-            text=_text_name(arguments),
+            text=text_name(package, arguments.text),
             progress=progress,
         )
     manifest = profiled.package.manifest
@@ -163,38 +160,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _npu(arguments: argparse.Namespace) -> int:
-    npu.refuse_others(_given(arguments))
-    package = _open_to_change(arguments.package)
-    npu.require_supported(package)
-    return npu.main(arguments, package, _texts(arguments, package), _text_name(arguments))
-
-
 def _open_to_change(path: Path) -> Package:
     package = open_package(path)
     require_writable(package)
     return package
-
-
-def _texts(arguments: argparse.Namespace, package: Package) -> Texts:
-    from neuronpipe.plans.predictor import texts
-
-    model = package.manifest.model
-    tokens = arguments.tokens
-    if tokens is None:
-        tokens = min(MAX_DEFAULT_TOKENS, DEFAULT_VALUES // (model.neurons * model.experts_per_token))
-    if tokens < GROUP_WEIGHTS:
-        raise UserError(f"--tokens {tokens}: expected {GROUP_WEIGHTS} or more")
-    if arguments.text is not None:
-        return texts.from_file(package, arguments.text, tokens)
-    if package.manifest.name == Package.open(DEMO).manifest.name:
-        return texts.from_demo(package, tokens)
-    return texts.from_workload(package.manifest, tokens)
-
-
-def _text_name(arguments: argparse.Namespace) -> str:
-    """What the package calls the text that it was measured on."""
-    return named(arguments.text.name if arguments.text else "the package's own workload")
 
 
 def _given(arguments: argparse.Namespace) -> set[str]:
@@ -208,9 +177,8 @@ def _silent(arguments: argparse.Namespace) -> int:
     """Thresholds instead of a predictor."""
     from neuronpipe.plans.predictor import silent
 
-    if others := _given(arguments) - {"package", "silent", "text", "tokens", "json"}:
-        other = "--" + min(others).replace("_", "-").replace("imported", "import")
-        raise UserError(f"--silent and {other}: thresholds need no predictor; leave one of the two out")
+    known = {"package", "silent", "text", "tokens", "json"}
+    refuse_beside("--silent", _given(arguments), known, "thresholds need no predictor")
     package = _open_to_change(arguments.package)
     silent.require_silu(package)
     if arguments.silent == "off":
@@ -219,9 +187,9 @@ def _silent(arguments: argparse.Namespace) -> int:
         with Progress("setting thresholds", "tokens", plain=arguments.json, steady=True) as progress:
             package = silent.set_thresholds(
                 package,
-                _texts(arguments, package),
+                texts_of(arguments, package),
                 share=arguments.silent,
-                text=_text_name(arguments),
+                text=text_name(package, arguments.text),
                 progress=progress,
             )
     found = describe(package)
