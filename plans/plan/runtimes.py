@@ -6,12 +6,16 @@ The figures are measured, and rounded up: services/worker/npu/README.md has them
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from neuronpipe.plans.package.manifest import Manifest
 
 MIB = 1 << 20
 GRAPH_TOKENS = (64, 128, 512)
-"""Tokens of a graph. A chunk of a prompt takes the shortest that holds it, padded with zeros."""
+"""Tokens of a graph. What is not filled is padded with zeros."""
+
+START_TOKENS = 32
+"""What a graph costs besides its tokens: to hand it over and to read its rows takes as long as so many tokens."""
 
 MAX_PRODUCT_NEURONS = 2048  # that are handed to another to compute at once
 FLOAT_BYTES = 4
@@ -49,6 +53,27 @@ def graph_tokens(most_tokens: int) -> tuple[int, ...]:
     """The lengths of the graphs for steps of up to so many tokens. Longer ones go by turns."""
     shorter = [tokens for tokens in GRAPH_TOKENS if tokens < most_tokens]
     return (*shorter, *GRAPH_TOKENS[len(shorter) : len(shorter) + 1])
+
+
+def graphs_for(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """The lengths, out of ascending ones, of the graphs that compute so many tokens one after the other: all are full
+    but the last. The longest while it is full; then the shortest that holds the rest, or turns of the next shorter one,
+    where these cost less."""
+    chosen = []
+    while tokens > 0:
+        chosen.append(_next_graph(tokens, lengths))
+        tokens -= chosen[-1]
+    return chosen
+
+
+def _next_graph(tokens: int, lengths: Sequence[int]) -> int:
+    number = next((number for number, length in enumerate(lengths) if length >= tokens), len(lengths) - 1)
+    whole, shorter = lengths[number], lengths[number - 1]
+    if tokens >= whole or number == 0:
+        return whole
+    turns, rest = divmod(tokens, shorter)
+    ends = min(length for length in lengths if length >= rest) + START_TOKENS if rest else 0
+    return shorter if turns * (shorter + START_TOKENS) + ends < whole + START_TOKENS else whole
 
 
 def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int) -> int:

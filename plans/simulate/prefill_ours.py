@@ -13,7 +13,7 @@ import math
 from collections import deque
 
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, MAX_PRODUCT_NEURONS
+from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, MAX_PRODUCT_NEURONS, graphs_for
 from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.device_file import DeviceModel
 from neuronpipe.plans.simulate.events import Simulation, Task
@@ -60,21 +60,28 @@ def made_per_s(device: DeviceModel, cores: int) -> float:
     return MADE_G_PER_S * 1e9 * MADE_BY_A_MID_CORE * sum(computes) / len(computes) / MID_COMPUTES_GB_PER_S
 
 
-def graph_length(tokens: int) -> int:
-    """What so many tokens cost: graphs that hold them, by turns."""
-    longest = GRAPH_TOKENS[-1]
-    whole, rest = divmod(tokens, longest)
-    return whole * longest + (min(length for length in GRAPH_TOKENS if length >= rest) if rest else 0)
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+    """What tokens cost: how many graphs compute them, and their lengths in all. Of an expert, on average."""
 
+    count: float
+    tokens: float
 
-def expected_length(tokens: int, chosen: float) -> float:
-    """The same for an expert that each of so many tokens chooses with this probability, on average."""
-    if chosen >= 1:
-        return graph_length(tokens)
-    return sum(
-        math.comb(tokens, count) * chosen**count * (1 - chosen) ** (tokens - count) * graph_length(count)
-        for count in range(1, tokens + 1)
-    )
+    @classmethod
+    def of(cls, tokens: int) -> Graphs:
+        """Of so many."""
+        lengths = graphs_for(tokens, GRAPH_TOKENS)
+        return cls(len(lengths), sum(lengths))
+
+    @classmethod
+    def expected(cls, tokens: int, chosen: float) -> Graphs:
+        """Of an expert that each of so many tokens chooses with this probability."""
+        if chosen >= 1:
+            return cls.of(tokens)
+        shares = [math.comb(tokens, n) * chosen**n * (1 - chosen) ** (tokens - n) for n in range(tokens + 1)]
+        each = [cls.of(n) for n in range(tokens + 1)]
+        pairs = list(zip(shares, each, strict=True))
+        return cls(sum(share * one.count for share, one in pairs), sum(share * one.tokens for share, one in pairs))
 
 
 def may_be_on_npu(spec: ModelSpec) -> bool:
@@ -100,14 +107,14 @@ class _Run:
         self._products: list[tuple[Task, list[Task], list[Task]]] = []
 
     def run(self) -> Prefilled:
-        spec, tokens = self._spec, self._tokens
+        spec, graphs = self._spec, Graphs.of(self._tokens)
         before: list[Task] = []
         for layer in range(spec.layers):
             before = self._between(layer, before, norms=True, encoded=spec.width)
-            before = self._product(layer, "qkv", spec.qkv_rows * spec.width, graph_length(tokens), before, [])
+            before = self._product(layer, "qkv", spec.qkv_rows * spec.width, graphs, before, [])
             before = self._between(layer, before, decoded=spec.qkv_rows)
             before = self._between(layer, self._attend(layer, before), encoded=spec.query_width)
-            before = self._product(layer, "output", spec.width * spec.query_width, graph_length(tokens), before, [])
+            before = self._product(layer, "output", spec.width * spec.query_width, graphs, before, [])
             before = self._between(layer, before, decoded=spec.width, norms=True)
             before = self._neurons(layer, before)
         self._simulation.run()
@@ -117,7 +124,7 @@ class _Run:
         """Each expert's products after those of the one before. In a mixture no rows are read before it is routed."""
         spec = self._spec
         chosen = spec.experts_per_token / spec.experts
-        length = expected_length(self._tokens, chosen)
+        graphs = Graphs.expected(self._tokens, chosen)
         pieces = math.ceil(spec.neurons / MAX_PRODUCT_NEURONS)
         weights = len(spec.ffn_matrices) * spec.width * math.ceil(spec.neurons / pieces)
         routed = before if spec.experts > 1 else []
@@ -125,13 +132,13 @@ class _Run:
             before = self._between(layer, before, encoded=spec.width, share=chosen)
             inputs = before
             for _ in range(pieces):
-                before = self._product(layer, "neurons", weights, length, inputs, routed)
+                before = self._product(layer, "neurons", weights, graphs, inputs, routed)
                 added = self._between(layer, before, added=spec.width, share=chosen)
             before = added
         return before
 
     def _product(
-        self, layer: int, kind: str, weights: float, length: float, inputs: list[Task], known: list[Task]
+        self, layer: int, kind: str, weights: float, graphs: Graphs, inputs: list[Task], known: list[Task]
     ) -> list[Task]:
         simulation, device = self._simulation, self._device
         after = [*self._reader, *known]
@@ -146,9 +153,10 @@ class _Run:
             simulation.add("cpu", "rows", layer, seconds=seconds, bytes=moved, after=after, rank=1)
             for _ in range(parts)
         ]
-        flops = 2 * weights * length
-        seconds = flops / (device.npu_tflop_per_s.value * 1e12) + device.npu_start_us.value * 1e-6
-        task = simulation.add("npu", kind, layer, seconds=seconds, bytes=weights, after=[*rows, *inputs])
+        flops = 2 * weights * graphs.tokens
+        seconds = flops / (device.npu_tflop_per_s.value * 1e12) + graphs.count * device.npu_start_us.value * 1e-6
+        read = graphs.count * weights
+        task = simulation.add("npu", kind, layer, seconds=seconds, bytes=read, after=[*rows, *inputs])
         self._products.append((task, rows, inputs))
         self._free[kind].append(task)
         self._reader = rows

@@ -38,7 +38,10 @@ SOURCES = Path(__file__).parents[2] / "services" / "worker" / "npu" / "program"
 LACKING = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"no {' and no '.join(LACKING)}")
 
-MODELS = {"a mixture": SPECS["turbosparse"], "gated parallel": replace(SPECS["parallel"], gated=True)}
+MODELS = {
+    "a mixture": replace(SPECS["turbosparse"], context_tokens=256),
+    "gated parallel": replace(SPECS["parallel"], gated=True, context_tokens=256),
+}
 
 
 @pytest.fixture(scope="session")
@@ -106,8 +109,9 @@ def test_it_computes_the_bits_of_the_worker_in_python(shell: Shell, program: Pat
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_shape_of_a_model_comes_out_alike(shell: Shell, program: Path, tmp_path: Path, name: str) -> None:
+    """A step of 150 tokens is computed by a graph of 128 and one of 64."""
     package = write_package(tmp_path / "package", MODELS[name], "q4")
-    agree(shell, program, package.path, np.random.default_rng(4).integers(1, 50, 40).tolist())
+    agree(shell, program, package.path, np.random.default_rng(4).integers(1, 50, 150).tolist())
 
 
 def test_the_emulated_processor_gives_it_the_same_bits(shell: Shell, program: Path, tmp_path: Path) -> None:

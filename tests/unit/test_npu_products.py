@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Quantization
+from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, graphs_for
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.backend import create_backend
 from neuronpipe.services.worker.npu import sessions
@@ -98,6 +99,41 @@ def test_every_product_is_near_the_engines(tmp_path: Path, name: str, quantizati
     print(worst)
     assert set(worst) == {lib.NP_PRODUCT_QKV, lib.NP_PRODUCT_ATTENTION_OUTPUT, lib.NP_PRODUCT_NEURONS}
     assert 0 < min(worst.values()) <= max(worst.values()) < 0.02
+
+
+def test_graphs_that_follow_each_other_give_the_same_bits(tmp_path: Path) -> None:
+    """One more token than a graph holds takes a short one more, not the next longer one."""
+    assert graphs_for(129, GRAPH_TOKENS) == [128, 64]
+    assert [graphs_for(count, GRAPH_TOKENS) for count in (65, 384, 385)] == [[128], [128, 128, 128], [512]]
+    assert graphs_for(512 + 129, GRAPH_TOKENS) == [512, 128, 64]
+    assert graphs_for(130, (64, 128)) == [128, 64]
+    package = write_package(tmp_path / "package", replace(SPECS["scaled"], context_tokens=256), "q8")
+    text = np.random.default_rng(5).integers(0, 100, 129).tolist()
+    runs = []
+
+    class Counted:
+        def __init__(self, session: Any) -> None:
+            self._session = session
+
+        def run(self, inputs: Any) -> Any:
+            runs.append(len(inputs["x"]))
+            return self._session.run(inputs)
+
+    for chunk in (129, 40):
+        participants = Participants(package, count=2, max_tokens=129, outside=True, product_blocks=2)
+        opened, neurons = Runtime(CPU), 2 * package.manifest.layout.block_neurons
+        products = Products(
+            package.manifest,
+            lambda graph, opened=opened: Counted(opened.session(graph)),  # type: ignore[misc, arg-type]
+            neurons=neurons,
+            most_tokens=129,
+            threads=2,
+        )
+        rows = participants.run(text, chunk, multiply=products)
+        if chunk == len(text):
+            whole = rows
+            assert set(runs) == {128, 64}
+    assert np.array_equal(rows, whole)
 
 
 def test_a_products_pieces_make_the_product(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from neuronpipe.plans.simulate.events import Simulation
 from neuronpipe.plans.simulate.models import model_named, model_of
 from neuronpipe.plans.simulate.paper import DOCUMENT, off, our_prefill_line, published, row_line, simulated
 from neuronpipe.plans.simulate.policies import Clock
-from neuronpipe.plans.simulate.prefill_ours import Prefilled, expected_length, graph_length, prefilled
+from neuronpipe.plans.simulate.prefill_ours import Graphs, Prefilled, prefilled
 from neuronpipe.plans.simulate.recording import Recording
 from neuronpipe.plans.simulate.simulate import Result, Wishes, simulate
 from neuronpipe.plans.simulate.systems import SYSTEMS
@@ -383,9 +383,9 @@ def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: Devi
     slow = found(times(0.01, "npu_tflop_per_s"))
     assert slow.waits_for_rows < 0.05  # two products in flight: only the first is waited for
     assert slow.npu > 0.9
-    assert expected_length(64, 1.0) == 64
-    assert 64 < expected_length(128, 0.5) < 128
-    assert graph_length(513) == 512 + 64
+    assert Graphs.expected(64, 1.0) == Graphs.of(64) == Graphs(1, 64)
+    assert 64 < Graphs.expected(128, 0.5).tokens < 128
+    assert Graphs.of(513) == Graphs(2, 512 + 64)
 
 
 def test_the_documents_first_figure_is_the_simulators_and_near_what_was_published() -> None:

@@ -27,7 +27,7 @@ from neuronpipe.plans.package.npu import (
 )
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS
+from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, graphs_for
 from neuronpipe.plans.plan.sizes import product_blocks
 from neuronpipe.plans.predictor.texts import ContextWindow, Texts
 from neuronpipe.plans.reference.engine import GATED, ReferenceEngine
@@ -261,11 +261,11 @@ def _padded(rows: NDArray[np.int8], neurons: int) -> NDArray[np.int8]:
 
 
 def _run(sessions: Mapping[int, Session], x: NDArray[np.uint16], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a graph gives for all tokens: by the shortest that holds them, or by turns of the longest."""
-    longest, parts = max(sessions), []
-    for first in range(0, len(x), longest):
-        some = x[first : first + longest]
-        tokens = min(one for one in sessions if one >= len(some))
+    """What a graph gives for all tokens, in the lengths that cost least."""
+    first, parts = 0, []
+    for tokens in graphs_for(len(x), sorted(sessions)):
+        some = x[first : first + tokens]
+        first += tokens
         padded = np.full((tokens, x.shape[1]), MIDDLE, np.uint16)
         padded[: len(some)] = some
         found = sessions[tokens].run({"x": padded, **inputs})

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.runtimes import graph_tokens
+from neuronpipe.plans.plan.runtimes import graph_tokens, graphs_for
 from neuronpipe.services.worker.npu.graphs import (
     MIDDLE,
     MOST,
@@ -41,15 +41,14 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.uint16]
 Bools = NDArray[np.bool_]
 SOME_TOKENS = 64
-"""That one thread makes to integers, or whose results it takes, at once. The shortest graph's, so that a part is whole
-pieces of these."""
+"""That one thread makes to integers, or whose results it takes, at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Turn:
     """Inputs that products have in common.
 
-    parts: by turns of graphs, as integers padded to the graph's length, and how many tokens there are
+    parts: by graphs that follow each other, as integers padded to the graph's length, and how many tokens there are
     lengths: by which each token's input was divided
     is_sound: whether it was a number
     """
@@ -141,19 +140,18 @@ class Products:
             pass
 
     def _encoded(self, product: Any) -> _Turn:
-        x, longest = _inputs(product), max(self._lengths)
+        x = _inputs(product)
         scale, by_token = self._shape_of(product).inputs, self._shapes.by_token
         lengths, is_sound = np.empty(len(x), np.float32), np.empty(len(x), np.bool_)
-        parts = []
-        for first in range(0, len(x), longest):
-            count = min(longest, len(x) - first)
-            length = min(n for n in self._lengths if n >= count)
-            parts.append((np.full((length, x.shape[1]), MIDDLE, np.uint16), count))
+        graphs = graphs_for(len(x), self._lengths)
+        padded = np.full((sum(graphs), x.shape[1]), MIDDLE, np.uint16)
+        first, parts = 0, []
+        for length in graphs:
+            parts.append((padded[first : first + length], min(length, len(x) - first)))
+            first += length
 
         def encode_some(some: slice) -> None:
-            encoded, lengths[some], is_sound[some] = as_integers(x[some], scale, by_token=by_token)
-            first = some.start % longest
-            parts[some.start // longest][0][first : first + len(encoded)] = encoded
+            padded[some], lengths[some], is_sound[some] = as_integers(x[some], scale, by_token=by_token)
 
         self._share(len(x), encode_some)
         return _Turn(parts=parts, lengths=lengths, is_sound=is_sound)

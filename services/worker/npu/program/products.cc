@@ -3,7 +3,7 @@
 #include <chrono>
 #include <cmath>
 
-enum { SUM_BLOCK = 128, LANES = 8, SOME_TOKENS = 16 };
+enum { SUM_BLOCK = 128, LANES = 8, SOME_TOKENS = 16, START_TOKENS = 32 /* as plans/plan/runtimes.py has it */ };
 
 /* ---- arithmetic -------------------------------------------------------------------------------------------------------- */
 /* numpy's order of sums: eight lanes in blocks of 128, and halves of what is longer. */
@@ -46,16 +46,31 @@ static float *output_of(const np_product &wanted, uint32_t token)
     return wanted.outputs + static_cast<size_t>(token) * wanted.outputs_stride;
 }
 
-/* Calls with (first token, tokens, graph's length, session) for all tokens: by the shortest graph that holds them, or by turns. */
-template <typename Call> static void by_turns(const Lengths &graph, uint32_t tokens, Call call)
+/* Which length of a graph computes the next of so many tokens: as graphs_for of plans/plan/runtimes.py chooses, which says how. */
+static size_t next_length(const Lengths &graph, uint32_t tokens)
 {
-    const uint32_t longest = graph.sessions.back().first;
-    for (uint32_t first = 0; first < tokens; first += longest) {
-        const uint32_t count = std::min(longest, tokens - first);
+    const auto holding = [&](uint32_t count) {
         size_t n = 0;
-        while (graph.sessions[n].first < count)
+        while (n + 1 < graph.sessions.size() && graph.sessions[n].first < count)
             n++;
-        call(first, count, graph.sessions[n].first, *graph.sessions[n].second);
+        return n;
+    };
+    const size_t number = holding(tokens);
+    const uint32_t whole = graph.sessions[number].first;
+    if (tokens >= whole || number == 0)
+        return number;
+    const uint32_t shorter = graph.sessions[number - 1].first, turns = tokens / shorter, rest = tokens % shorter;
+    const uint32_t ends = rest ? graph.sessions[holding(rest)].first + START_TOKENS : 0;
+    return turns * (shorter + START_TOKENS) + ends < whole + START_TOKENS ? number - 1 : number;
+}
+
+/* Calls with (first token, tokens, graph's length, session) for all tokens. */
+template <typename Call> static void by_graphs(const Lengths &graph, uint32_t tokens, Call call)
+{
+    for (uint32_t first = 0; first < tokens;) {
+        const auto &next = graph.sessions[next_length(graph, tokens - first)];
+        call(first, std::min(next.first, tokens - first), next.first, *next.second);
+        first += next.first;
     }
 }
 
@@ -121,7 +136,7 @@ void Products::encode_token(const np_product &wanted, uint32_t t)
 void Products::encode(const np_product &wanted)
 {
     share_tokens(sharers_, wanted.tokens, [&](uint32_t t) { encode_token(wanted, t); });
-    by_turns(graph_of(wanted), wanted.tokens, [&](uint32_t first, uint32_t count, uint32_t length, Session &) {
+    by_graphs(graph_of(wanted), wanted.tokens, [&](uint32_t first, uint32_t count, uint32_t length, Session &) {
         std::fill_n(x_.data() + static_cast<size_t>(first + count) * wanted.columns, static_cast<size_t>(length - count) * wanted.columns,
                     static_cast<uint16_t>(MIDDLE));
     });
@@ -182,8 +197,8 @@ void Products::run(Work *work)
     if (matrix)
         work->scales.assign(made.scales[0].begin(), made.scales[0].begin() + wanted.rows);
     if (made.most != 0 && std::isfinite(made.most))
-        by_turns(graph_of(wanted), wanted.tokens,
-                 [&](uint32_t first, uint32_t, uint32_t length, Session &session) { run_part(work, first, length, session, matrix); });
+        by_graphs(graph_of(wanted), wanted.tokens,
+                  [&](uint32_t first, uint32_t, uint32_t length, Session &session) { run_part(work, first, length, session, matrix); });
     graphs_ms_ += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - before).count();
     rows_.give_back(work->made);
 }
