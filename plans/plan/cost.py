@@ -115,18 +115,19 @@ class Cost:
             return 0.0
         return reads * self._read_cpu_ms(read_bytes / reads, at_once) / self.workers
 
-    def busy_with_read_ms(self, size_bytes: float, at_once: float, depth: int) -> float | None:
-        """How long one read among many keeps the next one waiting: the loader, or the storage."""
+    def busy_with_read_ms(self, size_bytes: float, at_once: float, depth: int, *, in_groups: bool) -> float | None:
+        """How long one read among many keeps the next one waiting: the loader, or the storage. in_groups: the loader
+        has so many to do that it takes and completes them by large groups, as where it was measured by itself."""
         if self.curve is None:
             return None
         flash_ms = 1e3 * size_bytes / self.curve.bytes_per_s(int(size_bytes), float(depth))
-        return max(flash_ms, self._read_cpu_ms(size_bytes, at_once))
+        return max(flash_ms, self._read_cpu_ms(size_bytes, at_once, in_groups=in_groups))
 
-    def _read_cpu_ms(self, size_bytes: float, at_once: float) -> float:
+    def _read_cpu_ms(self, size_bytes: float, at_once: float, *, in_groups: bool = False) -> float:
         if self.profile is None or self.profile.flash is None or not self.profile.flash.costs:
             return (ASSUMED_READ_US + ASSUMED_READ_US_PER_KIB * size_bytes / 1024) / 1e3
-        in_run = self._measured(lambda profile: profile.read_factor(self.workers)) or 1.0
-        return in_run * self.profile.read_cpu_us(int(size_bytes), at_once) / 1e3
+        in_run = None if in_groups else self._measured(lambda profile: profile.read_factor(self.workers))
+        return (in_run or 1.0) * self.profile.read_cpu_us(int(size_bytes), at_once) / 1e3
 
     def read_delay_ms(self, *, together: bool) -> float:
         """What a read that a worker waits for takes beyond the flash's own time, named together with others or by

@@ -66,10 +66,13 @@ class Waiting:
             return layers * (each_ms * math.exp(-max(0.0, left_ms) / each_ms) + max(0.0, -left_ms))
         reads, size_bytes = found.reads / layers, found.read_bytes // found.reads
         one_ms = self.cost.flash_ms(1, size_bytes, 1, 1)
-        busy_ms = self.cost.busy_with_read_ms(size_bytes, reads, self.depth)
+        busy_ms = self.cost.busy_with_read_ms(size_bytes, reads, self.depth, in_groups=False)
+        least_ms = self.cost.busy_with_read_ms(size_bytes, reads, self.depth, in_groups=True)
         assert one_ms is not None
         assert busy_ms is not None
-        last_ms = waited_for_last(queued(one_ms + delay_ms, reads, busy_ms, hidden_ms), hidden_ms / (1 + reads))
+        assert least_ms is not None
+        takes_ms = queued(one_ms + delay_ms, reads, busy_ms, least_ms, hidden_ms)
+        last_ms = waited_for_last(takes_ms, hidden_ms / (1 + reads))
         return layers * max(last_ms, each_ms + delay_ms - hidden_ms)
 
     def delay_ms(self, found: Reads, exposed_ms: float) -> float | None:
@@ -88,11 +91,12 @@ class Waiting:
         return most_ms
 
 
-def queued(alone: float, reads: float, busy: float, within: float) -> float:
+def queued(alone: float, reads: float, busy: float, least_busy: float, within: float) -> float:
     """How long a read takes among so many that come at random times within some time, where it takes `alone` by itself
     and each of the others keeps it waiting for `busy`: longer by the share of the time that these take (as in an M/M/1
-    queue), and at most as if it came after all of them. In any unit of time."""
-    after_all, idle = alone + reads * busy, 1 - reads * busy / within if within else 0.0
+    queue), and at most as if it came after all of them, which then queue and are done in groups, in `least_busy` each.
+    In any unit of time."""
+    after_all, idle = alone + reads * least_busy, 1 - reads * busy / within if within else 0.0
     return after_all if idle <= 0 else min(after_all, alone / idle)
 
 

@@ -68,10 +68,10 @@ def test_the_delay_of_a_read_is_found_from_what_was_waited_for_it() -> None:
 
 
 def test_a_read_among_others_takes_longer_the_busier_the_loader_is_and_at_most_as_if_it_came_last() -> None:
-    alone, busy, within = 200.0, 20.0, 1000.0
-    takes = [queued(alone, reads, busy, within) for reads in (0, 10, 25, 49, 60)]
+    alone, busy, in_groups, within = 200.0, 20.0, 15.0, 1000.0
+    takes = [queued(alone, reads, busy, in_groups, within) for reads in (0, 10, 25, 49, 60)]
     assert takes[:3] == pytest.approx([200.0, 250.0, 400.0])
-    assert takes[3:] == pytest.approx([200.0 + 49 * 20, 200.0 + 60 * 20])
+    assert takes[3:] == pytest.approx([200.0 + 49 * 15, 200.0 + 60 * 15])
 
 
 def test_a_burst_takes_what_one_read_takes_and_for_each_other_what_it_takes_among_them() -> None:
