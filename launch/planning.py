@@ -126,7 +126,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ROLE=NAME[:OPTIONS]",
         help="who computes in the decode or prefill workers, e.g. prefill=cpu:avx2 (default: cpu, with the best "
-        "instructions there are), or the hottest neurons of decode steps: accelerator=opencl; may be given again",
+        "instructions there are), or the hottest neurons of decode steps: accelerator=opencl, accelerator=onnx:cpu; "
+        "may be given again",
     )
     add_gpu_memory_argument(group)
     group.add_argument(
@@ -289,7 +290,8 @@ def _check_backends(plan: Plan, manifest: Manifest) -> None:
         from neuronpipe.services.worker.backend import create_backend, phase_of, require
 
         for role, text in sorted(wanted):
-            require(create_backend(text), manifest, phase_of(role), f"--backend {role}={text}")
+            phase = phase_of(role)
+            require(create_backend(text, phase), manifest, phase, f"--backend {role}={text}")
 
 
 def _given_plan(file: Path, subject: Subject, gateway: bool) -> Plan:

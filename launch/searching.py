@@ -196,11 +196,12 @@ def asked_accelerator(backend: str | None, memory_bytes: int | None, manifest: M
             )
         return None
     from neuronpipe.services.worker.backend import create_backend, require
+    from neuronpipe.services.worker.holder import HolderBackend
 
-    require(create_backend(backend), manifest, "accelerator", f"--backend {ACCELERATOR}={backend}")
-    from neuronpipe.services.worker.gpu.device import describe
-
-    return dataclasses.replace(describe(backend.partition(":")[2]), limit_bytes=memory_bytes)
+    made = create_backend(backend, "accelerator")
+    require(made, manifest, "accelerator", f"--backend {ACCELERATOR}={backend}")
+    assert isinstance(made, HolderBackend)
+    return dataclasses.replace(made.describe(), limit_bytes=memory_bytes)
 
 
 def measured_accelerator(
@@ -213,7 +214,7 @@ def measured_accelerator(
         return None
     from neuronpipe.services.worker.backend import create_backend
 
-    if create_backend(measured.backend).supports(manifest, "accelerator") is not None:
+    if create_backend(measured.backend, "accelerator").supports(manifest, "accelerator") is not None:
         return None
     device = Accelerator(
         name=measured.name,

@@ -513,8 +513,9 @@ typedef struct {
     np_barrier *barrier;
     np_requests requests;                  /* this participant's own */
     np_trace trace;                        /* this participant's own */
-    float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.outside; else not looked at */
-    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], the same */
+    float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.outside; with config.held [T][width],
+                                            * where the normed inputs are wanted, or NULL; else not looked at */
+    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], with config.outside; else not looked at */
     uint8_t *activity;                     /* [layers][experts][blocks*block_neurons], this participant's own: bits of np_activity are set; or NULL */
 } np_shared;
 
@@ -614,7 +615,7 @@ typedef struct {
 /* Blocks that another computes, a GPU say, who holds their weights: of a layer the first `blocks` of every group's expert, for the group's
  * tokens. What is named here is good until the next np_engine_next_blocks. Token t's prepared vector lies at t * vector_stride. A block's
  * sum is its neurons' rows of Down in index order times value and the pair's weight, with the bits of the kernels in use; a node's is that
- * of its blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. */
+ * of its blocks, by the tree of np_sum_tree: np_tree_nodes(blocks) nodes. In numerics of its own the first node may have all, and the others zeros. */
 typedef struct {
     uint32_t layer, tokens, pairs, blocks, groups;
     const np_group *group;        /* [groups] */
@@ -624,6 +625,7 @@ typedef struct {
     size_t vector_stride;         /* in bytes */
     const uint8_t *predicted;     /* as in np_shared, where a predictor decides which triggers are computed; else NULL */
     uint32_t mask_bytes, predicted_neurons; /* of a neuron's predictions; neurons of a group in `predicted` */
+    const float *inputs;          /* [tokens][width] what the vectors were prepared from, where np_shared has room for it; else NULL */
 } np_wanted_blocks;
 
 /* A step of a participant whose blocks another computes (config.held): it begins, then calls np_engine_next_blocks until that returns

@@ -19,6 +19,7 @@ from neuronpipe.launch.supervisor import control
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import Budgets
+from neuronpipe.plans.plan.held import Accelerator
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
@@ -60,16 +61,35 @@ def small_plan(package: Package, plan: Plan) -> Plan:
     manifest, workers = package.manifest, len(plan.compute.decode_workers())
     specs = tuple(replace(spec, core=None) for spec in plan.compute.processes if spec.role != GATEWAY)
     facts = DeviceFacts(
-        id=plan.device_id, memory_bytes=plan.memory.limit_bytes, flash_engine=plan.flash.engine, processes=specs
+        id=plan.device_id,
+        memory_bytes=plan.memory.limit_bytes,
+        flash_engine=plan.flash.engine,
+        processes=specs,
+        accelerator=_accelerator(plan),
     )
     slots_bytes = max(2 * Budgets(manifest).least_slots_bytes(workers), min(SLOTS_BYTES, plan.memory.ffn_bytes // 2))
     wanted = Wanted(
         ffn_resident_share=min(1.0, slots_bytes / plan.memory.ffn_bytes),
         context_tokens=min(CONTEXT_TOKENS, manifest.model.context_tokens),
         mode=plan.compute.mode,
+        held_blocks=(plan.compute.most_held_blocks(),) if plan.compute.held_blocks else None,
     )
     made = make_plan(manifest, facts, wanted)
     return replace(made, compute=replace(made.compute, spin_us=0))
+
+
+def _accelerator(plan: Plan) -> Accelerator | None:
+    """The plan's, with the room that it has there."""
+    if not plan.compute.held_blocks:
+        return None
+    has_bytes = plan.memory.accelerator_bytes
+    return Accelerator(
+        name=plan.compute.device_name,
+        memory_bytes=2 * has_bytes,
+        max_buffer_bytes=2 * has_bytes,
+        shares_memory=plan.compute.device_shares_memory,
+        limit_bytes=has_bytes,
+    )
 
 
 def rehearse(

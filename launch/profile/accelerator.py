@@ -18,7 +18,7 @@ def accelerator_options(backend: str | None) -> str | None:
     where what was asked for is not there."""
     name, _, options = (backend or BACKEND).partition(":")
     if name != BACKEND:
-        raise UserError(f"--backend accelerator={backend}: an accelerator's backend is {BACKEND}")
+        raise UserError(f"--backend accelerator={backend}: those of {BACKEND} are measured")
     if backend is None and importlib.util.find_spec("pyopencl") is None:
         return None
     from neuronpipe.services.worker.gpu.device import describe

@@ -45,7 +45,7 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     engine->shared = *shared;
     engine->config = *config;
     engine->counters.damaged_word = -1;
-    engine->outside.result = NP_E_ARGUMENT; /* no step was begun */
+    engine->outside.result = engine->held.result = NP_E_ARGUMENT; /* no step was begun */
 
     const size_t heads_width = (size_t)shape->query_heads * shape->head_width, tokens = config->max_tokens;
     const size_t longest = larger(shape->width, heads_width);

@@ -26,9 +26,20 @@ static uint32_t pairs_of(const np_engine *engine)
     return last->first + last->count;
 }
 
+/* The tokens' normed inputs as floats, for who takes no prepared vectors. Nobody changes the residual stream before all block sums are
+ * there. */
+static void norm_inputs(const np_engine *engine)
+{
+    const size_t width = engine->shape.width;
+    for (size_t t = 0; engine->shared.inputs && t < engine->count; t++)
+        np_engine_norm(engine, &engine->fixed.layers[engine->layer].ffn_norm, engine->shared.residual + t * width, width,
+                       engine->shared.inputs + t * width);
+}
+
 static void want_blocks(np_engine *engine, np_wanted_blocks *wanted)
 {
     const np_range clusters = np_clusters_of(engine, engine->blocks.from, engine->blocks.to);
+    norm_inputs(engine);
     *wanted = (np_wanted_blocks){
         .layer = engine->layer,
         .tokens = engine->count,
@@ -43,6 +54,7 @@ static void want_blocks(np_engine *engine, np_wanted_blocks *wanted)
         .predicted = np_decides(engine) ? engine->shared.predicted : NULL,
         .mask_bytes = (uint32_t)engine->mask_bytes,
         .predicted_neurons = (uint32_t)engine->layer_neurons,
+        .inputs = engine->shared.inputs,
     };
     engine->counters.neurons += (uint64_t)(clusters.to - clusters.from) * engine->shape.cluster_neurons * wanted->pairs;
     engine->held.wanted = np_clock_ns();

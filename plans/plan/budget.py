@@ -10,10 +10,17 @@ import functools
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.held import held_steps_bytes, held_weights_bytes
+from neuronpipe.plans.plan.held import holding_bytes
 from neuronpipe.plans.plan.plan import MemoryBudget, Plan
-from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, runtime_bytes, runtime_of
-from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, own_layouts, product_blocks, slots_layout
+from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, holder_bytes, runtime_bytes, runtime_of
+from neuronpipe.plans.plan.sizes import (
+    RunShape,
+    fixed_layouts,
+    held_product_blocks,
+    own_layouts,
+    product_blocks,
+    slots_layout,
+)
 
 MIB = 1 << 20
 # Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
@@ -63,7 +70,7 @@ def memory_budget(
         interpreters_bytes=INTERPRETER_BASE_BYTES
         + INTERPRETER_PER_PROCESS_BYTES * shape.processes
         + GATEWAY_BYTES * shape.gateways
-        + (DRIVER_BYTES if shape.held_blocks else 0)
+        + _driver_bytes(manifest, shape)
         + tokenizer,
         private_bytes=_engines_bytes(manifest, shape, prefill_tokens)
         + runtime_bytes(manifest, shape.prefill_backend, neurons=product_neurons, tokens=prefill_tokens)
@@ -80,9 +87,17 @@ def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
     """What the accelerator holds in its device: weights, and what steps need."""
     if not shape.held_blocks:
         return 0
-    return held_weights_bytes(manifest, shape.held_blocks) + held_steps_bytes(
-        manifest, shape.held_blocks, shape.sequences
-    )
+    return holding_bytes(manifest, shape.held_blocks, shape.sequences, shape.accelerator_backend)
+
+
+def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
+    """What an accelerator's driver takes besides; or its runtime, with its graphs."""
+    if not shape.held_blocks:
+        return 0
+    if not runtime_of(shape.accelerator_backend):
+        return DRIVER_BYTES
+    neurons = held_product_blocks(manifest.layout, shape.held_blocks) * manifest.layout.block_neurons
+    return holder_bytes(manifest, shape.accelerator_backend, neurons=neurons)
 
 
 def held_bytes(manifest: Manifest, plan: Plan, *, texts: int, text_tokens: int, prompt_tokens: int) -> int:

@@ -8,10 +8,13 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Compute, Memory
+from neuronpipe.plans.plan.runtimes import runtime_of
+from neuronpipe.plans.plan.sizes import RunShape, held_product_blocks
 from neuronpipe.protocol.errors import UserError
 
 SHARED_PART = 4  # of the run's limit, or less: what a device may take of memory that it shares
 OWN_PERCENT = 90  # of a device's own memory
+NEURON_BYTES = 3 * 4 + 2  # a runtime's: scales of three rows, and a factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,43 +35,57 @@ def held_clusters(layout: Layout, blocks: int) -> int:
     return min(layout.clusters, blocks * layout.block_clusters)
 
 
-def held_weights_bytes(manifest: Manifest, blocks: int) -> int:
-    """Of the clusters of so many blocks of every feed-forward, as slots have them."""
-    cluster_bytes = manifest.trigger_slot_bytes + manifest.value_slot_bytes
-    return manifest.model.ffns * held_clusters(manifest.layout, blocks) * cluster_bytes
-
-
-def held_steps_bytes(manifest: Manifest, blocks: int, texts: int) -> int:
-    """What steps of so many texts need beside the weights: vectors, values, lists of neurons, block sums."""
+def held_weights_bytes(manifest: Manifest, blocks: int, backend: str = "") -> int:
+    """Of so many blocks of every feed-forward: the clusters, as slots have them; for a runtime signed bytes, padded to
+    whole products, with three scales and a factor for each neuron."""
     model, layout = manifest.model, manifest.layout
+    if runtime_of(backend) is None:
+        return model.ffns * held_clusters(layout, blocks) * _cluster_bytes(manifest)
+    product = held_product_blocks(layout, blocks)
+    neurons = -(-blocks // product) * product * layout.block_neurons
+    return model.ffns * neurons * (3 * model.width + NEURON_BYTES)
+
+
+def held_steps_bytes(manifest: Manifest, blocks: int, texts: int, backend: str = "") -> int:
+    """What steps of so many texts need beside the weights: vectors, values, lists of neurons, block sums. A runtime's
+    graphs are counted by runtimes.py; here is one layer's clusters, from which it makes bytes."""
+    model, layout = manifest.model, manifest.layout
+    if runtime_of(backend) is not None:
+        return model.experts * held_clusters(layout, blocks) * _cluster_bytes(manifest)
     pairs, neurons = texts * model.experts_per_token, blocks * layout.block_neurons
     of_pair = 12 * neurons + 4 * blocks * (model.width + 1) + 32
     masks = min(model.experts, pairs) * neurons * -(-texts // 8)
     return pairs * of_pair + masks + texts * (2 * max(model.width, model.query_width) + 512)
 
 
-def blocks_within(manifest: Manifest, limit_bytes: int, texts: int) -> int:
+def _cluster_bytes(manifest: Manifest) -> int:
+    return manifest.trigger_slot_bytes + manifest.value_slot_bytes
+
+
+def holding_bytes(manifest: Manifest, blocks: int, texts: int, backend: str) -> int:
+    """Weights, and what steps of so many texts need."""
+    return held_weights_bytes(manifest, blocks, backend) + held_steps_bytes(manifest, blocks, texts, backend)
+
+
+def blocks_within(manifest: Manifest, limit_bytes: int, texts: int, backend: str = "") -> int:
     """The most blocks of every feed-forward that fit so much memory with steps of so many texts; 0: not one."""
-    fits = (
-        blocks
-        for blocks in range(manifest.layout.blocks, 0, -1)
-        if held_weights_bytes(manifest, blocks) + held_steps_bytes(manifest, blocks, texts) <= limit_bytes
-    )
-    return next(fits, 0)
+    numbers = range(manifest.layout.blocks, 0, -1)
+    return next((blocks for blocks in numbers if holding_bytes(manifest, blocks, texts, backend) <= limit_bytes), 0)
 
 
-def most_blocks(manifest: Manifest, accelerator: Accelerator, run_bytes: int, texts: int) -> int:
-    """How many blocks of every feed-forward it can hold; run_bytes: the run's limit. Raises UserError where that is
-    none."""
+def most_blocks(manifest: Manifest, accelerator: Accelerator, run_bytes: int, shape: RunShape) -> int:
+    """How many blocks of every feed-forward it can hold for runs of this shape; run_bytes: their limit. Raises
+    UserError where that is none."""
+    texts, backend = shape.sequences, shape.accelerator_backend
     usable = accelerator.memory_bytes * OWN_PERCENT // 100
     if accelerator.limit_bytes is not None:
         usable = min(usable, accelerator.limit_bytes)
     elif accelerator.shares_memory:
         usable = min(usable, run_bytes // SHARED_PART)
     usable = min(usable, accelerator.max_buffer_bytes * manifest.model.layers)
-    blocks = blocks_within(manifest, usable, texts)
+    blocks = blocks_within(manifest, usable, texts, backend)
     if not blocks:
-        least = held_weights_bytes(manifest, 1) + held_steps_bytes(manifest, 1, texts)
+        least = holding_bytes(manifest, 1, texts, backend)
         raise UserError(
             f"--gpu-memory: {usable >> 20} MiB of {accelerator.name} may be used, and one block of every "
             f"feed-forward takes {-(-least >> 20)} MiB; give it more, or leave the accelerator out"
@@ -88,7 +105,12 @@ def held_reasons(
         return ()
     whose = ", which is this machine's memory" if accelerator.shares_memory else " of its own memory"
     measured = profile.accelerator if profile is not None else None
-    if measured is None or measured.name != accelerator.name:
+    bits, lost = "with the same bits", ""
+    if runtime_of(compute.accelerator_backend()) is not None:
+        why = "as many as it may hold; how fast it is was not measured"
+        bits = f"densely, in numerics of its own ({compute.accelerator_backend()})"
+        lost = ", in theirs"
+    elif measured is None or measured.name != accelerator.name:
         why = "it was not measured: as many as it holds, expected as fast as the decode workers; `neuronpipe profile "
         why += "device` measures it"
     else:
@@ -97,8 +119,8 @@ def held_reasons(
             why += "; it computes on the decode workers' own cores, so that it makes none shorter"
     return (
         f"the first {show_held(compute.held_blocks)} of {manifest.layout.blocks} blocks of every feed-forward are "
-        f"computed by {accelerator.name}, with the same bits: {memory.accelerator_bytes >> 20} MiB{whose} ({why}); "
-        "while it is lost the decode workers compute them, from memory and flash",
+        f"computed by {accelerator.name}, {bits}: {memory.accelerator_bytes >> 20} MiB{whose} ({why}); "
+        f"while it is lost the decode workers compute them{lost}, from memory and flash",
     )
 
 

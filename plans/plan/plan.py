@@ -47,8 +47,8 @@ class ProcessSpec:
 
 
 def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
-    """Who computes in a role of which there is one process."""
-    return next(process.backend for process in processes if process.role == role)
+    """Who computes in a role of which there is one process; "" where there is none."""
+    return next((process.backend for process in processes if process.role == role), "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,10 @@ class Compute:
     def decode_workers(self) -> tuple[ProcessSpec, ...]:
         """The decode processes in index order."""
         return tuple(process for process in self.processes if process.role == "decode")
+
+    def accelerator_backend(self) -> str:
+        """Who computes the accelerator's blocks; "" where there is none."""
+        return backend_of(ACCELERATOR, self.processes)
 
     def most_held_blocks(self) -> int:
         """What the accelerator has room for; 0 where there is none."""

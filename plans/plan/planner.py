@@ -184,6 +184,7 @@ class _Planning:
             gateways=sum(process.role == GATEWAY for process in device.processes),
             hints=self._hints(),
             prefill_backend=backend_of("prefill", device.processes),
+            accelerator_backend=backend_of(ACCELERATOR, device.processes),
         )
         self._limit_bytes = device.memory_bytes if wanted.memory_bytes is None else wanted.memory_bytes
         if device.accelerator is not None:
@@ -197,10 +198,11 @@ class _Planning:
             raise UserError(
                 "--without pipeline and an accelerator: it is a part of the pipeline; leave one of them out"
             )
-        blocks = most_blocks(self._manifest, accelerator, self._limit_bytes, self._shape.sequences)
+        shape = self._shape
+        blocks = most_blocks(self._manifest, accelerator, self._limit_bytes, shape)
         if self._wanted.held_blocks is not None:
             blocks = min(blocks, max(self._wanted.held_blocks))
-        return dataclasses.replace(self._shape, held_blocks=blocks, device_shares_memory=accelerator.shares_memory)
+        return dataclasses.replace(shape, held_blocks=blocks, device_shares_memory=accelerator.shares_memory)
 
     def _mode(self) -> Mode:
         mode: Mode = self._wanted.mode or "exact"

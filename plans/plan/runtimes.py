@@ -1,4 +1,4 @@
-"""What a runtime takes that computes the products of prompts instead of the engine: services/worker/npu/.
+"""What a runtime takes that computes the products of prompts, or an accelerator's blocks: services/worker/npu/.
 
 The figures are measured, and rounded up: services/worker/npu/README.md has them beside what this says.
 """
@@ -16,6 +16,9 @@ GRAPH_TOKENS = (64, 128, 512)
 
 START_TOKENS = 32
 """What a graph costs besides its tokens: to hand it over and to read its rows takes as long as so many tokens."""
+
+HELD_TOKENS = (1, 2, 4)
+"""The same of an accelerator's graphs. More texts go by turns."""
 
 MAX_PRODUCT_NEURONS = 2048  # that are handed to another to compute at once
 FLOAT_BYTES = 4
@@ -97,3 +100,17 @@ def runtime_bytes(manifest: Manifest, backend: str, *, neurons: int, tokens: int
         )
         graphs = max(weights + max(lengths) * values * cost.value_bytes for weights, values in products)
     return cost.base_bytes + rows + int(graphs) + tokens * handed * FLOAT_BYTES
+
+
+def holder_bytes(manifest: Manifest, backend: str, *, neurons: int) -> int:
+    """What this backend takes as an accelerator's, besides the weights that it holds; nothing, if it is no runtime.
+    neurons: of one graph."""
+    if (cost := runtime_of(backend)) is None:
+        return 0
+    width = manifest.model.width
+    graph = cost.neuron_weight_bytes * 3 * neurons * width
+    values = (2 * width + 3 * neurons) * cost.value_bytes
+    if cost.keeps:
+        in_floats = FLOAT_BYTES * neurons * width  # of one matrix, where a product is computed again
+        return cost.base_bytes + int(len(HELD_TOKENS) * graph) + sum(HELD_TOKENS) * values + in_floats
+    return cost.base_bytes + int(graph) + max(HELD_TOKENS) * values

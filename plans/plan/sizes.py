@@ -35,6 +35,7 @@ class RunShape:
     prefill_backend: str = DEFAULT_BACKEND
     held_blocks: int = 0  # by the accelerator, at most; 0: there is none
     device_shares_memory: bool = False
+    accelerator_backend: str = ""
 
     @classmethod
     def of(cls, compute: Compute) -> RunShape:
@@ -52,6 +53,7 @@ class RunShape:
             prefill_backend=backend_of("prefill", compute.processes),
             held_blocks=compute.most_held_blocks(),
             device_shares_memory=compute.device_shares_memory,
+            accelerator_backend=compute.accelerator_backend(),
         )
 
     @property
@@ -67,8 +69,17 @@ class RunShape:
 def product_blocks(layout: ClusterLayout, window_blocks: int) -> int:
     """Blocks of neurons that are handed to another to compute at once: so many that all products of a layer are about
     alike, for their graphs have one size; fewer where a window holds fewer."""
-    products = -(-layout.blocks // max(1, MAX_PRODUCT_NEURONS // layout.block_neurons))
-    return min(-(-layout.blocks // products), window_blocks)
+    return min(_alike(layout, layout.blocks), window_blocks)
+
+
+def held_product_blocks(layout: ClusterLayout, blocks: int) -> int:
+    """The same of the first `blocks`, which an accelerator holds and has no window for."""
+    return _alike(layout, blocks)
+
+
+def _alike(layout: ClusterLayout, blocks: int) -> int:
+    products = -(-blocks // max(1, MAX_PRODUCT_NEURONS // layout.block_neurons))
+    return -(-blocks // products)
 
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:

@@ -111,6 +111,8 @@ class _Check:
             self._within("compute.held_blocks", held, 0, blocks)
         if compute.held_blocks and not compute.most_held_blocks():
             self._fail("compute.held_blocks", "none at all; leave the accelerator out")
+        if len(compute.held_blocks) > 1 and runtime_of(compute.accelerator_backend()):
+            self._fail("compute.held_blocks", "as many for any number of texts: else its numerics would depend on that")
         if compute.held_blocks and not compute.pipeline:
             self._fail("compute.pipeline", "is what an accelerator needs")
         if compute.prefill_window_blocks < blocks and not runtime_of(backend_of("prefill", compute.processes)):

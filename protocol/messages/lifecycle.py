@@ -23,7 +23,9 @@ class Hello(Message):
     slots: how many pieces of work it takes before it has answered the first; 0 if it takes none
     core: the processor it is pinned to
     numerics: the name of its arithmetic, for who computes steps: two processes with the same name compute the same bits
-        of the same step. "cpu:" and the instruction set for our native engine. Empty for who computes none
+        of the same step. "cpu:" and the instruction set for our native engine. An accelerator's is that of the decode
+        workers, or ends with "+" and that one: then a step in which it takes part has its name. Empty for who computes
+        none
     """
 
     role: str

@@ -12,7 +12,6 @@ One step is outstanding at a time, a prefill chunk or a decode step over every g
 Once all processes were ready, loader and cache belong to every step, the prefill worker to prompts, and of the decode
 workers those that are ready: who is started again or replaced is not waited for. `Workers` says who can take part,
 `StepBuilder` what the next step is, `OutstandingStep` how the one under way stands, `Throttle` when there is a pause.
-`requests.py` knows who wants what, `results.py` what comes of a step.
 """
 
 from __future__ import annotations
@@ -189,9 +188,9 @@ class Scheduler:
         participants = self.workers.participants(step.action.message)
         if step.sequences and not participants:
             return []
-        if step.sequences and self.workers.ready[participants[0]] == step.numerics:
+        if step.sequences and self.workers.numerics_of(participants) == step.numerics:
             return self._send(step.again(self.epoch, self._builder, participants))
-        self._step = None  # everybody in it was refused or went away; or what it was to copy was computed otherwise
+        self._step = None  # everybody in it was refused or went away; or it would be computed otherwise: begin it anew
         return self._proceed(now)
 
     def _send(self, step: OutstandingStep) -> list[Action]:
@@ -237,10 +236,15 @@ class Workers:
 
     def decoders(self) -> Participants:
         """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
-        holds blocks for them."""
+        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs."""
         decoders = sorted(process for process in self.ready if process[0] == "decode")
         holders = sorted(process for process in self.ready if process[0] == ACCELERATOR) if decoders else []
-        return tuple(one for one in (*decoders, *holders) if self.ready[one] == self.ready[decoders[0]])
+        same = [one for one in decoders if self.ready[one] == self.ready[decoders[0]]]
+        return (*same, *(one for one in holders if self.ready[one].rpartition("+")[2] == self.ready[decoders[0]]))
+
+    def numerics_of(self, participants: Participants) -> str:
+        """In which numerics these compute a step together: an accelerator's, if one of them is."""
+        return self.ready[participants[-1]]
 
     def participants(self, message: Step | Prefill) -> Participants:
         """Who can compute a step of this kind now; nobody, while they are being started."""
@@ -318,8 +322,7 @@ class OutstandingStep:
         add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
         for sequence in self.sequences:
             if isinstance(sequence, Generation):
-                prefill = isinstance(message, Prefill)
-                add_cost(sequence.prefill_cost if prefill else sequence.decode_cost, self._cost)
+                add_cost(sequence.prefill_cost if isinstance(message, Prefill) else sequence.decode_cost, self._cost)
 
 
 class StepBuilder:
@@ -404,7 +407,7 @@ class StepBuilder:
             positions=tuple(one.computed_tokens for one in batch),
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
         )
-        return OutstandingStep(SendStep(participants, message), batch, self._workers.ready[participants[0]])
+        return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
 
 
 def _wants_prefill(sequence: Sequence) -> bool:
@@ -435,8 +438,7 @@ class Throttle:
     def set(self, share: float, until: float) -> None:
         """From now on, and until then, pause for that share of the time."""
         self._share, self._until = share, until
-        if share == 0:
-            self.resume_at = 0.0
+        self.resume_at = self.resume_at if share else 0.0
 
     def step_begins(self, now: float) -> None:
         """A step is sent."""

@@ -298,21 +298,25 @@ class Report:
             restarts=line.restarts,
             numerics="" if gone else process.numerics,
             backend="" if spec.backend == DEFAULT_BACKEND else spec.backend,
-            work=self._work(process.role, gone),
+            work=self._work(process, gone),
         )
 
-    def _work(self, role: str, gone: bool) -> str:
+    def _work(self, process: WorkerProcess, gone: bool) -> str:
         """Which blocks of neurons it computes, where an accelerator has some."""
         compute, blocks = self._job.plan.compute, self._job.package.manifest.layout.blocks
+        role = process.role
         if not compute.held_blocks or role not in ("decode", ACCELERATOR):
             return ""
-        there = any(one == ACCELERATOR for one, _ in self._scheduler.workers.decoders())
+        decoders = self._scheduler.workers.decoders()
+        there = any(one == ACCELERATOR for one, _ in decoders)
         held = compute.held_blocks_of(len(self._scheduler.requests.active)) if there else 0
         if role == "decode":
             return _blocks(held + 1, blocks, blocks)
-        if gone:
-            return "decode workers compute its blocks"
-        return _blocks(1, held, blocks) if there else "decode workers compute its blocks until it is there"
+        if there:
+            return _blocks(1, held, blocks)
+        theirs = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
+        otherwise = f" in {theirs}, not in {process.numerics}" if process.numerics not in ("", theirs) else ""
+        return f"decode workers compute its blocks{otherwise}{'' if gone else ' until it is there'}"
 
     def _gateway(self, index: int, core: int | None) -> ProcessStatus:
         """A gateway is a client: it is no worker here; what is known of it is what the supervisor writes down."""

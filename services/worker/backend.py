@@ -33,6 +33,9 @@ BACKENDS = {
 }
 """The class of each backend: called with its options, a text."""
 
+HOLDERS = {"onnx": "neuronpipe.services.worker.npu.holder:OnnxHolder"}
+"""Those of an accelerator, where they are others; see holder.py."""
+
 
 Activity = bytearray | mmap.mmap
 """A byte for each neuron: see Placement."""
@@ -119,12 +122,13 @@ class Backend(Protocol):
         """Let go of everything, before the segments are unmapped."""
 
 
-def create_backend(text: str) -> Backend:
-    """The backend that a plan names: NAME or NAME:OPTIONS. Raises UserError."""
+def create_backend(text: str, phase: Phase = "decode") -> Backend:
+    """The backend that a plan names, NAME or NAME:OPTIONS, for these steps. Raises UserError."""
     name, _, options = text.partition(":")
-    if name not in BACKENDS:
-        raise UserError(f"backend {text!r}: the backends are {', '.join(BACKENDS)}")
-    module, _, cls = BACKENDS[name].partition(":")
+    classes = BACKENDS | HOLDERS if phase == "accelerator" else BACKENDS
+    if name not in classes:
+        raise UserError(f"backend {text!r}: the backends are {', '.join(classes)}")
+    module, _, cls = classes[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), cls)(options)
     return backend
 

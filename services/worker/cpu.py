@@ -53,7 +53,7 @@ class CpuBackend:
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
         """Everything that a package can hold."""
-        return "an accelerator's backend is opencl" if phase == "accelerator" else None
+        return "an accelerator's backend is opencl or onnx" if phase == "accelerator" else None
 
     def load(self, placement: Placement) -> None:
         """Build the engines."""

@@ -16,6 +16,7 @@ typedef struct {
     uint32_t claims[64], entries[LAYERS * BLOCKS], words[16], epoch;
     uint64_t window;
     np_barrier barrier;
+    float inputs[TEXTS + 1][WIDTH]; /* and a row that nobody may write */
 } stage;
 
 static const np_shape shape = {
@@ -37,6 +38,7 @@ static np_engine *made(stage *s, const void *zeros) {
         .residual = s->residual[0], .queries = s->queries[0], .attention = s->attention[0], .hidden = s->hidden[0],
         .partials = s->partials[0][0], .claims = s->claims, .logits = s->logits, .kv = s->kv, .slots = {zeros, zeros},
         .entries = {s->entries, s->entries}, .window = &s->window, .arrivals = s->words, .epoch = &s->epoch, .barrier = &s->barrier,
+        .inputs = s->inputs[0],
     };
     const np_engine_config config = {.sequences = TEXTS, .max_tokens = TEXTS, .logit_rows = 1, .window_blocks = BLOCKS,
                                      .partial_tokens = TEXTS, .pipeline = 1, .held = 1};
@@ -63,6 +65,8 @@ static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts
     for (int t = 0; t < TEXTS; t++)
         for (int b = 0; b < BLOCKS; b++)
             for (int j = 0; j < WIDTH; j++) s->partials[t][b][j] = (uint32_t)b < held ? NAN : random_float();
+    for (int t = 0; t <= TEXTS; t++)
+        for (int j = 0; j < WIDTH; j++) s->inputs[t][j] = NAN;
     CHECK(np_engine_begin_held(engine, &step) == NP_OK, "held %u, texts %u", held, texts);
     np_wanted_blocks blocks;
     uint32_t layers = 0;
@@ -70,6 +74,9 @@ static void test_step(np_engine *engine, stage *s, uint32_t held, uint32_t texts
         CHECK(more == 1 && blocks.blocks == held && blocks.pairs == texts && blocks.layer == layers, "held %u: %d", held, more);
         if (more != 1)
             break;
+        for (uint32_t t = 0; t <= TEXTS; t++) /* the norm's weights are zeros */
+            CHECK(t < texts ? blocks.inputs[t * WIDTH] == 0 && blocks.inputs[t * WIDTH + WIDTH - 1] == 0 : isnan(s->inputs[t][0]),
+                  "inputs of text %u of %u", t, texts);
         for (size_t i = 0; i < count; i++) sums[i] = random_float();
         CHECK(np_engine_put_sums(engine, sums, count + 1) == NP_E_ARGUMENT, "one sum too many");
         CHECK(np_engine_put_sums(engine, sums, count - 1) == NP_E_ARGUMENT, "one sum too few");

@@ -260,6 +260,33 @@ def test_an_accelerator_of_other_numerics_is_left_out() -> None:
     assert participants_of(step) == [("decode", 0), ("decode", 1)]
 
 
+def test_an_accelerator_in_numerics_of_its_own_names_the_steps_that_it_takes_part_in() -> None:
+    """Without it a step is computed in those of the decode workers, and what is kept says by whom it was computed."""
+    both = "npu-held+cpu:avx2"
+    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator=both)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    assert participants_of(step) == [("decode", 0), ("decode", 1), ("accelerator", 0)]
+    (text,) = scheduler.requests.active
+    finish(scheduler, step)
+    assert text.provenance.runs == [(2, "cpu:avx2"), (3, both)]
+    (step,) = sent(scheduler.handle(TokensSampled((ord("y"),)), 0.2))
+    assert isinstance(step, Step)
+    scheduler.handle(EpochChanged(1, (("accelerator", 0),)), 0.3)
+    for process in (("decode", 0), ("decode", 1)):
+        actions = scheduler.handle(StepLeft(process, step.step, 0, False), 0.4)
+    (again,) = sent(actions)
+    assert isinstance(again, Step)
+    assert (again.first_blocks, again.end_blocks) == ((0, 0), (7, 7))
+    assert (again.tokens, again.positions) == (step.tokens, step.positions)
+    scheduler.handle(ProcessReady(("accelerator", 0), both), 0.5)
+    finish(scheduler, again)
+    assert text.provenance.runs == [(2, "cpu:avx2"), (3, both), (4, "cpu:avx2")]
+    (back,) = sent(scheduler.handle(TokensSampled((ord("z"),)), 0.6))
+    assert ("accelerator", 0) in participants_of(back)
+
+
 def test_an_answer_under_an_old_epoch_does_not_count() -> None:
     scheduler = make_scheduler()
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab"), 0.0))

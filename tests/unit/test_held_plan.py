@@ -12,6 +12,7 @@ from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.held import Accelerator, held_steps_bytes, held_weights_bytes
 from neuronpipe.plans.plan.plan import ACCELERATOR, Compute, Plan, ProcessSpec, parse_plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+from neuronpipe.plans.plan.runtimes import holder_bytes
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
@@ -24,8 +25,10 @@ DECODE = ProcessSpec(role="decode", index=0, core=None)
 HOLDER = ProcessSpec(role=ACCELERATOR, index=0, core=None, backend="opencl")
 
 
-def made(accelerator: Accelerator | None, memory_bytes: int = 1 << 30, **wanted: object) -> Plan:
-    others = (DECODE,) if accelerator is None else (DECODE, HOLDER)
+def made(
+    accelerator: Accelerator | None, memory_bytes: int = 1 << 30, backend: str = "opencl", **wanted: object
+) -> Plan:
+    others = (DECODE,) if accelerator is None else (DECODE, dataclasses.replace(HOLDER, backend=backend))
     facts = DeviceFacts(
         id="d",
         memory_bytes=memory_bytes,
@@ -92,3 +95,22 @@ def test_a_plan_with_an_accelerator_is_read_and_checked() -> None:
     for why, compute in wrong.items():
         with pytest.raises(UserError, match=why):
             validate(dataclasses.replace(good, compute=compute), MANIFEST, "plan.json", [])
+
+
+@pytest.mark.parametrize("backend", ["onnx:cpu", "onnx:qnn-emulated"])
+def test_a_runtime_holds_bytes_in_numerics_of_its_own(backend: str) -> None:
+    """Its libraries and graphs count in the place of a driver; blocks are the same for any number of texts."""
+    runtime = dataclasses.replace(GPU, name="Runtime", shares_memory=True)
+    found, alone = made(runtime, backend=backend, sequences=4), made(None, sequences=4)
+    model, neurons = MANIFEST.model, MANIFEST.layout.blocks * MANIFEST.layout.block_neurons
+    assert found.memory.device_bytes == found.memory.accelerator_bytes > model.layers * neurons * 3 * model.width
+    more_bytes = found.memory.interpreters_bytes - alone.memory.interpreters_bytes - INTERPRETER_PER_PROCESS_BYTES
+    assert more_bytes == holder_bytes(MANIFEST, backend, neurons=neurons) > 60 * MIB
+    assert found.compute.prefill_chunk_tokens == alone.compute.prefill_chunk_tokens, "it is no prompt's buffer"
+    (reason,) = [reason for reason in found.reasons if "Runtime" in reason]
+    assert f"densely, in numerics of its own ({backend})" in reason
+    assert "same bits" not in reason
+    validate(found, MANIFEST, "plan.json", [])
+    other = dataclasses.replace(found.compute, held_blocks=(BLOCKS, 3))
+    with pytest.raises(UserError, match="as many for any number of texts"):
+        validate(dataclasses.replace(found, compute=other), MANIFEST, "plan.json", [])

@@ -284,7 +284,7 @@ def test_a_graph_that_another_provider_computes_is_no_success(monkeypatch: pytes
         ("opt", "q8", "prefill", "this model has relu without a gate"),
         ("threshold", "q8", "prefill", "without a threshold"),
         ("scaled", "f16", "prefill", "needs a package in q8 or q4"),
-        ("scaled", "q8", "decode", "computes prompts only"),
+        ("scaled", "q8", "decode", "write prefill=onnx:... or accelerator=onnx:..."),
     ],
 )
 def test_what_it_cannot_compute_is_refused_before_the_run(

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from neuronpipe.native import ffi, lib
+from neuronpipe.native import lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.held import Accelerator
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Phase, Placement, StepWork
-from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.participant import Participant, View
+from neuronpipe.services.worker.holder import HolderBackend
+from neuronpipe.services.worker.participant import Participant
 
 
-class OpenClBackend(CpuBackend):
-    """See the module; the interface is that of services/worker/backend.py."""
+class OpenClBackend(HolderBackend):
+    """See the module; the interface is that of services/worker/holder.py."""
+
+    name = "opencl"
 
     def __init__(self, options: str = "") -> None:
         super().__init__()
         self._wanted = options
 
-    def follow(self, decode_backend: str) -> None:
-        """Compute with the bits of this backend of the decode workers."""
-        name, _, instructions = decode_backend.partition(":")
-        if name != "cpu":
-            raise UserError(f"backend opencl follows decode workers of the backend cpu, not {decode_backend}")
-        self._isa = instructions or self._isa
+    def describe(self) -> Accelerator:
+        """The device that is found. Raises UserError where there is none."""
+        from neuronpipe.services.worker.gpu.device import describe
+
+        return describe(self._wanted)
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
         """Blocks of decode steps, of models of 4 and 8 bits whose activation takes no exponential."""
@@ -90,29 +92,3 @@ class OpenClBackend(CpuBackend):
             participant.close()
         self._participants = []
         self._held.close()
-
-    def _own_view(self, placement: Placement) -> View:
-        """It reads fixed tensors and shares the stages; slots, requests, keys and values are the others'."""
-        package, memory, stage = placement.job.package, placement.memory, self._stage
-        fixed = memory.view("fixed", "file")
-        tensors = {name: fixed[entry.start : entry.stop] for name, entry in package.fixed.items()}
-        predictor = memory.view("fixed", "predictor")
-        if len(predictor) and package.predictor is not None:
-            tensors |= {name: predictor[entry.start : entry.stop] for name, entry in package.predictor.items()}
-        stages = ("residual", "queries", "attention", "hidden", "partials", "ranks", "predicted", "claims")
-        return View(
-            fixed=tensors,
-            **{name: stage(name) for name in stages},
-            barrier=stage("barriers"),
-            logits=memory.view("exchange", "logits"),
-            kv=None,
-            slots=(None, None),
-            entries=(None, None),
-            window=None,
-            arrivals=None,
-            in_flight=None,
-            epoch=memory.view("exchange", "epoch"),
-            requests=ffi.new("np_requests *"),
-            trace=self._trace.native,
-            activity=None,
-        )

@@ -42,15 +42,9 @@ class OnnxBackend(CpuBackend):
 
     def supports(self, manifest: Manifest, phase: Phase) -> str | None:
         """Prompts of models of 4 and 8 bits with gates that a ReLU opens."""
-        model = manifest.model
         if phase != "prefill":
-            return "onnx computes prompts only; write prefill=onnx:..."
-        if not model.gated or model.ffn_bias or model.activation not in ACTIVATIONS or model.activation_threshold:
-            kind = f"{model.activation}{'' if model.gated else ' without a gate'}"
-            return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
-        if manifest.quantization == "f16":
-            return "onnx needs a package in q8 or q4; this one is f16"
-        return None
+            return "onnx computes prompts, or blocks of decode steps; write prefill=onnx:... or accelerator=onnx:..."
+        return refusal(manifest)
 
     def load(self, placement: Placement) -> None:
         """Build the engines, and the sessions of the graphs that the plan's chunks need."""
@@ -105,3 +99,14 @@ class OnnxBackend(CpuBackend):
     def _most_tokens(self, placement: Placement) -> int:
         compute = placement.job.plan.compute
         return RunShape.of(compute).prefill_tokens(compute.prefill_chunk_tokens)
+
+
+def refusal(manifest: Manifest) -> str | None:
+    """Why the graphs cannot compute this model's layers, in words; None: they can."""
+    model = manifest.model
+    if not model.gated or model.ffn_bias or model.activation not in ACTIVATIONS or model.activation_threshold:
+        kind = f"{model.activation}{'' if model.gated else ' without a gate'}"
+        return f"onnx needs a gate and one of {', '.join(ACTIVATIONS)} without a threshold; this model has {kind}"
+    if manifest.quantization == "f16":
+        return "onnx needs a package in q8 or q4; this one is f16"
+    return None

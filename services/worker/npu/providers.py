@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import sys
 
+from neuronpipe.plans.plan.runtimes import HELD_TOKENS
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.npu.chips import Chip, chip_of, find_chip
 
@@ -48,6 +49,20 @@ class Provider:
     def needs_device(self) -> bool:
         """Whether an emulated processor will not do."""
         return self.name == "qnn"
+
+    @property
+    def device(self) -> str:
+        """Who computes, as people call it."""
+        if self.name == "cpu":
+            return "ONNX Runtime on the CPU"
+        chip = "a Hexagon v73" if self.chip is None else str(self.chip)
+        return chip if self.needs_device else f"{chip}, emulated"
+
+    @property
+    def held_tokens(self) -> tuple[int, ...]:
+        """Lengths of an accelerator's graphs, which compute a token alike. The CPU's of one token sums in another order
+        than its longer ones, so one text goes with an empty place."""
+        return HELD_TOKENS[1:] if self.name == "cpu" else HELD_TOKENS
 
     @property
     def numerics(self) -> str:
