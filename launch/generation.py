@@ -156,7 +156,7 @@ def for_terminal(text: str) -> str:
 
 
 def _summary(finished: Finished) -> str:
-    memory, flash, share = finished.memory, finished.flash, _accelerator_share(finished)
+    memory, flash, share = finished.memory, finished.flash, _accelerator_shares(finished).get("accelerator_share")
     held = "" if share is None else f", {share:.0%} of decode's rows by the accelerator"
     return (
         f"[{finished.tokens} tokens, {show_number(finished.tokens_per_s, 0)} tokens/s, "
@@ -182,17 +182,24 @@ def to_json(finished: Finished, tokens: list[Token]) -> dict[str, Any]:
         "tbt_ms": finished.tbt_ms,
         "memory": finished.memory,
         "flash": {**finished.flash, "bytes": int(finished.flash["bytes"]), "reads": int(finished.flash["reads"])},
-        **({} if (share := _accelerator_share(finished)) is None else {"accelerator_share": share}),
+        **_accelerator_shares(finished),
         "plan": finished.plan,
         "mode": finished.mode,
     }
 
 
-def _accelerator_share(finished: Finished) -> float | None:
-    """Of the neurons' rows that its decode steps computed, those of the accelerator; None where it computed none."""
-    rows = sum(finished.decode.get(f"{name}_rows", 0.0) for name in ("gate", "up", "down"))
-    held = finished.decode.get("held_rows", 0.0)
-    return held / (held + rows) if held else None
+def _accelerator_shares(finished: Finished) -> dict[str, float]:
+    """Of the rows that its decode steps computed, those of the accelerator, if it computed any: of neurons, and of
+    attention's matrices and the output matrix."""
+    rows = {name: finished.decode.get(f"{name}_rows", 0.0) for name in ("gate", "up", "down", "matrix")}
+    held = {name: finished.decode.get(f"held_{name}", 0.0) for name in ("rows", "matrix_rows")}
+    of_neurons, of_matrices = sum(rows.values()) - rows["matrix"], rows["matrix"]
+    shares: dict[str, float] = {}
+    if held["rows"]:
+        shares["accelerator_share"] = held["rows"] / (held["rows"] + of_neurons)
+    if held["matrix_rows"]:
+        shares["accelerator_matrix_share"] = held["matrix_rows"] / (held["matrix_rows"] + of_matrices)
+    return shares
 
 
 def _logprobs(token: Token) -> dict[str, Any]:

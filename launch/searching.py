@@ -68,7 +68,7 @@ def searched(
     result = _Searching(arguments, subject, gateway, wanted, heat).result()
     chosen, made, target = result.found.chosen, result.found.chosen.plan, arguments.target_speed
     if several and arguments.sequences is None and target is None:
-        anew = dataclasses.replace(chosen.wanted, held_blocks=None)
+        anew = dataclasses.replace(chosen.wanted, held_blocks=None, held_matrices=None)
         made = plan_for_several(subject.manifest, chosen.device, anew, heat)
     said = [*result.found.reasons(), *result.said, *filter(None, [subject.prompts.reason])]
     if target is not None:

@@ -515,7 +515,8 @@ typedef struct {
     np_trace trace;                        /* this participant's own */
     float *inputs;                         /* [T][max(width, query_heads*head_width)], with config.outside; with config.held [T][width],
                                             * where the normed inputs are wanted, or NULL; else not looked at */
-    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], with config.outside; else not looked at */
+    float *outputs;                        /* [T][max((query_heads+2*key_heads)*head_width, width)], with config.outside; and with
+                                            * config.held where matrices are held, or NULL; else not looked at */
     uint8_t *activity;                     /* [layers][experts][blocks*block_neurons], this participant's own: bits of np_activity are set; or NULL */
 } np_shared;
 
@@ -535,6 +536,9 @@ typedef struct {
                                 * np_engine_next_blocks; nothing else is computed here than norms, routes and a share of sums */
 } np_engine_config;
 
+/* Matrices that a participant may hold, besides blocks: those of attention in every layer, and that of the logits. */
+enum { NP_HELD_QKV = 1, NP_HELD_ATTENTION_OUTPUT = 2, NP_HELD_OUTPUT = 4 };
+
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
  * `logits_first` on into logit rows 0... Arrays are of `count` items. */
 typedef struct {
@@ -544,6 +548,7 @@ typedef struct {
     uint32_t first_block, end_block;    /* whose neurons it computes, in every layer and expert */
     uint32_t held_blocks;               /* the first ones are of who holds their weights: nobody looks for their clusters, and their sums are
                                          * those of nodes (np_sum_tree_on) */
+    uint32_t held_matrices;             /* NP_HELD_*: these are of the one participant who holds them, and nobody else computes their rows */
     uint32_t sharers, sharer;           /* how many participants have these blocks and take them by turns, and which of them this is; two
                                          * groups that share blocks are one too many */
     uint32_t count;
@@ -628,21 +633,37 @@ typedef struct {
     const float *inputs;          /* [tokens][width] what the vectors were prepared from, where np_shared has room for it; else NULL */
 } np_wanted_blocks;
 
+/* All rows of a matrix that another computes, who holds it: out[t*out_stride + r] is row r times token t's prepared vector, and the row's
+ * bias, with the bits of the kernels in use. What is named here is good until the next np_engine_next_blocks. */
+typedef struct {
+    int32_t matrix; /* one of NP_HELD_* */
+    uint32_t layer; /* 0 with NP_HELD_OUTPUT */
+    uint32_t tokens, rows, columns;
+    const uint8_t *vectors;
+    size_t vector_stride; /* in bytes */
+    float *out;
+    size_t out_stride;
+} np_wanted_rows;
+
 /* A step of a participant whose blocks another computes (config.held): it begins, then calls np_engine_next_blocks until that returns
  * NP_OK: the step is over, or an error, as np_engine_step has it. 1: the blocks of a layer are wanted; it gives their sums to
  * np_engine_put_sums and calls again. The first block must be 0, and the step's held_blocks end_block; where that is 0 no blocks are wanted.
- * Quantized weights, no NP_SILU. */
+ * NP_WANTED_ROWS, with held_matrices in the step: a matrix's rows are wanted, of which np_engine_wanted_rows says more; it calls again when
+ * they are there. Quantized weights, no NP_SILU; with held_matrices, `outputs` in np_shared, which may be this participant's own, and `kv`. */
+enum { NP_WANTED_ROWS = 2 };
 int np_engine_begin_held(np_engine *engine, const np_step *step);
 int np_engine_next_blocks(np_engine *engine, np_wanted_blocks *wanted);
 /* The sums of the blocks that are wanted: [pairs][nodes][width], `count` of them. They are copied, and meet with the others' in
  * np_engine_next_blocks. Returns NP_OK; or NP_E_ARGUMENT where no sums or another number of them is wanted. */
 int np_engine_put_sums(np_engine *engine, const float *sums, size_t count);
+void np_engine_wanted_rows(const np_engine *engine, np_wanted_rows *wanted); /* all zero where none are wanted */
 
 typedef struct {
     uint64_t neurons;                            /* (neuron, token) pairs of the blocks this participant took */
     uint64_t predicted;                          /* of them, whose gate was computed */
     uint64_t fired, active;                      /* pairs whose gate let them through; whose value is not zero */
     uint64_t gate_rows, up_rows, down_rows;      /* rows read from slots: a row once for each token that reads it */
+    uint64_t matrix_rows;                        /* the same of attention's matrices and of the output, computed here or by who holds them */
     uint64_t clusters[2], missed[2];             /* by part: clusters needed, and not there when computing came to them */
     uint64_t foreseen, foreseen_missed;          /* clusters looked at ahead of computing, and asked for then */
     uint64_t guessed, guessed_right;             /* experts asked for before their router chose; of them chosen */

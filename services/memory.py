@@ -29,7 +29,7 @@ WRITES: dict[str, frozenset[str]] = {
     "cache": frozenset({"residency", "trace"}),
     "decode": frozenset({"residency", "kv", "exchange", "trace"}),
     "prefill": frozenset({"residency", "kv", "exchange", "trace"}),
-    "accelerator": frozenset({"exchange", "trace"}),
+    "accelerator": frozenset({"kv", "exchange", "trace"}),
 }
 LOCKS = ("loader", "decode", "prefill")
 """Roles that lock what they map, where they may: `doctor` says whether. A phone swaps out what was not used for a

@@ -51,16 +51,18 @@ static void place_head(np_engine *engine, uint32_t layer, uint32_t head, uint32_
     }
 }
 
-/* Rows of a matrix times each token's vector, into `rows`; computed outside, they only have to be fetched. all_rows: of the matrix. */
+/* Rows of a matrix times each token's vector, into `rows`; computed outside, or by who holds them, they only have to be fetched, from
+ * there without their bias. all_rows: of the matrix. */
 static void products(np_engine *engine, const np_matrix *matrix, uint32_t first_row, uint32_t rows, uint32_t all_rows, const float *bias)
 {
-    if (!engine->config.outside) {
+    engine->counters.matrix_rows += (uint64_t)rows * engine->count;
+    if (!engine->config.outside && !engine->config.held) {
         np_engine_dot(engine, &engine->vectors, matrix, first_row, rows, bias, engine->rows, engine->max_rows);
         return;
     }
     for (uint32_t t = 0; t < engine->count; t++) {
         memcpy(engine->rows + t * engine->max_rows, engine->shared.outputs + (size_t)t * all_rows + first_row, rows * sizeof(float));
-        if (bias)
+        if (bias && engine->config.outside)
             np_add(bias + first_row, rows, engine->rows + t * engine->max_rows);
     }
 }
@@ -72,6 +74,8 @@ static void compute_heads(np_engine *engine, uint32_t layer)
     const uint32_t width = s->head_width;
     const uint64_t started = np_clock_ns();
     const uint32_t heads = s->query_heads + 2 * s->key_heads;
+    if (np_is_anothers(engine, NP_HELD_QKV))
+        return;
     for (uint32_t head; (head = np_engine_claim(engine, layer, NP_WORK_QKV, heads)) != NP_NO_PIECE;) {
         products(engine, &l->qkv, head * width, width, heads * width, l->qkv_bias);
         for (uint32_t t = 0; t < engine->count; t++)
@@ -103,10 +107,17 @@ static void attend(np_engine *engine, uint32_t layer)
     np_trace_put(&engine->shared.trace, NP_SPAN_ATTEND, layer, 0, engine->step, started);
 }
 
-int np_engine_project(np_engine *engine, uint32_t layer)
+void np_engine_begin_projection(np_engine *engine)
 {
     const size_t columns = (size_t)engine->shape.query_heads * engine->shape.head_width;
     np_engine_prepare(engine, &engine->vectors, engine->shared.attention, engine->count, columns, columns, NULL);
+}
+
+int np_engine_project(np_engine *engine, uint32_t layer)
+{
+    if (np_is_anothers(engine, NP_HELD_ATTENTION_OUTPUT))
+        return np_engine_barrier(engine);
+    np_engine_begin_projection(engine);
     return np_engine_add_projection(engine, layer);
 }
 
@@ -135,13 +146,18 @@ static int predict(np_engine *engine, const np_norm *norm)
     return met < 0 ? met : np_predict_scores(engine);
 }
 
-int np_engine_attention(np_engine *engine, uint32_t layer)
+int np_engine_begin_attention(np_engine *engine, uint32_t layer)
 {
     const np_shape *s = &engine->shape;
     const np_norm *norm = &engine->fixed.layers[layer].attention_norm;
     engine->layer = layer;
     np_engine_prepare(engine, &engine->vectors, engine->shared.residual, engine->count, s->width, s->width, norm);
-    int done = np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
+    return np_predicts(engine, NP_READS_ATTENTION) ? predict(engine, norm) : NP_OK;
+}
+
+int np_engine_attention(np_engine *engine, uint32_t layer)
+{
+    const int done = np_engine_begin_attention(engine, layer);
     return done < 0 ? done : np_engine_heads(engine, layer);
 }
 

@@ -147,6 +147,14 @@ void np_engine_destroy(np_engine *engine)
     free(engine);
 }
 
+/* Whether matrices may be one participant's alone: there are others, and if it is this one it has room for what another computes. */
+static int may_be_held(const np_engine *engine, const np_step *step)
+{
+    const uint32_t all = NP_HELD_QKV | NP_HELD_ATTENTION_OUTPUT | NP_HELD_OUTPUT;
+    const int has_room = engine->shared.outputs && engine->shared.kv;
+    return !(step->held_matrices & ~all) && step->participants > 1 && !engine->config.outside && (!engine->config.held || has_room);
+}
+
 int np_engine_take_step(np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
@@ -156,6 +164,8 @@ int np_engine_take_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT;
     if (step->participant >= step->participants || step->sharer >= step->sharers || step->sharers > step->participants ||
         step->first_block > step->end_block || step->end_block > s->blocks || step->held_blocks > s->blocks)
+        return NP_E_ARGUMENT;
+    if (step->held_matrices && !may_be_held(engine, step))
         return NP_E_ARGUMENT;
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* all participants go through the same windows then, with barriers between */
@@ -170,6 +180,7 @@ int np_engine_take_step(np_engine *engine, const np_step *step)
     engine->participant = step->participant;
     engine->blocks = (np_range){step->first_block, step->end_block};
     engine->held_blocks = step->held_blocks;
+    engine->held_matrices = step->held_matrices;
     engine->sharers = step->sharers;
     engine->sharer = step->sharer;
     engine->count = count;
@@ -212,7 +223,7 @@ static int layer_of(np_engine *engine, uint32_t layer)
 int np_engine_end_step(np_engine *engine, int done)
 {
     if (done >= 0 && engine->logits_count)
-        done = np_engine_logits(engine, engine->logits_first, engine->logits_count);
+        done = np_engine_logits(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, engine->count, engine->step, engine->started);
     engine->counters.step_ns += np_clock_ns() - engine->started;
     return done < 0 ? done : NP_OK;
@@ -237,7 +248,7 @@ uint32_t np_engine_claims(uint32_t layers)
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces)
 {
     if (engine->config.held)
-        return NP_NO_PIECE; /* who waits for another's device holds nobody up */
+        return np_held_claim(engine, work, pieces); /* who waits for another's device holds nobody up */
     /* Relaxed: a barrier lies between this work and what it reads, and between it and who reads what it writes. */
     const uint32_t piece = __atomic_fetch_add(&engine->shared.claims[layer * NP_WORKS + (uint32_t)work], 1, __ATOMIC_RELAXED);
     return piece < pieces ? piece : NP_NO_PIECE;
@@ -332,26 +343,38 @@ int np_engine_embed(np_engine *engine)
     return np_engine_barrier(engine);
 }
 
-int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count)
+void np_engine_begin_logits(np_engine *engine)
+{
+    const np_shape *s = &engine->shape;
+    for (uint32_t t = 0; t < engine->logits_count; t++) {
+        np_engine_norm(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(engine->logits_first + t) * s->width, s->width,
+                       engine->vector);
+        np_scale(engine->vector, s->width, s->logit_scale);
+        np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
+    }
+}
+
+static void compute_logits(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_matrix *m = &engine->fixed.output;
     const uint32_t pieces = (s->vocabulary + NP_PIECE_ROWS - 1) / NP_PIECE_ROWS;
-    const uint64_t started = np_clock_ns();
-    for (uint32_t t = 0; t < count; t++) {
-        np_engine_norm(engine, &engine->fixed.output_norm, engine->shared.residual + (size_t)(first + t) * s->width, s->width,
-                    engine->vector);
-        np_scale(engine->vector, s->width, s->logit_scale);
-        np_activation_prepare(s->type, engine->vector, s->width, engine->vectors.prepared + t * engine->vectors.stride);
-    }
+    np_engine_begin_logits(engine);
     for (uint32_t piece; (piece = np_engine_claim(engine, s->layers, 0, pieces)) != NP_NO_PIECE;) {
-        const uint32_t row = piece * NP_PIECE_ROWS;
+        const uint32_t row = piece * NP_PIECE_ROWS, rows = s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS;
         np_dot_rows(s->type, (const uint8_t *)m->quants + (size_t)row * engine->row_quant_bytes,
-                    (const uint8_t *)m->scales + (size_t)row * engine->row_scale_bytes,
-                    s->vocabulary - row < NP_PIECE_ROWS ? s->vocabulary - row : NP_PIECE_ROWS, s->width, engine->vectors.prepared,
-                    engine->vectors.stride, count, NULL, engine->shared.logits + row, s->vocabulary);
+                    (const uint8_t *)m->scales + (size_t)row * engine->row_scale_bytes, rows, s->width, engine->vectors.prepared,
+                    engine->vectors.stride, engine->logits_count, NULL, engine->shared.logits + row, s->vocabulary);
+        engine->counters.matrix_rows += (uint64_t)rows * engine->logits_count;
     }
-    np_trace_put(&engine->shared.trace, NP_SPAN_LOGITS, s->layers, count, engine->step, started);
+}
+
+int np_engine_logits(np_engine *engine)
+{
+    const uint64_t started = np_clock_ns();
+    if (!(engine->held_matrices & NP_HELD_OUTPUT)) /* else they are there, or will be at the barrier */
+        compute_logits(engine);
+    np_trace_put(&engine->shared.trace, NP_SPAN_LOGITS, engine->shape.layers, engine->logits_count, engine->step, started);
     return np_engine_barrier(engine);
 }
 

@@ -49,10 +49,12 @@ typedef struct {
 
 /* Where a step is whose blocks another computes (held.c). */
 typedef struct {
-    uint64_t wanted;           /* when the blocks were last wanted, by np_clock_ns */
+    uint64_t wanted;           /* when blocks or rows were last wanted, by np_clock_ns */
     uint32_t layer, stage;     /* of this layer's stages, the next */
-    int are_wanted;            /* 1: this layer's blocks, */
-    int are_there;             /* and their sums are there */
+    int are_wanted;            /* 1: this layer's blocks, or the rows of `matrix`, */
+    int are_there;             /* and these blocks' sums are there */
+    uint32_t matrix;           /* NP_HELD_*: its rows are wanted, or there; else 0 */
+    uint32_t taken;            /* pieces of work with these rows */
     int result;                /* what the step ended with; 1 while it goes on */
 } np_held;
 
@@ -70,6 +72,7 @@ struct np_engine {
     np_range blocks;                      /* whose neurons are this participant's to compute, */
     uint32_t sharers, sharer;             /* with so many others */
     uint32_t held_blocks;                 /* the first ones are looked for by nobody */
+    uint32_t held_matrices;               /* NP_HELD_* */
     int32_t *sequence, *position, *token; /* [max_tokens] */
 
     /* scratch, private to this participant */
@@ -143,6 +146,8 @@ const char *np_engine_wrong_field(const np_shape *shape, const np_fixed *fixed, 
 /* The next piece of `pieces`, or NP_NO_PIECE. */
 #define NP_NO_PIECE UINT32_MAX
 uint32_t np_engine_claim(np_engine *engine, uint32_t layer, int work, uint32_t pieces);
+/* Of the work that follows a matrix whose rows are there (held.c): all of it is who holds them's. */
+uint32_t np_held_claim(np_engine *engine, int work, uint32_t pieces);
 /* The same for NP_WORK_BLOCKS and NP_WORK_DOWNS of the layer in work: pieces of this participant's own blocks. */
 uint32_t np_engine_claim_own(np_engine *engine, int work, uint32_t pieces);
 
@@ -165,6 +170,12 @@ static inline void np_scale(float *x, size_t n, float factor)
         x[j] *= factor;
 }
 
+/* Whether another participant holds this matrix (NP_HELD_*), and computes its rows. */
+static inline int np_is_anothers(const np_engine *engine, uint32_t matrix)
+{
+    return (engine->held_matrices & matrix) != 0 && !engine->config.held;
+}
+
 /* A step's two ends: take its arguments over, if they are in range; and, when all layers are done or one ended with an error, compute
  * the logits, note what it took, and say how it ended. */
 int np_engine_take_step(np_engine *engine, const np_step *step);
@@ -175,7 +186,10 @@ void np_engine_begin_layer(np_engine *engine, uint32_t layer);
 /* Attention of a layer, which leaves the residual stream as it is; and its output, which is added to it. */
 int np_engine_attention(np_engine *engine, uint32_t layer);
 int np_engine_project(np_engine *engine, uint32_t layer);
-/* Of these the parts behind the inputs of their matrix: heads, and what follows from them; rows of the output, added. */
+/* Of these the parts that make the inputs of their matrix, and of attention predictions; */
+int np_engine_begin_attention(np_engine *engine, uint32_t layer);
+void np_engine_begin_projection(np_engine *engine);
+/* and the parts behind: heads, and what follows from them; rows of the output, added. */
 int np_engine_heads(np_engine *engine, uint32_t layer);
 int np_engine_add_projection(np_engine *engine, uint32_t layer);
 int np_engine_feed_forward(np_engine *engine, uint32_t layer);
@@ -202,7 +216,9 @@ uint32_t np_parts_ahead(const np_engine *engine, uint32_t layer, uint32_t tokens
 void np_ask_for_groups(np_engine *engine, uint32_t layer);
 /* The vectors of a group's tokens, out of those of all tokens: `from` itself, or a copy in `to`. */
 const np_vectors *np_engine_gather(np_engine *engine, const np_group *group, const np_vectors *from, np_vectors *to);
-int np_engine_logits(np_engine *engine, uint32_t first, uint32_t count);
+/* Logits of the tokens that the step wants some of; and the part that makes the inputs of their matrix. */
+int np_engine_logits(np_engine *engine);
+void np_engine_begin_logits(np_engine *engine);
 
 /* Whether a predictor decides which triggers are computed. Otherwise there is none, or it gives hints. */
 static inline int np_decides(const np_engine *engine)

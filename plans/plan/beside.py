@@ -1,16 +1,19 @@
 """What a device that holds blocks takes of a decode step, beside the workers that compute the others.
 
-A layer is over when both are done. A device that computes on the workers' own cores takes its time from them.
+A layer's blocks are over when both are done; of a matrix that the device holds the others have nothing to compute. A
+device that computes on the workers' own cores takes its time from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
 from neuronpipe.plans.device.points import StepMode
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.plans.plan.held import matrix_bytes, matrix_shape
 from neuronpipe.plans.plan.plan import Compute, Mode
 
 VECTOR_BYTES_PER_WEIGHT = 1.25  # of a prepared vector: quants, scales and sums of groups
@@ -73,6 +76,25 @@ class DeviceCost:
         )
         kernels_ms = 1e3 * (held.trigger_bytes + held.value_bytes) / speed
         return kernels_ms + (model.layers * layer_us + CALLS_OF_STEP * found.launch_us) / 1e3
+
+    def matrices_ms(self, matrices: Sequence[str], texts: int) -> float:
+        """All calls for these matrices in a step. A call, two copies and a kernel, is taken to cost a visit of blocks,
+        which makes more of both."""
+        model, found = self.manifest.model, self.measured
+        total_ms = 0.0
+        for name in matrices:
+            rows, columns = matrix_shape(model, name)
+            speed = found.held_bytes_per_s(
+                "exact", texts, 1.0, quantization=self.manifest.quantization, row_weights=columns
+            )
+            call_us = (
+                found.visit_us(texts, routed=False)
+                + found.copy_us(texts * VECTOR_BYTES_PER_WEIGHT * columns, back=False)
+                + found.copy_us(4 * texts * rows, back=True)
+            )
+            calls = 1 if name == "output" else model.layers
+            total_ms += calls * (1e3 * matrix_bytes(self.manifest, name) / speed + call_us / 1e3)
+        return total_ms
 
     def waited_ms(self, step_ms: float, others_ms: float | None) -> float | None:
         """What a step takes longer for it, beside what others compute meanwhile."""

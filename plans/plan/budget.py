@@ -10,7 +10,7 @@ import functools
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.held import holding_bytes
+from neuronpipe.plans.plan.held import held_matrices_bytes, holding_bytes
 from neuronpipe.plans.plan.plan import MemoryBudget, Plan
 from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, holder_bytes, runtime_bytes, runtime_of
 from neuronpipe.plans.plan.sizes import (
@@ -87,7 +87,9 @@ def accelerator_bytes(manifest: Manifest, shape: RunShape) -> int:
     """What the accelerator holds in its device: weights, and what steps need."""
     if not shape.held_blocks:
         return 0
-    return holding_bytes(manifest, shape.held_blocks, shape.sequences, shape.accelerator_backend)
+    blocks, texts = shape.held_blocks, shape.sequences
+    of_blocks = holding_bytes(manifest, blocks, texts, shape.accelerator_backend)
+    return of_blocks + held_matrices_bytes(manifest, shape.held_matrices, texts)
 
 
 def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from neuronpipe.plans.figures import show_number
-from neuronpipe.plans.plan.held import show_held
+from neuronpipe.plans.plan.held import show_held, show_matrices
 from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, Plan
 from neuronpipe.protocol.errors import named
@@ -63,6 +63,7 @@ def explain(plan: Plan) -> str:
         by = "" if process.backend == DEFAULT_BACKEND else f", {process.backend}"
         if process.role == ACCELERATOR:
             by += f": {named(c.device_name)}, {show_held(c.held_blocks)} blocks of every feed-forward"
+            by += show_matrices(c.held_matrices)
         lines.append(f"  {f'{process.role}.{process.index}':<16}{core}{by}")
     f = plan.flash
     lines += [

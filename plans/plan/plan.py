@@ -16,7 +16,7 @@ from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 9
+VERSION = 10
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -70,6 +70,7 @@ class Compute:
     hints: bool = False  # in exact mode, what the predictor names, and experts, are asked for before it is certain
     held_blocks: tuple[int, ...] = ()  # of every feed-forward the first ones, that the accelerator holds and computes:
     # by how many texts a step has, from one on; with more texts the last. Empty: there is no accelerator
+    held_matrices: tuple[str, ...] = ()  # whole matrices that it holds and computes besides: MATRICES of held.py
     device_shares_memory: bool = False  # what it holds lies in this machine's memory
     device_name: str = ""  # of the accelerator's, as its driver says it
 

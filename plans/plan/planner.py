@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.assumptions import assumptions
 from neuronpipe.plans.plan.budget import MIB, Budgets, accelerator_bytes, least_chunk_tokens, usable_bytes
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
 from neuronpipe.plans.plan.heat import Heat
-from neuronpipe.plans.plan.held import Accelerator, held_reasons, most_blocks
+from neuronpipe.plans.plan.held import Accelerator, held_reasons, most_held
 from neuronpipe.plans.plan.plan import (
     ACCELERATOR,
     GATEWAY,
@@ -34,7 +34,7 @@ from neuronpipe.plans.plan.regions import NOTHING_PINNED, Regions, fill
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.plans.plan.speed import Measured, expected
-from neuronpipe.plans.plan.split import best_held
+from neuronpipe.plans.plan.split import BestSplit
 from neuronpipe.protocol.errors import UserError
 
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
@@ -76,6 +76,7 @@ class Wanted:
     prefill_chunk_tokens: int | None = None  # of a prompt at once at most; as many of them as the limit holds, or 8
     depth: int | None = None  # reads at once at most; as many of them as staging may take
     held_blocks: tuple[int, ...] | None = None  # of an accelerator, as Compute has them; those expected to be best
+    held_matrices: tuple[str, ...] | None = None  # the same
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,13 +145,16 @@ def plan(
     budgets: of this package, for whoever makes many plans of it; heat: how often its clusters are wanted, where
     that was measured."""
     wanted, budgets = _as_baseline(wanted), budgets or Budgets(manifest)
-    made = _Planning(manifest, device, wanted, budgets, heat).plan()
+
+    def make(blocks: tuple[int, ...] | None, matrices: tuple[str, ...] | None) -> Plan:
+        other = dataclasses.replace(wanted, held_blocks=blocks, held_matrices=matrices)
+        return _Planning(manifest, device, other, budgets, heat).plan()
+
+    made = make(wanted.held_blocks, wanted.held_matrices)
     if device.accelerator is None or wanted.held_blocks is not None:
         return made
-    held = best_held(manifest, rates(manifest, made.compute.mode, heat), made, device.measured)
-    if held is None or held == made.compute.held_blocks:
-        return made
-    return _Planning(manifest, device, dataclasses.replace(wanted, held_blocks=held), budgets, heat).plan()
+    best = BestSplit(manifest, rates(manifest, made.compute.mode, heat), device.accelerator, device.measured, make)
+    return best.of(made) if wanted.held_matrices is None else best.with_best_blocks(made)
 
 
 def _as_baseline(wanted: Wanted) -> Wanted:
@@ -195,14 +199,9 @@ class _Planning:
     def _accelerated(self, accelerator: Accelerator) -> RunShape:
         """The shape with as many blocks as the device has room for."""
         if "pipeline" in self._wanted.without:
-            raise UserError(
-                "--without pipeline and an accelerator: it is a part of the pipeline; leave one of them out"
-            )
-        shape = self._shape
-        blocks = most_blocks(self._manifest, accelerator, self._limit_bytes, shape)
-        if self._wanted.held_blocks is not None:
-            blocks = min(blocks, max(self._wanted.held_blocks))
-        return dataclasses.replace(shape, held_blocks=blocks, device_shares_memory=accelerator.shares_memory)
+            raise UserError("--without pipeline and an accelerator: it is part of the pipeline; leave one of them out")
+        room = accelerator, self._device.profile, self._limit_bytes, self._shape
+        return most_held(self._manifest, *room, self._wanted.held_blocks, self._wanted.held_matrices)
 
     def _mode(self) -> Mode:
         mode: Mode = self._wanted.mode or "exact"
@@ -264,6 +263,7 @@ class _Planning:
             prefetch="prefetch" not in wanted.without,
             hints=shape.hints,
             held_blocks=wanted.held_blocks or ((shape.held_blocks,) if shape.held_blocks else ()),
+            held_matrices=shape.held_matrices,
             device_shares_memory=shape.device_shares_memory,
             device_name="" if self._device.accelerator is None else self._device.accelerator.name,
         )

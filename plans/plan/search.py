@@ -241,7 +241,7 @@ class Search:
         if device is None:
             return None
         try:
-            start = self._candidate(device, dataclasses.replace(chosen.wanted, held_blocks=None))
+            start = self._candidate(device, dataclasses.replace(chosen.wanted, held_blocks=None, held_matrices=None))
         except UserError:
             return None
         return self._of_target(self._fastest(self.variants(start)), found.target)
@@ -366,12 +366,18 @@ class Search:
         if start.tokens_per_s is None or self.wanted.baseline is not None or self.wanted.without:
             return [start]
         bundle, held = start.plan.flash.bundle, start.plan.compute.held_blocks or None
+        matrices = start.plan.compute.held_matrices if held else None
         made = {_shares(start.plan): start}
         for depth in self._depths(start):
             least = least_chunk_tokens(RunShape.of(start.plan.compute))
             for chunk in (*(tokens for tokens in CHUNK_TOKENS if tokens > least), least):
                 wanted = dataclasses.replace(
-                    start.wanted, bundle=bundle, prefill_chunk_tokens=chunk, depth=depth, held_blocks=held
+                    start.wanted,
+                    bundle=bundle,
+                    prefill_chunk_tokens=chunk,
+                    depth=depth,
+                    held_blocks=held,
+                    held_matrices=matrices,
                 )
                 one = self._candidate(start.device, wanted)
                 made.setdefault(_shares(one.plan), one)

@@ -34,6 +34,7 @@ class RunShape:
     hints: bool = False
     prefill_backend: str = DEFAULT_BACKEND
     held_blocks: int = 0  # by the accelerator, at most; 0: there is none
+    held_matrices: tuple[str, ...] = ()
     device_shares_memory: bool = False
     accelerator_backend: str = ""
 
@@ -52,6 +53,7 @@ class RunShape:
             hints=compute.hints,
             prefill_backend=backend_of("prefill", compute.processes),
             held_blocks=compute.most_held_blocks(),
+            held_matrices=compute.held_matrices,
             device_shares_memory=compute.device_shares_memory,
             accelerator_backend=compute.accelerator_backend(),
         )

@@ -19,7 +19,7 @@ from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
 from neuronpipe.plans.plan.beside import DeviceCost, Held
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import Rates
-from neuronpipe.plans.plan.held import held_clusters
+from neuronpipe.plans.plan.held import MATRICES, held_clusters, matrix_bytes
 from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
 from neuronpipe.plans.plan.ranking import holding
@@ -86,6 +86,23 @@ def step_ms(
 ) -> float | None:
     """A decode step of so many texts at half of the context; None where something was not measured."""
     return _run(manifest, rates, compute, memory, flash, *measured).decode_step(batch, compute.context_tokens // 2).ms
+
+
+def matrices_saved_ms(
+    manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, flash: Flash, measured: Measured
+) -> dict[str, float]:
+    """What a text's decode step takes less for each matrix that a device holds, by its name; none where it is not
+    known, or the device computes on the workers' own cores."""
+    run = _run(manifest, rates, compute, memory, flash, *measured)
+    if run.device is None or run.device.measured.is_processor:
+        return {}
+    saved: dict[str, float] = {}
+    for name in MATRICES:
+        calls = 1 if name == "output" else manifest.model.layers
+        time_ms = _times(run.cost.step_factor(), run.cost.fixed_ms(calls * matrix_bytes(manifest, name)))
+        if time_ms is not None:
+            saved[name] = time_ms - run.device.matrices_ms((name,), 1)
+    return saved
 
 
 def decode_reads(
@@ -160,7 +177,10 @@ class _Run:
         blocks = self.compute.held_blocks_of(batch)
         triggers, values = self._triggers(batch, blocks), self._values(batch, rates.value_read, blocks)
         trigger_bytes, value_bytes, device_ms = self._shared_out(batch, blocks)
-        fixed_bytes, kv_bytes = self._fixed_bytes(batch), batch * self._kv_bytes(position_tokens)
+        fixed_bytes, kv_bytes = (
+            self._fixed_bytes(batch) - self._held_fixed_bytes(),
+            batch * self._kv_bytes(position_tokens),
+        )
         # The size of a piece is that of one text: others read the same ones, or others of the same size.
         of_one = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
         one_bytes = self._value_rows(1) + (0.0 if in_order else self._rows(1, rates.trigger_read))
@@ -180,7 +200,11 @@ class _Run:
             pieces_ms = _times(factor, neurons_ms)
         sequential_ms = _sum(fixed_ms, kv_ms, triggers_ms)
         others_ms = _sum(triggers_ms, pieces_ms)
-        waited_ms = self.device.waited_ms(device_ms, others_ms) if self.device is not None else 0.0
+        waited_ms: float | None = 0.0
+        if self.device is not None:  # nobody has other work while it computes a matrix
+            rows_ms = self.device.matrices_ms(self.compute.held_matrices, batch)
+            waited_ms = _sum(rows_ms, self.device.waited_ms(device_ms, others_ms))
+            device_ms += rows_ms
         found = self._step_reads(triggers, values, _sum(fixed_ms, kv_ms), _sum(others_ms, waited_ms))
         reads, read_bytes = sum(one.reads for one in found), sum(one.read_bytes for one in found)
         return _Step(
@@ -323,6 +347,15 @@ class _Run:
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
             total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total
+
+    def _held_fixed_bytes(self) -> int:
+        """Of the fixed tensors, those that a device reads instead; one that was not measured is taken to be as fast."""
+        if self.device is None:
+            return 0
+        return sum(
+            matrix_bytes(self.manifest, name) * (1 if name == "output" else self.manifest.model.layers)
+            for name in self.compute.held_matrices
+        )
 
     def _kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens, of all layers: each has its attention window."""

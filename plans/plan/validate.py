@@ -21,6 +21,7 @@ from neuronpipe.plans.plan.budget import (
     memory_budget,
 )
 from neuronpipe.plans.plan.firing import has_hints
+from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.pins import read_counts
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
 from neuronpipe.plans.plan.runtimes import runtime_of
@@ -113,6 +114,12 @@ class _Check:
             self._fail("compute.held_blocks", "none at all; leave the accelerator out")
         if len(compute.held_blocks) > 1 and runtime_of(compute.accelerator_backend()):
             self._fail("compute.held_blocks", "as many for any number of texts: else its numerics would depend on that")
+        if compute.held_matrices and (not compute.held_blocks or runtime_of(compute.accelerator_backend())):
+            self._fail(
+                "compute.held_matrices", "are those of an accelerator with the decode workers' bits, beside its blocks"
+            )
+        if compute.held_matrices != tuple(name for name in MATRICES if name in compute.held_matrices):
+            self._fail("compute.held_matrices", f"some of {', '.join(MATRICES)} in this order, each once")
         if compute.held_blocks and not compute.pipeline:
             self._fail("compute.pipeline", "is what an accelerator needs")
         if compute.prefill_window_blocks < blocks and not runtime_of(backend_of("prefill", compute.processes)):

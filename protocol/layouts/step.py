@@ -29,7 +29,7 @@ def kv(*, layers: int, sequences: int, key_heads: int, context_tokens: int, head
         2,
         "context_tokens",
         "head_width",
-        by="decode and prefill: the positions of the step they compute; prefill: those before, for a copy_from",
+        by="decode, accelerator, prefill: positions of the step they compute; prefill: those before, for a copy_from",
         to="decode, prefill",
         ordering="within a step the barrier, between steps StepDone and Prefilled",
     )

@@ -14,7 +14,8 @@ class Step(Message):
 
     `participants`, `first_blocks` and `end_blocks` have one item per participant. Participants may change from step to
     step. Together they have every block of neurons once: those with the same blocks take them by turns, and at most one
-    range of blocks is shared. Stages other than the feed-forward's blocks belong to all.
+    range of blocks is shared. Stages other than the feed-forward's blocks belong to all; but of the matrices that are
+    held every row, and what follows from it up to the next meeting, is the accelerator's.
 
     step: number of the step; a step that is repeated after a failure keeps its number
     epoch: value of the epoch word for which this attempt is valid
@@ -24,6 +25,8 @@ class Step(Message):
     sequences: KV slot of each sequence
     positions: position of each token in its sequence, from 0
     tokens: the input tokens, one of each sequence
+    held_matrices: of "qkv", "attention_output" (both of every layer) and "output", those that the accelerator among the
+        participants computes alone
     """
 
     step: int
@@ -34,6 +37,7 @@ class Step(Message):
     sequences: tuple[int, ...]
     positions: tuple[int, ...]
     tokens: tuple[int, ...]
+    held_matrices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.sequences) == len(self.positions) == len(self.tokens):

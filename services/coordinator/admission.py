@@ -27,12 +27,18 @@ class Limits:
     plan_id: str
     blocks: int = 1  # of neurons in a layer
     held_blocks: tuple[int, ...] = ()  # of them, those of an accelerator: see Compute
+    held_matrices: tuple[str, ...] = ()  # of an accelerator, too
 
-    def ranges(self, holds: Sequence[bool], texts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of each participant of a step the first block that it computes, and the one after the last. holds: who of
-        them is an accelerator: it has the first blocks; the others have all that follow, and take them by turns."""
+    def shares(self, holds: Sequence[bool], texts: int) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
+        """The fields of `Step` that say which blocks each participant computes, and which matrices are held. holds: who
+        of them is an accelerator: it has the first blocks and these matrices; the others have all blocks that follow,
+        and take them by turns."""
         held = self.held_blocks[min(texts, len(self.held_blocks)) - 1] if any(holds) else 0
-        return tuple(0 if one else held for one in holds), tuple(held if one else self.blocks for one in holds)
+        return {
+            "first_blocks": tuple(0 if one else held for one in holds),
+            "end_blocks": tuple(held if one else self.blocks for one in holds),
+            "held_matrices": self.held_matrices if any(holds) else (),
+        }
 
 
 class _Refusal(Exception):

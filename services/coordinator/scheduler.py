@@ -356,9 +356,9 @@ class StepBuilder:
 
     def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
         """The fields of `Step` that say what is whose, with so many texts."""
-        first, end = self._limits.ranges([role == ACCELERATOR for role, _ in participants], texts)
+        holds = [role == ACCELERATOR for role, _ in participants]
         names = tuple(f"{role}.{index}" for role, index in participants)
-        return {"participants": names, "first_blocks": first, "end_blocks": end}
+        return {"participants": names, **self._limits.shares(holds, texts)}
 
     def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""

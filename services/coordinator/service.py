@@ -319,4 +319,5 @@ def _limits(job: Job) -> Limits:
         plan_id=job.plan.id,
         blocks=manifest.layout.blocks,
         held_blocks=compute.held_blocks,
+        held_matrices=compute.held_matrices,
     )

@@ -302,7 +302,7 @@ class Report:
         )
 
     def _work(self, process: WorkerProcess, gone: bool) -> str:
-        """Which blocks of neurons it computes, where an accelerator has some."""
+        """Which blocks of neurons and whole matrices it computes, where an accelerator has some."""
         compute, blocks = self._job.plan.compute, self._job.package.manifest.layout.blocks
         role = process.role
         if not compute.held_blocks or role not in ("decode", ACCELERATOR):
@@ -313,7 +313,7 @@ class Report:
         if role == "decode":
             return _blocks(held + 1, blocks, blocks)
         if there:
-            return _blocks(1, held, blocks)
+            return _blocks(1, held, blocks) + "".join(f", {name}" for name in compute.held_matrices)
         theirs = self._scheduler.workers.numerics_of(decoders) if decoders else process.numerics
         otherwise = f" in {theirs}, not in {process.numerics}" if process.numerics not in ("", theirs) else ""
         return f"decode workers compute its blocks{otherwise}{'' if gone else ' until it is there'}"

@@ -57,6 +57,7 @@ class Share:
     participants, participant: how many compute the step, and which of them this is
     sharers, sharer: how many participants have these blocks and take them by turns, and which of them this is
     held_blocks: the first ones belong to who holds their weights; nobody else looks for their clusters
+    held_matrices: whole matrices that belong to the same, by their names in a plan; nobody else computes their rows
     """
 
     first_block: int
@@ -66,6 +67,7 @@ class Share:
     sharers: int = 1
     sharer: int = 0
     held_blocks: int = 0
+    held_matrices: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

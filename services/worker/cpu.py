@@ -25,7 +25,8 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
-from neuronpipe.services.worker.participant import EngineConfig, Multiply, Participant, View
+from neuronpipe.services.worker.outside import Multiply
+from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from neuronpipe.services.worker.pinning import pin
 
 Stage = Callable[[str], memoryview]

@@ -59,12 +59,14 @@ def work_of(step: Step, name: str) -> StepWork:
         tokens=step.tokens,
         logits_first=0,
         logits_count=len(step.tokens),
-        share=_share_of(step.participants, step.first_blocks, step.end_blocks, name),
+        share=_share_of(step.participants, step.first_blocks, step.end_blocks, step.held_matrices, name),
     )
 
 
 @lru_cache(maxsize=8)  # of the participants of one step, who are mostly those of the last
-def _share_of(participants: tuple[str, ...], first: tuple[int, ...], end: tuple[int, ...], name: str) -> Share:
+def _share_of(
+    participants: tuple[str, ...], first: tuple[int, ...], end: tuple[int, ...], matrices: tuple[str, ...], name: str
+) -> Share:
     own = participants.index(name)
     ranges = list(zip(first, end, strict=True))
     sharers = [number for number, blocks in enumerate(ranges) if blocks == ranges[own]]
@@ -76,6 +78,7 @@ def _share_of(participants: tuple[str, ...], first: tuple[int, ...], end: tuple[
         sharers=len(sharers),
         sharer=sharers.index(own),
         held_blocks=max((end for one, (_, end) in zip(participants, ranges, strict=True) if _holds(one)), default=0),
+        held_matrices=matrices,
     )
 
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
-
-if TYPE_CHECKING:  # who computes no blocks outside needs no numpy
-    import numpy as np
-    from numpy.typing import NDArray
+from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
@@ -41,6 +38,7 @@ COUNTS = (
     "gate_rows",
     "up_rows",
     "down_rows",
+    "matrix_rows",
     "foreseen",
     "foreseen_missed",
     "guessed",
@@ -49,6 +47,9 @@ COUNTS = (
     "hinted_fired",
 )
 """Counters of a step, by the names of native/neuronpipe.h."""
+
+HELD_MATRICES = {"qkv": lib.NP_HELD_QKV, "attention_output": lib.NP_HELD_ATTENTION_OUTPUT, "output": lib.NP_HELD_OUTPUT}
+"""Matrices that a participant may hold besides blocks, by their names in a plan; the engine refuses any other bit."""
 
 PART_COUNTS = ("clusters", "missed")
 """Those that there are of each part: `trigger_clusters` and so on."""
@@ -85,7 +86,7 @@ class View:
     trace: Any  # np_trace
     activity: Any
     inputs: Any = None  # this and the next: where another computes the products of layers
-    outputs: Any = None
+    outputs: Any = None  # also where this participant holds matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,28 +175,6 @@ def create_engine(shape: Any, fixed: Any, shared: Any, config: Any) -> Any:
     raise ValueError(f"the engine refuses `{field}`: it is out of its range, or contradicts another field")
 
 
-class Multiply(Protocol):
-    """Computes the products of layers, as native/neuronpipe.h says: a step's begin between `begin` and `end`."""
-
-    def begin(self, participant: Participant) -> None:
-        """A step of this participant: its rows may be read from now on."""
-
-    def __call__(self, participant: Participant, product: Any) -> None:
-        """Compute the np_product that is wanted; or begin to, and when it is a turn's last have all of them computed.
-        What is named in it is good until the turn's end; itself is not."""
-
-    def end(self) -> None:
-        """The step is over, or was left. Nothing of it is read any more."""
-
-
-class ComputeBlocks(Protocol):
-    """Who holds the weights of a participant's blocks."""
-
-    def __call__(self, wanted: Any) -> NDArray[np.float32]:
-        """The sums that np_wanted_blocks of native/neuronpipe.h wants: [pairs][nodes][width]. They are read before it
-        is called again."""
-
-
 class Participant:
     """The engine of one participant. One thread uses it; `close` before the segments are unmapped."""
 
@@ -249,14 +228,21 @@ class Participant:
         finally:
             multiply.end()
 
-    def compute_held(self, work: StepWork, blocks: ComputeBlocks) -> None:
+    def compute_held(self, work: StepWork, blocks: ComputeBlocks, rows: ComputeRows | None = None) -> None:
         """The same where another holds the weights of this participant's blocks, the step's `held_blocks`: `blocks`
-        computes them, layer after layer."""
-        engine, wanted = self._engine, ffi.new("np_wanted_blocks *")
+        computes them, layer after layer; and `rows` those of the matrices that the step says are held."""
+        if work.share.held_matrices and rows is None:
+            raise ValueError(f"held_matrices: {', '.join(work.share.held_matrices)}, but nobody computes their rows")
+        engine = self._engine
         self._check(lib.np_engine_begin_held(engine, self._take(work)))
-        while self._check(lib.np_engine_next_blocks(engine, wanted)):
-            sums = blocks(wanted)
-            self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
+        wanted, wanted_rows = ffi.new("np_wanted_blocks *"), ffi.new("np_wanted_rows *")
+        while what := self._check(lib.np_engine_next_blocks(engine, wanted)):
+            if what == lib.NP_WANTED_ROWS and rows is not None:
+                lib.np_engine_wanted_rows(engine, wanted_rows)
+                rows(wanted_rows)
+            else:
+                sums = blocks(wanted)
+                self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
 
     def _take(self, work: StepWork) -> Any:
         """The step as the native library wants it."""
@@ -271,6 +257,7 @@ class Participant:
         step.first_block, step.end_block = share.first_block, share.end_block
         step.sharers, step.sharer = share.sharers, share.sharer
         step.held_blocks = share.held_blocks
+        step.held_matrices = sum(HELD_MATRICES.get(name, 1 << 31) for name in set(share.held_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
         step.sequences, step.positions, step.tokens = self._step_arrays
         return step

@@ -12,7 +12,8 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.worker.backend import Share, StepWork
-from neuronpipe.services.worker.participant import ComputeBlocks, EngineConfig, Multiply, Participant, View
+from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
+from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024
@@ -21,7 +22,7 @@ Ranges = list[tuple[int, int]]
 
 class Participants:
     """So many participants of steps of up to max_tokens tokens of one text. config: fields of EngineConfig that are to
-    be otherwise than here. holder: the last of them has another compute its blocks."""
+    be otherwise than here. holder: the last of them has another compute its blocks; rows: and held_matrices."""
 
     def __init__(
         self,
@@ -31,6 +32,8 @@ class Participants:
         max_tokens: int,
         predicts: bool = False,
         holder: ComputeBlocks | None = None,
+        rows: ComputeRows | None = None,
+        held_matrices: tuple[str, ...] = (),
         **config: Any,
     ) -> None:
         manifest, self._package = package.manifest, package
@@ -67,7 +70,7 @@ class Participants:
             "inputs": np.zeros((tokens, max(model.width, model.query_width)), np.float32),
             "outputs": np.zeros((tokens, max(model.qkv_rows, model.width)), np.float32),
         }
-        self._holder = holder
+        self._holder, self._rows, self._matrices = holder, rows, held_matrices
         self._rings = [np.zeros(3 * LINE_WORDS + RING_ENTRIES, np.uint32) for _ in range(count)]
         self.all = [
             Participant(
@@ -98,9 +101,11 @@ class Participants:
                 self._claims[:] = 0
                 shares = ranges(number) if ranges else [(0, blocks)] * len(self.all)
                 held_blocks = shares[-1][1] if self._holder else 0
-                works = [_work(first, some, shares, own, held_blocks) for own in range(len(shares))]
+                matrices = self._matrices if len(shares) == len(self.all) else ()
+                works = [_work(first, some, shares, own, held_blocks, matrices) for own in range(len(shares))]
                 held = [self._holder if one is self.all[-1] else None for one in self.all]
-                list(threads.map(_compute, self.all[: len(shares)], works, held, [multiply] * len(shares)))
+                others = [multiply] * len(shares), [self._rows] * len(shares)
+                list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
 
@@ -163,14 +168,22 @@ class Participants:
         )
 
 
-def _compute(one: Participant, work: StepWork, holder: ComputeBlocks | None, multiply: Multiply | None) -> None:
+def _compute(
+    one: Participant,
+    work: StepWork,
+    holder: ComputeBlocks | None,
+    multiply: Multiply | None,
+    rows: ComputeRows | None,
+) -> None:
     if holder is None:
         one.compute(work, multiply)
     else:
-        one.compute_held(work, holder)
+        one.compute_held(work, holder, rows)
 
 
-def _work(first: int, tokens: list[int], shares: Ranges, own: int, held_blocks: int) -> StepWork:
+def _work(
+    first: int, tokens: list[int], shares: Ranges, own: int, held_blocks: int, matrices: tuple[str, ...]
+) -> StepWork:
     """One step of one text, as the participant number `own` gets it."""
     sharers = [number for number, share in enumerate(shares) if share == shares[own]]
     return StepWork(
@@ -189,6 +202,7 @@ def _work(first: int, tokens: list[int], shares: Ranges, own: int, held_blocks: 
             sharers=len(sharers),
             sharer=sharers.index(own),
             held_blocks=held_blocks,
+            held_matrices=matrices,
         ),
     )
 

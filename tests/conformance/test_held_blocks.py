@@ -1,5 +1,5 @@
-"""Blocks that an OpenCL device computes have the bits of the engine's kernels: whatever the model, the weights' type,
-the instructions whose order of sums the device keeps, the batch, and how many blocks it holds."""
+"""Blocks and matrices that an OpenCL device computes have the bits of the engine's kernels: whatever the model, the
+weights' type, the instructions whose order of sums the device keeps, the batch, and how much it holds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.held import MATRICES, matrix_shape
 
 from tests.conformance.participants import Participants
 from tests.conformance.specs import SPECS, give_predictor, write_package
@@ -22,9 +23,11 @@ pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
 from neuronpipe.services.worker.gpu.blocks import ORDERS, HeldBlocks
 from neuronpipe.services.worker.gpu.device import find_device
+from neuronpipe.services.worker.gpu.matrices import HeldMatrices
 from neuronpipe.services.worker.gpu.trial import manifest_of
 from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
 
+Names = tuple[str, ...]
 TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 INSTRUCTIONS = ffi.string(lib.np_isa_names()).decode().split(",")
 WIDE = replace(SPECS["scaled"], width=576, neurons=2500, layer_kinds=SPECS["scaled"].layer_kinds)
@@ -47,12 +50,33 @@ def held(package: Package, blocks: int, tokens: int, instructions: str) -> HeldB
     return holder
 
 
-def run(package: Package, blocks: int, chunk: int, instructions: str, **config: Any) -> tuple[np.ndarray, HeldBlocks]:
-    """Two participants, and one whose blocks a device computes: the first ones."""
+def matrices(package: Package, holder: HeldBlocks, tokens: int, instructions: str, names: Names) -> HeldMatrices:
+    file = np.fromfile(package.fixed_path, np.uint8)
+    tensors = {name: file[entry.start : entry.stop] for name, entry in package.fixed.items()}
+    of_device = holder.queue, find_device(), package.manifest, tensors
+    return HeldMatrices(*of_device, names=names, tokens=tokens, instructions=instructions)
+
+
+def run(
+    package: Package, blocks: int, chunk: int, instructions: str, names: Names = (), **config: Any
+) -> tuple[np.ndarray, HeldBlocks]:
+    """Two participants, and one whose blocks, the first ones, and matrices a device computes."""
     holder, last = held(package, blocks, chunk, instructions), package.manifest.layout.blocks
-    several = Participants(package, count=3, max_tokens=chunk, holder=holder, **config)
+    rows = matrices(package, holder, chunk, instructions, names)
+    of_device = {"holder": holder, "rows": rows, "held_matrices": names}
+    several = Participants(package, count=3, max_tokens=chunk, **of_device, **config)
     several.partials[:] = np.nan  # what nobody writes nobody reads
-    return several.run(TEXT, chunk, lambda number: [(blocks, last), (blocks, last), (0, blocks)]), holder
+    found = several.run(TEXT, chunk, lambda number: [(blocks, last), (blocks, last), (0, blocks)])
+    counted = [one.counters()["matrix_rows"] for one in several.all]
+    tokens = len(TEXT) - (len(TEXT) - 1) // chunk * chunk
+    assert counted[-1] == tokens * sum(_rows(package, name) for name in names), "of the last step"
+    assert sum(counted) == tokens * sum(_rows(package, name) for name in MATRICES)
+    return found, holder
+
+
+def _rows(package: Package, name: str) -> int:
+    model = package.manifest.model
+    return matrix_shape(model, name)[0] * (1 if name == "output" else model.layers)
 
 
 CASES = [(name, ("q8", "q4")[number % 2], INSTRUCTIONS[0]) for number, name in enumerate(MODELS)]
@@ -67,8 +91,8 @@ def test_a_device_gives_the_processors_bits(
     package = write_package(tmp_path / "package", MODELS[name], quantization)
     lib.np_isa_select(instructions.encode())
     wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
-    for some, chunk in ((1, 6), (package.manifest.layout.blocks, 1)):
-        found, _ = run(package, some, chunk, instructions)
+    for some, chunk, names in ((1, 6, MATRICES), (package.manifest.layout.blocks, 1, MATRICES[:2])):
+        found, _ = run(package, some, chunk, instructions, names)
         assert np.array_equal(found, wanted), (some, chunk, float(np.abs(found - wanted).max()))
 
 
@@ -78,12 +102,38 @@ def test_who_is_not_predicted_is_not_computed(tmp_path: Path, name: str) -> None
     instructions = ffi.string(lib.np_isa_name()).decode()
     exact = Participants(package, count=1, max_tokens=2).run(TEXT, 2)
     wanted = Participants(package, count=1, max_tokens=2, predicts=True).run(TEXT, 2)
-    found, holder = run(package, 2, 2, instructions, predicts=True)
+    found, holder = run(package, 2, 2, instructions, MATRICES[1:], predicts=True)
     assert np.array_equal(found, wanted)
     assert not np.array_equal(found, exact)
     computed = 2 * package.manifest.layout.block_neurons * package.manifest.model.layers
     pairs = len(TEXT) * package.manifest.model.experts_per_token
     assert 0 < holder.counters()["predicted"] < 0.8 * computed * pairs
+
+
+def test_a_step_without_held_blocks_may_have_held_matrices(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
+    instructions, last = ffi.string(lib.np_isa_name()).decode(), package.manifest.layout.blocks
+    holder = held(package, 1, 2, instructions)
+    rows = matrices(package, holder, 2, instructions, MATRICES)
+    several = Participants(package, count=2, max_tokens=2, holder=holder, rows=rows, held_matrices=MATRICES)
+    found = several.run(TEXT, 2, lambda number: [(0, last), (0, 0)])
+    assert np.array_equal(found, Participants(package, count=1, max_tokens=2).run(TEXT, 2))
+    assert several.all[0].counters()["matrix_rows"] == 0
+    assert holder.counters()["active"] == 0
+
+
+def test_matrices_that_nobody_may_hold_are_refused(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "package", SPECS["scaled"], "q8")
+    nobody: Any = lambda wanted: None  # noqa: E731
+    with pytest.raises(ValueError, match="refused its arguments"):
+        Participants(package, count=1, max_tokens=1, held_matrices=("qkv",)).run(TEXT, 1)
+    for names, rows, why in (
+        (("gate",), nobody, "refused its arguments"),
+        (("qkv",), None, "nobody computes their rows"),
+    ):
+        several = Participants(package, count=1, max_tokens=1, holder=nobody, rows=rows, held_matrices=names)
+        with pytest.raises(ValueError, match=why):
+            several.run(TEXT, 1, lambda number: [(0, package.manifest.layout.blocks)])
 
 
 def test_counters_say_what_the_device_computed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.plan import read_plan
 
 from tests.conformance.specs import SPECS, write_package
@@ -43,7 +44,7 @@ def undisturbed(long_shell: Shell) -> dict[str, list[int]]:
 @pytest.fixture(scope="module")
 def run(long_shell: Shell) -> Iterator[Run]:
     """One run for all that kill or count."""
-    with long_shell.up(DEMO, *OPENCL, "--workers", "2", "--sequences", "4", "--gpu-memory", "9MiB") as live:
+    with long_shell.up(DEMO, *OPENCL, "--workers", "2", "--sequences", "4", "--gpu-memory", "64MiB") as live:
         yield live
 
 
@@ -66,6 +67,8 @@ def test_the_same_tokens_with_an_accelerator(
     assert compute.held_blocks
     if compute.most_held_blocks() == BLOCKS:
         assert answer["accelerator_share"] == 1, "what the device has, nobody else computes"
+        if compute.held_matrices == MATRICES:
+            assert answer["accelerator_matrix_share"] == 1
     else:
         assert compute.most_held_blocks() / BLOCKS < answer["accelerator_share"] < 1, "its blocks are the hottest"
 
@@ -74,7 +77,7 @@ def test_who_has_all_blocks_leaves_nothing_to_read(shell: Shell, undisturbed: di
     with shell.up(DEMO, *OPENCL, "--workers", "1", "--ffn-resident", "15%", "--gpu-memory", "1GiB") as run:
         answer = run.ask(PROMPT, 32)
     assert answer["token_ids"] == undisturbed["exact"]
-    assert answer["accelerator_share"] == 1
+    assert answer["accelerator_share"] == answer["accelerator_matrix_share"] == 1
 
 
 def test_texts_that_share_steps_are_each_as_alone(run: Run, undisturbed: dict[str, list[int]]) -> None:
@@ -93,7 +96,7 @@ def restarts(run: Run, role: str) -> int:
 
 @pytest.mark.parametrize("role", ["accelerator", "decode"])
 def test_the_text_goes_on_through_a_kill(run: Run, undisturbed: dict[str, list[int]], role: str) -> None:
-    """Without it the decode workers compute its blocks; and it comes back."""
+    """Without it the decode workers compute its blocks and matrices; and it comes back."""
     before = restarts(run, role)
     killed = []
 
@@ -109,6 +112,7 @@ def test_the_text_goes_on_through_a_kill(run: Run, undisturbed: dict[str, list[i
     again = run.ask(PROMPT, 32)
     assert again["token_ids"] == undisturbed["exact"]
     assert again["accelerator_share"] > 0
+    assert again["accelerator_matrix_share"] > 0
 
 
 def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
@@ -132,6 +136,7 @@ def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
         answer = run.ask(PROMPT, 32)
         assert answer["token_ids"] == undisturbed["exact"]
         assert 0 < answer["accelerator_share"] < 1, "it computed until it was lost"
+        assert 0 < answer["accelerator_matrix_share"] < 1
         assert not run.has("accelerator")
         assert eventually(lambda: run.status().ready, 30), "nothing is starting any more"
         states = {one.role: one for one in run.status().processes}
@@ -155,7 +160,7 @@ def test_status_says_who_computes_with_which_numerics(run: Run, long_shell: Shel
     numerics = {one.role: one.numerics for one in run.status().processes}
     assert numerics["accelerator"] == numerics["decode"]
     shown = long_shell.call("status", "--run", run.path).out
-    assert f"{numerics['accelerator']} by opencl, all {BLOCKS} blocks" in shown
+    assert f"{numerics['accelerator']} by opencl, all {BLOCKS} blocks, output" in shown
     assert f"{numerics['decode']}, none of {BLOCKS} blocks" in shown
     backends = {one.role: one.backend for one in run.status().processes}
     assert backends["accelerator"] == "opencl"
@@ -170,7 +175,7 @@ def test_status_says_who_computes_with_which_numerics(run: Run, long_shell: Shel
         (("--backend", "accelerator=cpu"), "an accelerator's backend is opencl"),
         (("--backend", "decode=opencl"), "write accelerator=opencl"),
         (("--gpu-memory", "1GiB"), "ask for one with --backend accelerator=opencl"),
-        (("--backend", "accelerator=opencl", "--without", "pipeline"), "it is a part of the pipeline"),
+        (("--backend", "accelerator=opencl", "--without", "pipeline"), "it is part of the pipeline"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(shell: Shell, options: tuple[str, ...], why: str) -> None:

@@ -229,19 +229,20 @@ def test_every_participant_of_a_step_has_all_blocks_to_share() -> None:
 
 
 def test_an_accelerator_has_the_first_blocks_by_how_many_texts_there_are_and_while_it_is_there() -> None:
-    scheduler = make_scheduler(blocks=7, held_blocks=(5, 3), accelerator="cpu:avx2")
+    scheduler = make_scheduler(blocks=7, held_blocks=(5, 3), held_matrices=("output",), accelerator="cpu:avx2")
     (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.0))
     finish(scheduler, prefill)
     (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
     assert isinstance(step, Step)
     assert participants_of(step) == [("decode", 0), ("decode", 1), ("accelerator", 0)]
-    assert (step.first_blocks, step.end_blocks) == ((5, 5, 0), (7, 7, 5))
+    assert (step.first_blocks, step.end_blocks, step.held_matrices) == ((5, 5, 0), (7, 7, 5), ("output",))
     scheduler.handle(EpochChanged(1, (("accelerator", 0),)), 0.2)
     for process in (("decode", 0), ("decode", 1)):
         actions = scheduler.handle(StepLeft(process, step.step, 0, False), 0.3)
     (again,) = sent(actions)
     assert isinstance(again, Step)
     assert (again.first_blocks, again.end_blocks, again.tokens) == ((0, 0), (7, 7), step.tokens)
+    assert again.held_matrices == ()
     scheduler.handle(ProcessReady(("accelerator", 0), "cpu:avx2"), 0.4)
     finish(scheduler, again)
     receive(scheduler, Generate(request="s", prompt="cd", max_tokens=9), 0.5)

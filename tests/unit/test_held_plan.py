@@ -9,7 +9,13 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import DRIVER_BYTES, INTERPRETER_PER_PROCESS_BYTES
 from neuronpipe.plans.plan.explain import explain
-from neuronpipe.plans.plan.held import Accelerator, held_steps_bytes, held_weights_bytes
+from neuronpipe.plans.plan.held import (
+    MATRICES,
+    Accelerator,
+    held_matrices_bytes,
+    held_steps_bytes,
+    held_weights_bytes,
+)
 from neuronpipe.plans.plan.plan import ACCELERATOR, Compute, Plan, ProcessSpec, parse_plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.runtimes import holder_bytes
@@ -47,6 +53,20 @@ def test_it_gets_as_many_blocks_as_its_memory_holds() -> None:
         assert made(dataclasses.replace(GPU, limit_bytes=needed)).memory.accelerator_bytes == needed
     with pytest.raises(UserError, match="one block of every feed-forward takes 1 MiB; give it more"):
         made(dataclasses.replace(GPU, limit_bytes=64 << 10))
+
+
+def test_one_that_was_not_measured_gets_the_matrices_that_fit_beside_all_blocks() -> None:
+    all_blocks = held_weights_bytes(MANIFEST, BLOCKS) + held_steps_bytes(MANIFEST, BLOCKS, 1)
+    for held in (MATRICES[:1], MATRICES[:2], MATRICES):
+        needed = all_blocks + held_matrices_bytes(MANIFEST, held, 1)
+        one = made(dataclasses.replace(GPU, limit_bytes=needed))
+        assert (one.compute.held_blocks, one.compute.held_matrices) == ((BLOCKS,), held)
+        assert one.memory.accelerator_bytes == needed
+    assert made(dataclasses.replace(GPU, limit_bytes=all_blocks)).compute.held_matrices == ()
+    page = explain(made(GPU))
+    assert (
+        f"{BLOCKS} blocks of every feed-forward, attention's qkv and output of every layer and the output mat" in page
+    )
 
 
 def test_its_own_memory_is_counted_apart_and_shared_memory_within_the_limit() -> None:
@@ -90,6 +110,9 @@ def test_a_plan_with_an_accelerator_is_read_and_checked() -> None:
         "cpu is not an accelerator's": dataclasses.replace(good.compute, processes=by_cpu),
         "is what an accelerator needs": dataclasses.replace(good.compute, pipeline=False),
         "compute.held_blocks': 2 is outside": dataclasses.replace(good.compute, held_blocks=(3, 2)),
+        "compute.held_matrices': some of output, qkv, attention_output in this order": dataclasses.replace(
+            good.compute, held_matrices=("qkv", "output")
+        ),
         "make": dataclasses.replace(good.compute, held_blocks=(3,)),
     }
     for why, compute in wrong.items():
@@ -113,4 +136,8 @@ def test_a_runtime_holds_bytes_in_numerics_of_its_own(backend: str) -> None:
     validate(found, MANIFEST, "plan.json", [])
     other = dataclasses.replace(found.compute, held_blocks=(BLOCKS, 3))
     with pytest.raises(UserError, match="as many for any number of texts"):
+        validate(dataclasses.replace(found, compute=other), MANIFEST, "plan.json", [])
+    assert found.compute.held_matrices == ()
+    other = dataclasses.replace(found.compute, held_matrices=MATRICES)
+    with pytest.raises(UserError, match="with the decode workers' bits"):
         validate(dataclasses.replace(found, compute=other), MANIFEST, "plan.json", [])

@@ -24,7 +24,7 @@ from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.firing import rates
-from neuronpipe.plans.plan.held import Accelerator, held_clusters, show_held
+from neuronpipe.plans.plan.held import Accelerator, held_clusters, matrix_bytes, show_held
 from neuronpipe.plans.plan.missing import Slots, parts
 from neuronpipe.plans.plan.plan import ACCELERATOR, Plan, ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
@@ -156,13 +156,42 @@ def test_its_memory_counts_like_ram_where_flash_bounds() -> None:
     alone = made(of, None, memory_bytes=3 * GIB)
     for blocks in (12, 18):
         limit = Accelerator(**dataclasses.asdict(GPU) | {"limit_bytes": blocks * 95 << 20})
-        one = made(of, limit, memory_bytes=3 * GIB)
+        one = made(of, limit, memory_bytes=3 * GIB, held_matrices=())
         assert one.compute.most_held_blocks() == blocks
         assert one.expected.flash_bytes_per_token < alone.expected.flash_bytes_per_token
     whole = made(of, memory_bytes=3 * GIB)
     assert whole.expected.tokens_per_s is not None
     assert alone.expected.tokens_per_s is not None
     assert whole.expected.tokens_per_s > 2 * alone.expected.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("call_us", "held"), [(20, ("output", "qkv", "attention_output")), (900, ("output",)), (30_000, ())]
+)
+def test_it_gets_the_matrices_whose_calls_take_less_than_the_workers(call_us: float, held: tuple[str, ...]) -> None:
+    of = measured(1e12, visit_us=call_us)
+    one = made(of)
+    assert one.compute.held_matrices == held
+    for others in ((), ("output",), ("output", "qkv", "attention_output")):
+        other = made(of, held_matrices=others)
+        assert other.compute.held_matrices == others
+        assert (one.expected.tokens_per_s or 0.0) >= (other.expected.tokens_per_s or 0.0), others
+    sums = made(of, held_matrices=())
+    left = sums.expected.sequential_bytes_per_token - one.expected.sequential_bytes_per_token
+    layers = MANIFEST.model.layers
+    assert left == sum(matrix_bytes(MANIFEST, name) * (1 if name == "output" else layers) for name in held)
+
+
+def test_matrices_take_the_place_of_blocks_that_are_worth_less() -> None:
+    of = measured(1e12)
+    for blocks, held in ((2, ()), (18, ("output", "qkv", "attention_output"))):
+        limit_bytes = blocks * 95 << 20
+        one = made(of, dataclasses.replace(GPU, limit_bytes=limit_bytes))
+        assert one.compute.held_matrices == held
+        assert 0 < one.compute.most_held_blocks() <= blocks
+        assert one.memory.accelerator_bytes <= limit_bytes
+    small = dataclasses.replace(GPU, max_buffer_bytes=64 << 20)
+    assert made(of, small).compute.held_matrices == ("qkv", "attention_output"), "in one piece or not at all"
 
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])

@@ -1,13 +1,14 @@
 """The backend `opencl` of an accelerator: the native engine goes through the steps, a device computes its blocks.
 
 Its option is a part of the device's name, or of its platform's; the first GPU by default. The numerics are those of the
-decode workers: kernels.cl keeps the order of sums of their instructions.
+decode workers: dots.cl and kernels.cl keep the order of sums of their instructions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 from neuronpipe.native import lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import Accelerator
@@ -15,7 +16,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Phase, Placement, StepWork
 from neuronpipe.services.worker.holder import HolderBackend
-from neuronpipe.services.worker.participant import Participant
+from neuronpipe.services.worker.participant import Participant, View
 
 
 class OpenClBackend(HolderBackend):
@@ -44,9 +45,10 @@ class OpenClBackend(HolderBackend):
         return None
 
     def load(self, placement: Placement) -> None:
-        """Build the engine, compile the kernels, and copy the weights to the device."""
+        """Build the engine, compile the kernels, and copy the weights to the device: blocks and matrices."""
         from neuronpipe.services.worker.gpu.blocks import HeldBlocks
         from neuronpipe.services.worker.gpu.device import find_device, opencl
+        from neuronpipe.services.worker.gpu.matrices import HeldMatrices
         from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
 
         lib.np_isa_select(self._isa.encode())
@@ -70,25 +72,45 @@ class OpenClBackend(HolderBackend):
                 held_weights(job.package, self._held.blocks), held_biases(job.package), strict=True
             ):
                 self._held.load(weights, bias)
+            view = self._own_view(placement)
+            self._matrices = HeldMatrices(
+                self._held.queue,
+                device,
+                manifest,
+                view.fixed,
+                names=compute.held_matrices,
+                tokens=config.max_tokens,
+                instructions=self._isa,
+            )
         except opencl().MemoryError:
             raise UserError(
-                f"{device.name}: its memory does not hold {job.plan.memory.accelerator_bytes >> 20} MiB of blocks; "
+                f"{device.name}: its memory does not hold {job.plan.memory.accelerator_bytes >> 20} MiB of weights; "
                 "give it less with --gpu-memory, or end other programs that use it"
             ) from None
-        self._participants = [Participant(manifest, self._own_view(placement), config)]
+        self._participants = [Participant(manifest, view, config)]
 
     def compute(self, work: StepWork) -> dict[str, float]:
         """This participant's share of a step. Raises OpenCL's errors as they are: a device that is lost ends the
         process, and its successor looks for it anew."""
         self._held.clear_counters()
-        self._participants[0].compute_held(work, self._held)
-        counted = self._held.counters()
+        self._participants[0].compute_held(work, self._held, self._matrices)
+        counted, counters = self._held.counters(), self._counters()
         rows = counted["predicted"] + counted["active"] + (counted["fired"] if self._held.gated else 0)
-        return self._counters() | counted | {"held_rows": rows}
+        matrix_rows = counters.pop("matrix_rows")
+        return counters | counted | {"held_rows": rows, "held_matrix_rows": matrix_rows}
 
     def close(self) -> None:
         """Free the engine and the device's memory."""
         for participant in self._participants:
             participant.close()
         self._participants = []
+        self._matrices.close()
         self._held.close()
+
+    def _own_view(self, placement: Placement) -> View:
+        """Keys and values of the heads that follow from rows it computes; what it is given of attention's matrices is
+        its own."""
+        model, job = placement.job.package.manifest.model, placement.job
+        outputs = np.zeros((job.plan.compute.sequences, max(model.qkv_rows, model.width)), np.float32)
+        kv = placement.memory.view("kv", "kv")
+        return dataclasses.replace(super()._own_view(placement), kv=kv, outputs=outputs)

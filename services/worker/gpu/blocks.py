@@ -1,8 +1,9 @@
 """The first blocks of every feed-forward in a device's memory: what a participant of decode steps has computed there.
 
-kernels.cl computes. A layer takes the same few calls however many texts and experts there are: copies to the device,
-four kernels, and sums back, which alone are waited for. Sums of blocks that meet in a node of the fixed tree come back
-as one. What does not change from step to step is told once: each layer has kernels of its own, with their arguments.
+dots.cl and kernels.cl compute. A layer takes the same few calls however many texts and experts there are: copies to
+the device, four kernels, and sums back, which alone are waited for. Sums of blocks that meet in a node of the fixed
+tree come back as one. What does not change from step to step is told once: each layer has kernels of its own, with
+their arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from neuronpipe.services.worker.gpu.device import Device, opencl
 from numpy.typing import NDArray
 
 ORDERS = {"scalar": 0, "avx2": 1, "avx512": 2, "amx": 2, "neon": 3, "dotprod": 4}
-"""The order of sums in kernels.cl, by set of vector instructions."""
+"""The order of sums in dots.cl and kernels.cl, by set of vector instructions."""
 
 WORK_ITEMS = 64
 TOKENS = 4
@@ -40,6 +41,16 @@ class _Layer:
     told: tuple[int, int, int] = (-1, -1, -1)
 
 
+def built_program(context: Any, name: str, options: list[str]) -> Any:
+    """The kernels of dots.cl and of this file behind it, compiled."""
+    cl = opencl()
+    folder = resources.files(__package__)
+    program = cl.Program(context, "".join(folder.joinpath(file).read_text("utf-8") for file in ("dots.cl", name)))
+    with warnings.catch_warnings():  # a compiler that says anything, say that all went well, is reported as a warning
+        warnings.simplefilter("ignore", cl.CompilerWarning)
+        return program.build(options=options)
+
+
 class HeldBlocks:
     """The first `blocks` blocks, for steps of so many tokens, in the order of sums of this set of instructions. `load`
     each layer's weights before the first step. Calling it computes np_wanted_blocks of native/neuronpipe.h, as
@@ -56,16 +67,11 @@ class HeldBlocks:
         self._stored = min(blocks * layout.block_neurons, layout.clusters * layout.cluster_neurons)
         self._width, self._block_neurons = model.width, layout.block_neurons
         pairs, neurons = tokens * model.experts_per_token, blocks * layout.block_neurons
-        program = cl.Program(self._context, resources.files(__package__).joinpath("kernels.cl").read_text("utf-8"))
-        with (
-            warnings.catch_warnings()
-        ):  # a compiler that says anything, say that all went well, is reported as a warning
-            warnings.simplefilter("ignore", cl.CompilerWarning)
-            program.build(options=self._options(device))
+        program = built_program(self._context, "kernels.cl", self._options(device))
         self._program, self._lists, self._trees = program, cl.Kernel(program, "lists"), cl.Kernel(program, "trees")
         self._layers: list[_Layer] = []
         mask_bytes = min(model.experts, pairs) * neurons * -(-tokens // 8)
-        self._vectors = self._buffer(tokens * _vector_bytes(manifest))
+        self._vectors = self._buffer(tokens * vector_bytes(manifest))
         self._pairs, self._chunks = self._buffer(16 * pairs), self._buffer(16 * pairs)
         self._predicted = self._buffer(mask_bytes)
         self._counters = self._buffer(4 * len(COUNTERS))
@@ -142,6 +148,11 @@ class HeldBlocks:
     def clear_counters(self) -> None:
         """From now on they are of what follows."""
         opencl().enqueue_fill_buffer(self._queue, self._counters, np.uint32(0), 0, 4 * len(COUNTERS))
+
+    @property
+    def queue(self) -> Any:
+        """Where the device's work is put, for who computes there as well."""
+        return self._queue
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -251,7 +262,7 @@ def _names_triggers(wanted: Any) -> bool:
     return bool(wanted.predicted != ffi.NULL)
 
 
-def _vector_bytes(manifest: Manifest) -> int:
+def vector_bytes(manifest: Manifest) -> int:
     """From one token's prepared vector to the next at most: those of attention's output are as long."""
     kind = {"q8": lib.NP_Q8, "q4": lib.NP_Q4}[manifest.quantization]
     longest = max(manifest.model.width, manifest.model.query_width)
