@@ -65,13 +65,15 @@ class HeldMatrices:
         """Compute all rows of one matrix, and wait for them."""
         cl, matrix = opencl(), self._matrices[wanted.matrix, wanted.layer]
         vectors = ffi.buffer(wanted.vectors, wanted.tokens * wanted.vector_stride)
-        cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
+        # Who drops the event of a copy waits for it: this one is kept until the rows are there.
+        copied = cl.enqueue_copy(self._queue, self._vectors, vectors, is_blocking=False)
         matrix.kernel.set_arg(6, np.uint32(wanted.vector_stride))
         matrix.kernel.set_arg(7, np.uint32(wanted.tokens))
         size = -(-matrix.rows * LANES[self._order] // WORK_ITEMS) * WORK_ITEMS, -(-wanted.tokens // TOKENS)
         cl.enqueue_nd_range_kernel(self._queue, matrix.kernel, size, (WORK_ITEMS, 1))
         found = ffi.buffer(wanted.out, 4 * wanted.tokens * matrix.rows)
         cl.enqueue_copy(self._queue, np.frombuffer(found, np.float32), self._out, is_blocking=True)
+        del copied
 
     def close(self) -> None:
         """Let go of the device's memory."""
