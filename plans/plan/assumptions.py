@@ -24,7 +24,11 @@ def assumptions(
     profile: DeviceProfile | None,
 ) -> tuple[str, ...]:
     """Of the package, then of the device. all_resident: so that nothing is missed."""
-    return (*_of_package(manifest, mode, all_resident), *_of_device(curve, speed, profile))
+    return (
+        *_of_package(manifest, mode, all_resident),
+        *_of_device(curve, speed, profile),
+        *_of_kernels(manifest.quantization, profile),
+    )
 
 
 def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[str]:
@@ -57,3 +61,16 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
         yield f"{' and '.join(missing)}: speed not measured, so what depends on it is not expected"
     if curve is not None and not curve.direct:
         yield "flash was measured through the page cache, since its file system has no direct I/O: it may be slower"
+
+
+def _of_kernels(quantization: str, profile: DeviceProfile | None) -> Iterator[str]:
+    if profile is None:
+        return
+    panels = any(point.quantization == quantization for point in profile.panels)
+    decode = any(point.quantization == quantization for point in profile.decode)
+    missing = [name for name, found in (("prompts", panels), ("tokens", decode)) if not found]
+    if missing:
+        yield (
+            f"assumed, since the device profile has no kernels of {quantization} for {' and '.join(missing)}: "
+            "computing keeps up with memory there; `neuronpipe profile device` measures them"
+        )

@@ -132,9 +132,8 @@ class PlannedCosts:
         reads, size = joined_reads(
             round(at_once), layout.clusters, round(read_bytes), layout.cluster_stride_bytes, flash
         )
-        took_s = (
-            _known(self._cost.flash_ms(reads, size, reads, flash.depth)) + self._cost.read_delay_ms(together=True)
-        ) / 1e3
+        delay_ms = self._cost.read_delay_ms(together=self._plan.compute.mode == "predicted")
+        took_s = (_known(self._cost.flash_ms(reads, size, reads, flash.depth)) + delay_ms) / 1e3
         loader_s = self._cost.reading_ms(reads, size, reads) * self._workers / 1e3
         share = count / max(1.0, at_once)
         return Read(reads * share, size * share, took_s * share, loader_s * share)

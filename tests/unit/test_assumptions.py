@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from neuronpipe.plans.package.activity import ActivityProfile
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.planner import Wanted, plan
 
@@ -13,6 +14,7 @@ from tests.unit.test_device_profile import profile
 from tests.unit.test_planner import CURVE, device, manifest, predicted
 
 TIGHT = Wanted(ffn_resident_share=0.5)
+OF_PROFILE: Quantization = "q4"  # its kernels
 MISSES = {"value": {"clock": ((0.0, 1.0), (1.0, 0.0))}}
 COUNTED = ActivityProfile(
     mode="exact", source="measured", text="t", tokens=9, curve=((0.0, 0.0), (1.0, 1.0)), wanted_by_layer=(0.1,) * 8
@@ -27,7 +29,10 @@ def assumed(made_for: Manifest, wanted: Wanted = TIGHT, **facts: object) -> str:
 
 def test_nothing_is_assumed_of_what_was_measured() -> None:
     measured = dataclasses.replace(
-        manifest(), fired_by_layer=(0.1,) * 8, profiles=(dataclasses.replace(COUNTED, misses=MISSES),)
+        manifest(),
+        quantization=OF_PROFILE,
+        fired_by_layer=(0.1,) * 8,
+        profiles=(dataclasses.replace(COUNTED, misses=MISSES),),
     )
     assert assumed(measured, profile=profile()) == ""
 
@@ -64,3 +69,17 @@ def test_a_curve_of_the_page_cache_is_said_to_be_one() -> None:
     cached = dataclasses.replace(CURVE, direct=False)
     assert "flash was measured through the page cache" in assumed(manifest(), flash=cached)
     assert "page cache" not in assumed(manifest())
+
+
+@pytest.mark.parametrize(
+    ("without", "said"), [(("panels",), "for prompts:"), (("panels", "decode"), "for prompts and tokens:")]
+)
+def test_a_device_profile_without_the_packages_kernels_is_said_to_lack_them(
+    without: tuple[str, ...], said: str
+) -> None:
+    of_profile, lacking = dataclasses.replace(manifest(), quantization=OF_PROFILE), dict.fromkeys(without, ())
+    assert "no kernels" not in assumed(of_profile, profile=profile())
+    assert f"no kernels of {OF_PROFILE} {said}" in assumed(
+        of_profile,
+        profile=dataclasses.replace(profile(), **lacking),  # type: ignore[arg-type]
+    )
