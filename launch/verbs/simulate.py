@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
-from neuronpipe.launch.planning import open_package
+from neuronpipe.launch.planning import Subject, add_plan_arguments, open_package, planned_for
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
@@ -20,8 +20,7 @@ from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.plans.plan.plan import MODES, Mode
-from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
+from neuronpipe.plans.plan.plan import MODES
 from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.plans.simulate.decode import Decoded
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
@@ -122,13 +121,17 @@ def _this_machine(package: Package | None) -> Device:
 
 
 def _under_plan(package: Package, machine: Device, device: DeviceModel, arguments: argparse.Namespace) -> PlannedRun:
-    """As `run` would plan it by the rules."""
-    usual: Mode = "exact" if package.manifest.predictor is None else "predicted"
-    facts = device_facts(machine)
-    wanted = Wanted(
-        memory_bytes=arguments.memory, ffn_resident_share=arguments.ffn_resident, mode=arguments.mode or usual
-    )
-    return PlannedRun(device=device, manifest=package.manifest, plan=plan(package.manifest, facts, wanted), facts=facts)
+    """As `run` would plan it."""
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    wanted = parser.parse_args([])
+    wanted.memory, wanted.ffn_resident = arguments.memory, arguments.ffn_resident
+    wanted.mode = arguments.mode or ("exact" if package.manifest.predictor is None else "predicted")
+    subject = Subject(manifest=package.manifest, read_activity=package.read_activity, device=machine)
+    made = planned_for(wanted, subject, several=False, gateway=False)
+    assert made.search is not None  # no file was given
+    _, found = made.search
+    return PlannedRun(device=device, manifest=package.manifest, plan=made.plan, facts=found.chosen.device)
 
 
 def _shown(result: Result) -> Iterator[str]:

@@ -137,7 +137,7 @@ def reading(
     if curve:
         cost = Cost.of(layout, curve, demand, knee)
         bundle = cost.whole if bundle is None else bundle
-        if bundle == cost.whole:
+        if bundle == cost.whole and demand.pairs_stay < 1.0:  # else nothing is read after warm-up
             reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
