@@ -9,7 +9,8 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.cost import ASSUMED_READ_US, ASSUMED_READ_US_PER_KIB
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED
-from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, Mode
+from neuronpipe.plans.plan.runtimes import runtime_of
 
 _ACTIVITY = "`neuronpipe profile PACKAGE --activity` measures it"
 
@@ -22,12 +23,14 @@ def assumptions(
     curve: FlashCurve | None,
     speed: MemorySpeed | None,
     profile: DeviceProfile | None,
+    prompts_by: str = DEFAULT_BACKEND,
 ) -> tuple[str, ...]:
-    """Of the package, then of the device. all_resident: so that nothing is missed."""
+    """Of the package, then of the device. all_resident: nothing is missed; prompts_by: the backend of prompts."""
     return (
         *_of_package(manifest, mode, all_resident),
         *_of_device(curve, speed, profile),
         *_of_kernels(manifest.quantization, profile),
+        *_of_runtime(prompts_by),
     )
 
 
@@ -47,6 +50,11 @@ def _of_package(manifest: Manifest, mode: Mode, all_resident: bool) -> Iterator[
             f"assumed, without an activity profile of {mode} mode: it misses as in exact mode; "
             f"`neuronpipe profile PACKAGE --activity --mode {mode}` measures it"
         )
+
+
+def _of_runtime(prompts_by: str) -> Iterator[str]:
+    if runtime_of(prompts_by) is not None:
+        yield f"prompts: how fast {prompts_by} computes them is not measured, so no speed of prompts is expected"
 
 
 def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: DeviceProfile | None) -> Iterator[str]:

@@ -107,6 +107,8 @@ def _expectation(plan: Plan) -> list[str]:
             ("accelerator", None, e.accelerator_ms_per_token, "beside the workers"),
             ("  waited for", None, e.accelerator_wait_ms_per_token, "that these do not compute meanwhile"),
         )
+    elif plan.compute.held_blocks:
+        terms += (("accelerator", None, None, "not measured; the times above are as if the workers did its part"),)
     lines = [f"expects  {speed} at half of the context; misses {e.miss_rate:.1%} of what it looks up"]
     for name, size, time_ms, note in terms:
         shown = " " * 13 if size is None else _size(size)

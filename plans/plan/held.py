@@ -194,12 +194,12 @@ def held_reasons(
     whose = ", which is this machine's memory" if accelerator.shares_memory else " of its own memory"
     bits, lost = "with the same bits", ""
     if runtime_of(compute.accelerator_backend()) is not None:
-        why = "as many as it may hold; how fast it is was not measured"
+        why = "as many as it may hold; its speed is not measured, so none is expected"
         bits = f"densely, in numerics of its own ({compute.accelerator_backend()})"
         lost = ", in theirs"
     elif not was_measured(accelerator, profile):
-        why = "it was not measured: as many as it holds, expected as fast as the decode workers; `neuronpipe profile "
-        why += "device` measures it"
+        why = "it was not measured: as many as it holds, and no speed is expected; `neuronpipe profile device` "
+        why += "measures it"
     else:
         why = "as many as make the shortest step"
         if accelerator.is_processor:

@@ -439,6 +439,7 @@ class _Planning:
             curve=self._device.flash,
             speed=self._device.memory_speed,
             profile=self._device.profile,
+            prompts_by=self._shape.prefill_backend,
         )
 
     def _chunk_reason(self, chunk: int, others: MemoryBudget) -> str:

@@ -191,8 +191,9 @@ class Search:
         return self._best[limit_bytes]
 
     def ms(self, one: Candidate) -> float:
-        """What is compared: the time of the request."""
-        return self.request.ms(one.plan.expected)
+        """What is compared: the time of the request; of its answer alone where nothing is known of prompts."""
+        expected = one.plan.expected
+        return (self.request if expected.prefill_tokens_per_s else ANSWER).ms(expected)
 
     def limits_bytes(self) -> tuple[int, ...]:
         """Limits at equal ratios, from the least of any choice to one that holds everything with every choice."""
@@ -276,7 +277,7 @@ class Search:
     def _out_of_reach(self, tokens_per_s: float, best: Candidate) -> UserError:
         wish = f"--target-speed {tokens_per_s:.10g}"
         if best.tokens_per_s is None:
-            return UserError(f"{wish}: no speed can be expected, memory or flash was not measured; take --memory")
+            return UserError(f"{wish}: no speed can be expected, not all was measured; take --memory")
         limit = best.plan.memory.limit_bytes
         more = "" if limit >= self.limits_bytes()[-1] else "; a larger --memory may reach more"
         return UserError(
@@ -362,8 +363,11 @@ class Search:
         return found
 
     def variants(self, start: Candidate) -> list[Candidate]:
-        """The same way with every chunk and depth, itself first; where techniques are compared, only itself."""
-        if start.tokens_per_s is None or self.wanted.baseline is not None or self.wanted.without:
+        """The same way with every chunk and depth, itself first; where techniques are compared, or the speed of prompts
+        is not known, only itself."""
+        expected = start.plan.expected
+        is_known = expected.tokens_per_s is not None and expected.prefill_tokens_per_s is not None
+        if not is_known or self.wanted.baseline is not None or self.wanted.without:
             return [start]
         bundle, held = start.plan.flash.bundle, start.plan.compute.held_blocks or None
         matrices = start.plan.compute.held_matrices if held else None

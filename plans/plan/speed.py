@@ -4,6 +4,7 @@
            + what an accelerator computes longer than the workers
 
 `cost.py` says what each takes on a device, `beside.py` what an accelerator takes, `missing.py` what a cache misses.
+Of what an accelerator computes that was not measured, or prompts by a runtime, no time is expected.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import Rates
 from neuronpipe.plans.plan.held import MATRICES, held_clusters, matrix_bytes
 from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
-from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory
+from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend_of
 from neuronpipe.plans.plan.ranking import holding
+from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.waiting import Named, Reads, Waiting
 
 # Value parts that are read alone, for each bundle that is: both parts come together, but are evicted apart, the value
@@ -205,6 +207,8 @@ class _Run:
             rows_ms = self.device.matrices_ms(self.compute.held_matrices, batch)
             waited_ms = _sum(rows_ms, self.device.waited_ms(device_ms, others_ms))
             device_ms += rows_ms
+        elif blocks or self.compute.held_matrices:
+            waited_ms = None  # as fast as the workers, or a hundred times slower: nobody knows
         found = self._step_reads(triggers, values, _sum(fixed_ms, kv_ms), _sum(others_ms, waited_ms))
         reads, read_bytes = sum(one.reads for one in found), sum(one.read_bytes for one in found)
         return _Step(
@@ -232,7 +236,7 @@ class _Run:
 
     def _shared_out(self, batch: int, blocks: int) -> tuple[float, float, float]:
         """Bytes of the rows that workers compute, of triggers and of values, and what a device takes for the others.
-        One that was not measured is taken to be as fast as they are."""
+        Of one that was not measured, they are all counted as the workers'."""
         rates = self.rates
         trigger_bytes, value_bytes = self._rows(batch, rates.trigger_read), self._value_rows(batch)
         if self.device is None or not blocks:
@@ -287,7 +291,10 @@ class _Run:
         return self.manifest.model.router_reads == "layer"
 
     def prompt_ms(self, tokens: int) -> float | None:
-        """A prompt, a chunk at a time: every weight that one of a chunk's tokens wants is read once."""
+        """A prompt, a chunk at a time: every weight that one of a chunk's tokens wants is read once. None where its
+        products are a runtime's, which no profile measures."""
+        if runtime_of(backend_of("prefill", self.compute.processes)) is not None:
+            return None
         chunk = self.compute.prefill_chunk_tokens
         total_ms = 0.0
         for before in range(0, tokens, chunk):
@@ -349,7 +356,7 @@ class _Run:
         return total
 
     def _held_fixed_bytes(self) -> int:
-        """Of the fixed tensors, those that a device reads instead; one that was not measured is taken to be as fast."""
+        """Of the fixed tensors, those that a device reads instead; the workers', where it was not measured."""
         if self.device is None:
             return 0
         return sum(

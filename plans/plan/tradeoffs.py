@@ -91,7 +91,7 @@ def render(described: dict[str, Any]) -> str:
     if len(shown) < len(rows):
         lines.append(f"  and {len(rows) - len(shown)} slower ones")
     if chosen["expected_tokens_per_s"] is None:
-        lines.append("  memory or flash was not measured, so nothing can be compared: the rules decide")
+        lines.append("  memory, flash or an accelerator was not measured, so nothing can be compared: the rules decide")
     elif described["rules_kept"]:
         lines.append(f"  what the rules choose stays unless another way is over {MIN_GAIN:.0%} faster")
     lines += ["", "what more would buy"]

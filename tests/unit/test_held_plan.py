@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import DRIVER_BYTES, INTERPRETER_PER_PROCESS_BYTES
 from neuronpipe.plans.plan.explain import explain
@@ -30,9 +32,21 @@ PROCESSES = tuple(ProcessSpec(role=role, index=0, core=None) for role in ("coord
 DECODE = ProcessSpec(role="decode", index=0, core=None)
 HOLDER = ProcessSpec(role=ACCELERATOR, index=0, core=None, backend="opencl")
 
+CURVE = FlashCurve(engine="io_uring", direct=True, points=(FlashPoint(request_bytes=4096, depth=32, bytes_per_s=1e9),))
+SPEED = MemorySpeed(
+    threads=2,
+    one_thread_bytes_per_s=10e9,
+    sequential_bytes_per_s=16e9,
+    pieces=(PiecePoint(piece_bytes=4096, bytes_per_s=8e9),),
+)
+
 
 def made(
-    accelerator: Accelerator | None, memory_bytes: int = 1 << 30, backend: str = "opencl", **wanted: object
+    accelerator: Accelerator | None,
+    memory_bytes: int = 1 << 30,
+    backend: str = "opencl",
+    measured: bool = False,
+    **wanted: object,
 ) -> Plan:
     others = (DECODE,) if accelerator is None else (DECODE, dataclasses.replace(HOLDER, backend=backend))
     facts = DeviceFacts(
@@ -41,6 +55,8 @@ def made(
         flash_engine="threads",
         processes=(*PROCESSES, *others),
         accelerator=accelerator,
+        flash=CURVE if measured else None,
+        memory_speed=SPEED if measured else None,
     )
     return plan(MANIFEST, facts, Wanted(**wanted))  # type: ignore[arg-type]
 
@@ -84,6 +100,19 @@ def test_its_own_memory_is_counted_apart_and_shared_memory_within_the_limit() ->
     assert "accelerator.0   any core, opencl" in explain(apart)
     small = made(dataclasses.replace(GPU, shares_memory=True), memory_bytes=440 * MIB)
     assert small.memory.total_bytes() <= 440 * MIB
+
+
+@pytest.mark.parametrize("backend", ["opencl", "onnx:cpu"])
+def test_no_speed_is_expected_of_one_that_was_not_measured(backend: str) -> None:
+    """However fast memory and flash are: it may be a hundred times slower than the workers."""
+    assert made(None, measured=True).expected.tokens_per_s
+    found = made(GPU, backend=backend, measured=True)
+    assert found.expected.tokens_per_s is None
+    assert found.expected.prefill_tokens_per_s
+    assert "expects  not measured" in explain(found)
+    assert re.search(r"accelerator +- ms  not measured", explain(found))
+    (reason,) = [reason for reason in found.reasons if "Fast GPU" in reason]
+    assert re.search(r"(no speed|none) is expected", reason)
 
 
 def test_the_plan_says_who_computes_what_and_what_a_loss_costs() -> None:

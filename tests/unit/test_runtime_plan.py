@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.explain import explain
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.runtimes import MAX_PRODUCT_NEURONS, RUNTIMES
@@ -20,12 +22,34 @@ PACKAGE = Package.open(DEMO)
 MANIFEST = PACKAGE.manifest
 
 
-def made(backend: str, memory_bytes: int = 1 << 30) -> Plan:
+CURVE = FlashCurve(engine="io_uring", direct=True, points=(FlashPoint(request_bytes=4096, depth=32, bytes_per_s=1e9),))
+SPEED = MemorySpeed(
+    threads=2,
+    one_thread_bytes_per_s=10e9,
+    sequential_bytes_per_s=16e9,
+    pieces=(PiecePoint(piece_bytes=4096, bytes_per_s=8e9),),
+)
+
+
+def made(backend: str, memory_bytes: int = 1 << 30, *, measured: bool = False) -> Plan:
     roles = ("coordinator", "loader", "cache", "decode", "decode")
     processes = [ProcessSpec(role=role, index=roles[:n].count(role), core=None) for n, role in enumerate(roles)]
     prefill = ProcessSpec(role="prefill", index=0, core=None, backend=backend)
     facts = DeviceFacts(id="d", memory_bytes=memory_bytes, flash_engine="threads", processes=(*processes, prefill))
+    if measured:
+        facts = dataclasses.replace(facts, flash=CURVE, memory_speed=SPEED)
     return plan(MANIFEST, facts, Wanted())
+
+
+def test_no_speed_of_prompts_is_expected_of_a_runtime_that_was_not_measured() -> None:
+    ours = made("cpu", measured=True)
+    assert ours.expected.prefill_tokens_per_s
+    assert "prompts:" not in explain(ours)
+    theirs = made("onnx:cpu", measured=True)
+    assert theirs.expected.tokens_per_s
+    assert theirs.expected.prefill_tokens_per_s is theirs.expected.first_token_ms is None
+    assert "prompts: how fast onnx:cpu computes them is not measured" in explain(theirs)
+    assert "a prompt of" not in explain(theirs)
 
 
 def least_with_small_windows(backend: str) -> Plan:
