@@ -167,6 +167,8 @@ int np_engine_take_step(np_engine *engine, const np_step *step)
         return NP_E_ARGUMENT;
     if (step->held_matrices && !may_be_held(engine, step))
         return NP_E_ARGUMENT;
+    if (!engine->config.held && step->first_block < step->end_block && step->first_block < step->held_blocks)
+        return NP_E_ARGUMENT; /* its block sums would lie where those of nodes belong */
     if (!engine->config.pipeline && step->end_block - step->first_block != s->blocks)
         return NP_E_ARGUMENT; /* all participants go through the same windows then, with barriers between */
     for (uint32_t t = 0; t < count; t++)
