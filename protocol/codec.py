@@ -7,7 +7,8 @@ This is the only module that knows msgpack.
 
 The version of the wire is not the version of the package. A change that an older peer cannot live with (a field removed
 or retyped, a new value in a closed list) raises the major number, which stands in the first frame of every message. A
-new message, or a new field with a default, raises the minor number, which travels in `Hello` and `Welcome`.
+new message, or a new field with a default, raises the minor number, which travels in `Hello` and `Welcome`. Where a
+peer cannot do without a new field, nobody sends it one that means something: the other side knows its minor number.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 0
+MINOR = 1
 VERSION = f"{MAJOR}.{MINOR}"
+HELD_MINOR = 1
+"""From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20
@@ -71,6 +74,12 @@ class Vocabulary:
             raise UnknownType(f"{name[:64]!r}: no message of this link")
         decoded: Message = from_map(cls, content)
         return decoded
+
+
+def minor_of(version: str) -> int:
+    """The minor number of what a peer says that it speaks; 0 where it says nothing that can be read."""
+    minor = version.partition(".")[2]
+    return int(minor) if minor.isascii() and minor.isdigit() and len(minor) < 10 else 0
 
 
 def encode(content: Message) -> bytes:

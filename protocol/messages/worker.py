@@ -15,7 +15,8 @@ class Step(Message):
     `participants`, `first_blocks` and `end_blocks` have one item per participant. Participants may change from step to
     step. Together they have every block of neurons once: those with the same blocks take them by turns, and at most one
     range of blocks is shared. Stages other than the feed-forward's blocks belong to all; but of the matrices that are
-    held every row, and what follows from it up to the next meeting, is the accelerator's.
+    held every row, and what follows from it up to the next meeting, is the accelerator's. An accelerator takes part in
+    no step with a participant of a minor version below 1.
 
     step: number of the step; a step that is repeated after a failure keeps its number
     epoch: value of the epoch word for which this attempt is valid
@@ -44,6 +45,8 @@ class Step(Message):
             raise ValueError("sequences, positions and tokens: expected the same length, at least 1")
         if not 0 < len(self.participants) == len(self.first_blocks) == len(self.end_blocks):
             raise ValueError("participants, first_blocks and end_blocks: expected the same length, at least 1")
+        if self.held_matrices and not any(one.startswith("accelerator.") for one in self.participants):
+            raise ValueError("held_matrices: no accelerator is among the participants to compute them")
 
 
 @message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.codec import MINOR, Message
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
@@ -24,10 +24,11 @@ class RequestReceived:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessReady:
-    """A service finished its start, or its restart. numerics: as in `Hello`."""
+    """A service finished its start, or its restart. numerics: as in `Hello`; minor: version of the protocol there."""
 
     process: ProcessKey
     numerics: str = ""
+    minor: int = MINOR
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,26 @@
-"""The processes of the run: what they said of themselves, and what the supervisor says of them on the board."""
+"""The processes of the run: what they said of themselves, what the supervisor says of them on the board, and who takes
+part in steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from neuronpipe.plans.plan.plan import GATEWAY, Compute
+from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
+from neuronpipe.protocol.codec import HELD_MINOR, minor_of
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.messages.lifecycle import Hello, State
+from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
+PREFILL: ProcessKey = ("prefill", 0)
+Participants = tuple[ProcessKey, ...]
 TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
 
@@ -27,6 +32,7 @@ class WorkerProcess:
     index: int
     core: int | None
     numerics: str = ""
+    protocol_minor: int = 0
     pid: int = 0
     incarnation: int = -1  # of the process that said Hello; -1: none
     greeted_at: float = -math.inf
@@ -112,6 +118,7 @@ class WorkerProcesses:
         """An incarnation says Hello; it is ready when it says so."""
         process.pid, process.core, process.incarnation = hello.pid, hello.core, hello.incarnation
         process.numerics, process.state = hello.numerics, "starting"
+        process.protocol_minor = minor_of(hello.protocol)
         self.credits.announce(process.peer, hello.slots)
 
     def ready(self, process: WorkerProcess) -> None:
@@ -155,3 +162,80 @@ class WorkerProcesses:
             return None
         self._leaving_seen = leaving
         return frozenset(name for name, line in self._lines.items() if self._leaving[line])
+
+
+class Workers:
+    """The processes of the run that are ready, and who of them can take part in a step.
+
+    ready: by process the numerics in which it computes; empty for who computes nothing
+    complete: whether all were ready at once; before that no step is sent, so that one that cannot start is noticed
+    """
+
+    def __init__(self, processes: frozenset[ProcessKey]) -> None:
+        self._processes = processes
+        self.ready: dict[ProcessKey, str] = {}
+        self._minor: dict[ProcessKey, int] = {}  # of the protocol that it speaks
+        self.complete = False
+
+    def all_ready(self, gone: frozenset[ProcessKey] = frozenset()) -> bool:
+        """Whether every process of the plan is ready, but for those that do not come back."""
+        return self.ready.keys() >= self._processes - gone
+
+    @property
+    def memory_served(self) -> bool:
+        """Whether those are ready without whom no step can be computed: loader and cache."""
+        return self.complete and all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
+
+    @property
+    def prefill_numerics(self) -> str | None:
+        """In which numerics prompts are computed; None while they cannot be."""
+        return self.ready.get(PREFILL)
+
+    def is_ready(self, process: ProcessKey, numerics: str, minor: int) -> None:
+        """It takes part from now on."""
+        self.ready[process], self._minor[process] = numerics, minor
+        self.complete |= self.all_ready()
+
+    def lost(self, processes: Iterable[ProcessKey]) -> None:
+        """They take part in nothing before they are ready again."""
+        for process in processes:
+            self.ready.pop(process, None)
+
+    def decoders(self) -> Participants:
+        """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
+        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs. One that speaks of no
+        held blocks would compute what is another's: with it, all compute without who holds them."""
+        decoders = self._decode_workers()
+        if any(self.is_too_old_to_hold(one) for one in decoders):
+            return decoders
+        holders = [one for one in self._holders() if decoders and self._follows(one, decoders[0])]
+        return (*decoders, *(one for one in holders if not self.is_too_old_to_hold(one)))
+
+    def is_too_old_to_hold(self, process: ProcessKey) -> bool:
+        """Whether it is ready, and cannot be in a step with blocks that an accelerator holds: sums of nodes and
+        `held_matrices` came with a later minor version of the protocol than its own."""
+        return process in self.ready and self._minor[process] < HELD_MINOR
+
+    def too_old_to_hold(self) -> Participants:
+        """Who keeps an accelerator out of decode steps, or is one that keeps out itself."""
+        return tuple(one for one in (*self._decode_workers(), *self._holders()) if self.is_too_old_to_hold(one))
+
+    def _holders(self) -> Participants:
+        return tuple(sorted(one for one in self.ready if one[0] == ACCELERATOR))
+
+    def _decode_workers(self) -> Participants:
+        decoders = sorted(process for process in self.ready if process[0] == "decode")
+        return tuple(one for one in decoders if self.ready[one] == self.ready[decoders[0]])
+
+    def _follows(self, holder: ProcessKey, decoder: ProcessKey) -> bool:
+        return self.ready[holder].rpartition("+")[2] == self.ready[decoder]
+
+    def numerics_of(self, participants: Participants) -> str:
+        """In which numerics these compute a step together: an accelerator's, if one of them is."""
+        return self.ready[participants[-1]]
+
+    def participants(self, message: Step | Prefill) -> Participants:
+        """Who can compute a step of this kind now; nobody, while they are being started."""
+        if isinstance(message, Step):
+            return self.decoders()
+        return (PREFILL,) if PREFILL in self.ready else ()

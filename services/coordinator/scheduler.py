@@ -46,12 +46,11 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.prefixes import Match
+from neuronpipe.services.coordinator.processes import PREFILL, Participants, Workers
 from neuronpipe.services.coordinator.requests import Cost, Generation, Requests, Scoring, Sequence, add_cost
 from neuronpipe.services.coordinator.results import Outcome, Results
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
-PREFILL: ProcessKey = ("prefill", 0)
-Participants = tuple[ProcessKey, ...]
 
 
 class Scheduler:
@@ -89,8 +88,8 @@ class Scheduler:
         match event:
             case RequestReceived():
                 return [*self.requests.received(event, now)]
-            case ProcessReady(process, numerics):
-                self.workers.is_ready(process, numerics)
+            case ProcessReady(process, numerics, minor):
+                self.workers.is_ready(process, numerics, minor)
                 self._dismissed -= {process}  # this is its successor
             case EpochChanged():
                 self._epoch_changed(event)
@@ -198,61 +197,6 @@ class Scheduler:
         return [step.action]
 
 
-class Workers:
-    """The processes of the run that are ready, and who of them can take part in a step.
-
-    ready: by process the numerics in which it computes; empty for who computes nothing
-    complete: whether all were ready at once; before that no step is sent, so that one that cannot start is noticed
-    """
-
-    def __init__(self, processes: frozenset[ProcessKey]) -> None:
-        self._processes = processes
-        self.ready: dict[ProcessKey, str] = {}
-        self.complete = False
-
-    def all_ready(self, gone: frozenset[ProcessKey] = frozenset()) -> bool:
-        """Whether every process of the plan is ready, but for those that do not come back."""
-        return self.ready.keys() >= self._processes - gone
-
-    @property
-    def memory_served(self) -> bool:
-        """Whether those are ready without whom no step can be computed: loader and cache."""
-        return self.complete and all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
-
-    @property
-    def prefill_numerics(self) -> str | None:
-        """In which numerics prompts are computed; None while they cannot be."""
-        return self.ready.get(PREFILL)
-
-    def is_ready(self, process: ProcessKey, numerics: str) -> None:
-        """It takes part from now on."""
-        self.ready[process] = numerics
-        self.complete |= self.all_ready()
-
-    def lost(self, processes: Iterable[ProcessKey]) -> None:
-        """They take part in nothing before they are ready again."""
-        for process in processes:
-            self.ready.pop(process, None)
-
-    def decoders(self) -> Participants:
-        """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
-        holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs."""
-        decoders = sorted(process for process in self.ready if process[0] == "decode")
-        holders = sorted(process for process in self.ready if process[0] == ACCELERATOR) if decoders else []
-        same = [one for one in decoders if self.ready[one] == self.ready[decoders[0]]]
-        return (*same, *(one for one in holders if self.ready[one].rpartition("+")[2] == self.ready[decoders[0]]))
-
-    def numerics_of(self, participants: Participants) -> str:
-        """In which numerics these compute a step together: an accelerator's, if one of them is."""
-        return self.ready[participants[-1]]
-
-    def participants(self, message: Step | Prefill) -> Participants:
-        """Who can compute a step of this kind now; nobody, while they are being started."""
-        if isinstance(message, Step):
-            return self.decoders()
-        return (PREFILL,) if PREFILL in self.ready else ()
-
-
 class OutstandingStep:
     """A step from when it is sent until its logits were read. Tokens and positions stay, however often it is sent.
 
@@ -287,8 +231,9 @@ class OutstandingStep:
         return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
-        """Whether a participant speaks of this step, as it was last sent."""
-        return (event.step, event.epoch) == (self.action.message.step, self.action.message.epoch)
+        """Whether a participant that has not left yet speaks of this step, as it was last sent."""
+        attempt = self.action.message.step, self.action.message.epoch
+        return (event.step, event.epoch) == attempt and event.process in self._busy
 
     def epoch_changed(self, lost: Iterable[ProcessKey]) -> None:
         """Everybody leaves. Where all were done before that, it counts nevertheless."""

@@ -11,9 +11,9 @@ import os
 import signal
 import time
 
-from neuronpipe.plans.plan.plan import BACKEND_ROLES
+from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
-from neuronpipe.protocol.codec import VERSION, Message
+from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
@@ -191,13 +191,15 @@ class CoordinatorService:
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
+        if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
+            log.info("%s speaks %r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
 
     def _ready(self, process: WorkerProcess) -> None:
         if process.state == "starting" and process.incarnation >= 0:
             self._processes.ready(process)
             self._events.send(Life(role=process.role, index=process.index, state="ready"))
-            self._handle(ProcessReady(process.name, process.numerics))
+            self._handle(ProcessReady(process.name, process.numerics, process.protocol_minor))
 
     def _beat(self, process: WorkerProcess, beat: Beat) -> None:
         if process.incarnation < 0 and time.monotonic() - process.greeted_at > GREET_AGAIN_S:

@@ -71,7 +71,8 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     if "sequences" in fields and "positions" in fields:
         fields["sequences"] = fields["positions"] = fields["tokens"] = (*fields["tokens"], 1)
         blocks = (*fields["first_blocks"], 1)
-        fields |= {"participants": ("decode.0",) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
+        one = "accelerator.0" if fields["held_matrices"] else "decode.0"
+        fields |= {"participants": (one,) * len(blocks), "first_blocks": blocks, "end_blocks": blocks}
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]

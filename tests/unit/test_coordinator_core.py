@@ -261,6 +261,28 @@ def test_an_accelerator_of_other_numerics_is_left_out() -> None:
     assert participants_of(step) == [("decode", 0), ("decode", 1)]
 
 
+@pytest.mark.parametrize("old", [("decode", 1), ("accelerator", 0)])
+def test_nobody_who_knows_nothing_of_held_blocks_shares_a_step_with_an_accelerator(old: ProcessKey) -> None:
+    """A decode worker of protocol 2.0 would add block sums, and compute matrices, that are another's."""
+    scheduler = make_scheduler(blocks=7, held_blocks=(5,), held_matrices=("output",), accelerator="cpu:avx2")
+    scheduler.handle(EpochChanged(1, (old,)), 0.1)
+    scheduler.handle(ProcessReady(old, "cpu:avx2", 0), 0.2)
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=9), 0.3))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.4))
+    assert isinstance(step, Step)
+    assert participants_of(step) == [("decode", 0), ("decode", 1)]
+    assert (step.first_blocks, step.end_blocks, step.held_matrices) == ((0, 0), (7, 7), ())
+    assert scheduler.workers.too_old_to_hold() == (old,)
+    scheduler.handle(EpochChanged(2, (old,)), 0.5)
+    actions = scheduler.handle(StepLeft(("decode", 0), step.step, step.epoch, False), 0.6)
+    if old[0] == "decode":  # who is left knows of them
+        (again,) = sent(actions)
+        assert isinstance(again, Step)
+        assert participants_of(again) == [("decode", 0), ("accelerator", 0)]
+        assert again.held_matrices == ("output",)
+
+
 def test_an_accelerator_in_numerics_of_its_own_names_the_steps_that_it_takes_part_in() -> None:
     """Without it a step is computed in those of the decode workers, and what is kept says by whom it was computed."""
     both = "npu-held+cpu:avx2"
@@ -299,6 +321,23 @@ def test_an_answer_under_an_old_epoch_does_not_count() -> None:
         isinstance(action, SampleTokens)
         for action in scheduler.handle(StepLeft(("prefill", 0), again.step, 1, True), 0.5)
     )
+
+
+def test_an_answer_that_comes_twice_counts_once() -> None:
+    scheduler = make_scheduler(blocks=7, held_blocks=(5,), accelerator="cpu:avx2")
+    (prefill,) = sent(receive(scheduler, Generate(request="r", prompt="ab", max_tokens=2), 0.0))
+    finish(scheduler, prefill)
+    (step,) = sent(scheduler.handle(TokensSampled((ord("x"),)), 0.1))
+    holder, first, second = ("accelerator", 0), ("decode", 0), ("decode", 1)
+    for process in (holder, holder, first, holder):
+        assert not scheduler.handle(StepLeft(process, step.step, step.epoch, True, {"held_rows": 3.0}), 0.2)
+    assert not scheduler.handle(StepFailed(holder, step.step, step.epoch, "it changed its mind"), 0.2)
+    assert not scheduler.handle(StepLeft(holder, step.step, step.epoch, False), 0.2)
+    (wanted,) = scheduler.handle(StepLeft(second, step.step, step.epoch, True, {"held_rows": 0.0}), 0.3)
+    assert isinstance(wanted, SampleTokens)
+    actions = scheduler.handle(TokensSampled((ord("y"),)), 0.4)
+    (finished,) = [message for message in told(actions) if isinstance(message, Finished)]
+    assert (finished.decode["answers"], finished.decode["held_rows"]) == (3, 6)
 
 
 def test_no_step_is_sent_before_every_process_was_ready() -> None:

@@ -72,6 +72,16 @@ def test_fields_that_do_not_go_together_are_refused(cls: type[Message], fields: 
         cls(**{**required, **fields})
 
 
+def test_matrices_that_nobody_would_compute_are_refused() -> None:
+    """The decode workers leave out what is held."""
+    step = Step(
+        step=1, epoch=0, participants=("decode.0", "accelerator.0"), first_blocks=(1, 0), end_blocks=(2, 1),
+        sequences=(0,), positions=(0,), tokens=(1,), held_matrices=("qkv",),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no accelerator is among the participants"):
+        dataclasses.replace(step, participants=("decode.0", "decode.1"))
+
+
 def test_a_service_that_imports_the_protocol_stays_small() -> None:
     """Every process of a run imports this; each heavy module costs its memory once per process."""
     program = (
