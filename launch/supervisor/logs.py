@@ -65,13 +65,18 @@ class ProcessLogs:
 
     def last_words(self, spec: ProcessSpec) -> str:
         """The last line that the present process wrote."""
-        try:
-            with self._log(spec).open("rb") as stream:
-                stream.seek(self._starts[spec])
-                lines = stream.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            lines = []
-        return lines[-1] if lines else SILENT
+        return last_line(self._log(spec), self._starts[spec])
 
     def _log(self, spec: ProcessSpec) -> Path:
         return self._directory / f"{spec.role}.{spec.index}.log"
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """The last line of a log from this byte on."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(start)
+            lines = stream.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return lines[-1] if lines else SILENT

@@ -19,11 +19,13 @@ from neuronpipe.launch.planning import (
     implementations,
     package_and_plan,
 )
+from neuronpipe.launch.supervisor.logs import last_line
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.inspect import continues, dense_reading
 from neuronpipe.plans.plan.firing import unmeasured_predictor
+from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
 from neuronpipe.plans.pull.packages import refuse_unknown
-from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, quoted
+from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 from neuronpipe.protocol.links import CONTROL
 
 
@@ -46,7 +48,9 @@ def main(arguments: argparse.Namespace) -> int:
     ):
         silent = package.manifest.silent if plan.compute.mode == "thresholded" else None
         generate(client, arguments, ask, {} if silent is None else {"silent": asdict(silent)})
+        lost = _lost_accelerator(client, plan, live.directory.path)
     notes = (
+        lost,
         dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}",
         unmeasured_predictor(package.manifest, plan.compute.mode),
         continues(package.manifest),
@@ -55,6 +59,19 @@ def main(arguments: argparse.Namespace) -> int:
         if said is not None and not arguments.json:
             print(as_typed(f"neuronpipe: {said}"), file=sys.stderr)
     return 0
+
+
+def _lost_accelerator(client: Client, plan: Plan, directory: Path) -> str | None:
+    """That an accelerator ended before the text did: its log goes with the run."""
+    if not plan.compute.accelerator_backend():
+        return None
+    for one in client.status().processes:
+        if one.role == ACCELERATOR and one.restarts:
+            often = "once" if one.restarts == 1 else f"{one.restarts} times"
+            words = named(last_line(directory / f"{one.role}.{one.index}.log"))
+            back = "and is gone" if one.state == "gone" else "and was started again"
+            return f"{one.role}.{one.index} ended {often} {back}; decode workers computed its blocks meanwhile: {words}"
+    return None
 
 
 def _refuse_a_prompt_as_package(arguments: argparse.Namespace) -> None:

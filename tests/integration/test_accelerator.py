@@ -156,6 +156,44 @@ def test_a_device_that_is_lost_in_the_middle_of_a_step_costs_no_token(
         assert "Traceback" in (run.path / "accelerator.0.log").read_text()
 
 
+FAULTS = {
+    "an error of OpenCL's": "pyopencl.enqueue_copy(queue, bytearray(64), pyopencl.Buffer(queue.context, 1, 4))",
+    "a signal": "os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("an error of OpenCL's", "clEnqueueReadBuffer failed: INVALID_VALUE"),
+        ("a signal", "it left no message; was it killed by the system for lack of memory?"),
+    ],
+)
+def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, words: str) -> None:
+    """In the middle of a step, while rows of a held matrix are wanted. The log with the reason goes with the run."""
+    (shell.folder / "failing.py").write_text(
+        "import os, pyopencl\n"
+        "from neuronpipe.services.worker.accelerator import AcceleratorService\n"
+        "class Failing(AcceleratorService):\n"
+        "    def compute(self, step):\n"
+        "        backend, first = self._worker._backend, self._service._hello.incarnation == 0\n"
+        "        queue = backend._matrices._queue\n"
+        "        if step.positions[0] > 20 and first:\n"
+        f"            backend._matrices = lambda wanted: {FAULTS[fault]}\n"
+        "        return super().compute(step)\n"
+    )
+    asked = ("run", DEMO, "-p", PROMPT, "-n", "200", "--ignore-end", "--temperature", "0", "--workers", "1")
+    alone = shell.call(*asked, cwd=shell.folder)
+    failed = shell.call(*asked, *OPENCL, "--use", "accelerator=failing:Failing", cwd=shell.folder)
+    assert (alone.code, failed.code, failed.out) == (0, 0, alone.out)
+    (said,) = [line for line in failed.errors.splitlines() if "accelerator.0" in line]
+    assert said.startswith(
+        "neuronpipe: accelerator.0 ended once and was started again; decode workers computed its blocks"
+    )
+    assert said.endswith(words)
+    assert "accelerator.0" not in shell.call(*asked, *OPENCL, cwd=shell.folder).errors, "nothing happened"
+
+
 def test_a_decode_worker_of_an_older_protocol_costs_no_token(shell: Shell, undisturbed: dict[str, list[int]]) -> None:
     """It would compute matrices that are the accelerator's, and add them twice. By the version that it speaks all is
     computed without an accelerator, and that is said."""
