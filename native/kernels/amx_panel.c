@@ -2,33 +2,39 @@
  *
  * A tile product takes 16 rows and 16 tokens over one group of 32 columns, since the next group has other scales: half of what a
  * tile could hold. Its integers go through memory to vectors of 16 tokens, where they are converted, scaled and added in the
- * order of panel_tiles.h. These three operations for every 16 results bound the kernel (24 cycles for a product of 16), so products of
- * the next groups are started between the additions of the last ones. Both sides are signed: quants stay as they are.
+ * order of panel_tiles.h. Both sides are signed: quants stay as they are.
  *
- * Untried on a processor with AMX: native/README.md says what was tried instead. */
+ * Products of a few groups come first, then their additions: while a tile instruction is on its way, a processor with tiles has been seen
+ * to give vectors of 64 bytes one port of two, and additions between products took a third longer than after them. */
 #if defined(__x86_64__)
 #include "kernels/panel_tiles.h"
 
 #include "kernels/amx_tiles.h"
 
 enum {
-    SIDE = 16,                  /* rows and tokens of a tile's integers */
-    BLOCK_ROWS = 2 * SIDE,      /* at most, unpacked at a time */
-    BLOCK_COLUMNS = 256 << 10,  /* of all these rows together */
+    SIDE = 16,                 /* rows and tokens of a tile's integers */
+    BLOCK_ROWS = 2 * SIDE,     /* at most, multiplied at a time */
+    MOST_BLOCKS = 2,           /* unpacked at a time: a tile of the panel comes from the third cache once for all of them */
+    BLOCK_COLUMNS = 256 << 10, /* of all these rows together */
     MAX_COLUMNS = BLOCK_COLUMNS / SIDE,
     BLOCK_GROUPS = BLOCK_COLUMNS / NP_GROUP,
-    EIGHT = 8,                  /* rows whose sums stay in registers while groups are added */
-    PIECE = BLOCK_ROWS / EIGHT, /* groups at a time: one is multiplied while eight rows of the piece before are added */
-    NEAR = 4,                   /* groups that mostly share a cache line of q4 */
+    EIGHT = 8, /* rows whose sums stay in registers while groups are added */
+    PIECE = 4, /* groups multiplied before they are added: their integers stay in the first cache */
+    NEAR = 4,  /* groups that mostly share a cache line of q4 */
     MAX_PIECES = MAX_COLUMNS / NP_GROUP / PIECE + VISITS
 };
 
 /* Unpacked rows, groups in the order of visits. `height`: 16 or 32, rows that are there or repeat the last. */
 typedef struct {
-    _Alignas(64) int8_t quants[BLOCK_COLUMNS]; /* [group][height][32] */
-    float scales[BLOCK_GROUPS];                /* [group][height] */
+    int8_t *quants; /* [group][height][32] */
+    float *scales;  /* [group][height] */
     size_t rows, height;
 } row_block;
+
+typedef struct {
+    _Alignas(64) int8_t quants[BLOCK_COLUMNS];
+    float scales[BLOCK_GROUPS];
+} unpacked;
 
 /* Sums that wait for their other half, [level][row][token]. */
 typedef struct {
@@ -42,7 +48,7 @@ typedef struct {
     int level;        /* of the tree, where the visit's sum belongs */
 } piece;
 
-typedef int32_t piece_dots[PIECE][BLOCK_ROWS][TILE];
+typedef int32_t group_dots[BLOCK_ROWS][TILE];
 
 static size_t pieces_of(const visits *v, piece *pieces) {
     size_t count = 0;
@@ -62,11 +68,10 @@ static void panel_prepare(int type, const uint8_t *activations, size_t stride, s
     fill_panel(type, activations, stride, tokens, n, 0, panel);
 }
 
-/* Up to `most` rows from r on. A few groups of each at a time: rows that lie 4 KiB apart push each other out of the first cache. */
-NP_INLINE NP_AVX512 void unpack_rows(int type, const np_rows *rows, size_t r, size_t most, const visits *v, row_block *b) {
+/* The block's rows, from r on. A few groups of each at a time: rows that lie 4 KiB apart push each other out of the first cache. */
+NP_INLINE NP_AVX512 void unpack_rows(int type, const np_rows *rows, size_t r, const visits *v, row_block *b) {
     const size_t groups = rows->n / NP_GROUP;
     np_row row[BLOCK_ROWS];
-    b->rows = rows->rows - r < most ? rows->rows - r : most;
     b->height = b->rows > SIDE ? BLOCK_ROWS : SIDE;
     for (size_t i = 0; i < b->height; i++) row[i] = np_row_at(rows, r + (i < b->rows ? i : b->rows - 1));
     for (size_t from = 0; from < groups; from += NEAR)
@@ -78,38 +83,55 @@ NP_INLINE NP_AVX512 void unpack_rows(int type, const np_rows *rows, size_t r, si
             }
 }
 
-/* The integers of one group: all rows of the block times `vectors` registers of 16 tokens. Tiles 0 to 3: integers, 4 and 5: rows,
- * 6 and 7: tokens. */
-NP_INLINE void multiply_group(const row_block *b, const uint8_t *tile, size_t group, const int vectors, int32_t dots[BLOCK_ROWS][TILE]) {
+/* The integers of one product: tile 0 or 1 of the rows times tile 0 or 1 of the tokens. */
+NP_INLINE void store_dots(const int product, group_dots dots) {
     enum { STRIDE = TILE * 4 };
-    const uint8_t *columns = tile + group * TILE * NP_GROUP;
-    const int8_t *rows = b->quants + group * b->height * NP_GROUP;
-    TILE_LOAD(6, columns, STRIDE);
-    TILE_LOAD(4, rows, NP_GROUP);
-    TILE_ZERO(0);
-    TILE_DOT(0, 4, 6);
-    TILE_STORE(0, dots[0], STRIDE);
-    if (vectors == 2) {
-        TILE_LOAD(7, columns + 4 * SIDE, STRIDE);
-        TILE_ZERO(1);
-        TILE_DOT(1, 4, 7);
-        TILE_STORE(1, dots[0] + SIDE, STRIDE);
+    if (product == 0) TILE_STORE(0, dots[0], STRIDE);
+    if (product == 1) TILE_STORE(1, dots[0] + SIDE, STRIDE);
+    if (product == 2) TILE_STORE(2, dots[SIDE], STRIDE);
+    if (product == 3) TILE_STORE(3, dots[SIDE] + SIDE, STRIDE);
+}
+
+/* The integers of a piece's groups: `heights` times 16 rows and `vectors` times 16 tokens. Tiles 0 to 3: integers, 4 and 5: rows, 6 and
+ * 7: tokens. Tile instructions take their turn: a store right behind its product would keep the next one waiting for 32 cycles instead
+ * of 21, so that each comes after the next product has begun. */
+NP_INLINE void multiply_piece(const row_block *b, const uint8_t *tile, const piece *p, const int heights, const int vectors,
+                              group_dots *dots) {
+    enum { STRIDE = TILE * 4 };
+    const int last = heights == 2 ? vectors + 1 : vectors - 1;
+    const uint8_t *columns = tile + p->first * TILE * NP_GROUP;
+    const int8_t *rows = b->quants + p->first * (size_t)heights * SIDE * NP_GROUP;
+    for (size_t g = 0; g < p->count; g++, columns += TILE * NP_GROUP, rows += heights * SIDE * NP_GROUP) {
+        TILE_LOAD(4, rows, NP_GROUP);
+        TILE_LOAD(6, columns, STRIDE);
+        if (g > 0 && last == 0) store_dots(0, dots[g - 1]);
+        TILE_ZERO(0);
+        TILE_DOT(0, 4, 6);
+        if (g > 0 && last > 0) store_dots(last, dots[g - 1]);
+        if (vectors == 2) {
+            TILE_LOAD(7, columns + 4 * SIDE, STRIDE);
+            TILE_ZERO(1);
+            TILE_DOT(1, 4, 7);
+            store_dots(0, dots[g]);
+        }
+        if (heights == 2) {
+            TILE_LOAD(5, rows + SIDE * NP_GROUP, NP_GROUP);
+            TILE_ZERO(2);
+            TILE_DOT(2, 5, 6);
+            store_dots(vectors - 1, dots[g]);
+        }
+        if (last == 3) {
+            TILE_ZERO(3);
+            TILE_DOT(3, 5, 7);
+            store_dots(2, dots[g]);
+        }
     }
-    if (b->height == SIDE) return;
-    TILE_LOAD(5, rows + SIDE * NP_GROUP, NP_GROUP);
-    TILE_ZERO(2);
-    TILE_DOT(2, 5, 6);
-    TILE_STORE(2, dots[SIDE], STRIDE);
-    if (vectors == 2) {
-        TILE_ZERO(3);
-        TILE_DOT(3, 5, 7);
-        TILE_STORE(3, dots[SIDE] + SIDE, STRIDE);
-    }
+    if (p->count > 0) store_dots(last, dots[p->count - 1]);
 }
 
 /* Eight rows' sums over the groups of a piece, and up the tree when its visit ends. A visit's sum grows in the place of the tree that
  * it will have: that is free until then. */
-NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, const piece *p, const piece_dots dots, size_t row,
+NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, const piece *p, const group_dots *dots, size_t row,
                                    const int vectors, sum_tree *tree) {
     __m512 sum[EIGHT][2];
     for (size_t i = 0; i < EIGHT; i++)
@@ -136,15 +158,13 @@ NP_INLINE NP_AVX512 void add_piece(const row_block *b, const float *x_scales, co
 
 /* All of a block of rows times one tile of tokens into the tree's top level. */
 NP_INLINE NP_AVX512 void multiply_tile(const row_block *b, size_t groups, const piece *pieces, size_t count, const uint8_t *tile,
-                                       const int vectors, sum_tree *tree) {
-    _Alignas(64) piece_dots dots[2];
+                                       const int heights, const int vectors, sum_tree *tree) {
+    _Alignas(64) group_dots dots[PIECE];
     const float *x_scales = (const float *)(const void *)(tile + groups * TILE * NP_GROUP);
-    for (size_t p = 0; p <= count; p++)
-        for (size_t step = 0; step < PIECE; step++) {
-            if (p < count && step < pieces[p].count) multiply_group(b, tile, pieces[p].first + step, vectors, dots[p % 2][step]);
-            if (p > 0 && step * EIGHT < b->rows)
-                add_piece(b, x_scales, &pieces[p - 1], dots[(p - 1) % 2], step * EIGHT, vectors, tree);
-        }
+    for (size_t p = 0; p < count; p++) {
+        multiply_piece(b, tile, &pieces[p], heights, vectors, dots);
+        for (size_t row = 0; row < b->rows; row += EIGHT) add_piece(b, x_scales, &pieces[p], dots, row, vectors, tree);
+    }
 }
 
 /* Interleaving rows i and i + 8, four times over, turns the eight bits of an element's place around by four. */
@@ -176,30 +196,46 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
                                        .row_bytes = {64, 64, 64, 64, NP_GROUP, NP_GROUP, 64, 64},
                                        .rows = {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, STEPS, STEPS}};
     const np_rows *rows = &job->rows;
-    const size_t groups = rows->n / NP_GROUP, most = rows->n * BLOCK_ROWS <= BLOCK_COLUMNS ? BLOCK_ROWS : SIDE;
+    const size_t groups = rows->n / NP_GROUP, fit = BLOCK_COLUMNS / rows->n / SIDE * SIDE;
+    const size_t most = fit < MOST_BLOCKS * BLOCK_ROWS ? fit : MOST_BLOCKS * BLOCK_ROWS;
     const visits v = visits_of(groups);
     piece pieces[MAX_PIECES];
     const size_t count = pieces_of(&v, pieces);
-    row_block b;
+    unpacked space;
+    row_block blocks[MOST_BLOCKS];
     _Alignas(64) sum_tree tree;
     memset(&tree, 0, sizeof tree); /* rows that are not there are never added up, but turned around with the others */
     TILE_CONFIGURE(&shapes);
     for (size_t r = 0; r < rows->rows; r += most) {
-        if (type == NP_Q4) unpack_rows(NP_Q4, rows, r, most, &v, &b);
-        else unpack_rows(NP_Q8, rows, r, most, &v, &b);
-        fetch_rows(rows, r + most, r + 2 * most);
+        const size_t end = rows->rows - r < most ? rows->rows : r + most;
+        size_t used = 0;
+        for (size_t from = r; from < end; from += BLOCK_ROWS, used++) {
+            row_block *b = &blocks[used];
+            *b = (row_block){.quants = space.quants + (from - r) * rows->n,
+                             .scales = space.scales + (from - r) * groups,
+                             .rows = end - from < BLOCK_ROWS ? end - from : BLOCK_ROWS};
+            if (type == NP_Q4) unpack_rows(NP_Q4, rows, from, &v, b);
+            else unpack_rows(NP_Q8, rows, from, &v, b);
+        }
+        fetch_rows(rows, end, end + most);
         const uint8_t *tile = job->activations;
         for (size_t from = 0; from < job->tokens; from += TILE, tile += tile_bytes(rows->n)) {
             const size_t tokens = job->tokens - from < TILE ? job->tokens - from : TILE;
-            if (tokens > SIDE) multiply_tile(&b, groups, pieces, count, tile, 2, &tree);
-            else multiply_tile(&b, groups, pieces, count, tile, 1, &tree);
-            for (size_t i = 0; i < b.rows; i += SIDE)
-                for (size_t t = 0; t < tokens; t += SIDE) {
-                    float *out = job->out + (from + t) * job->out_stride + r + i;
-                    float(*sums)[TILE] = (float(*)[TILE])(void *)&tree.sums[LEVELS - 1][i][t];
-                    write_out(sums, job->bias ? job->bias + r + i : NULL, b.rows - i, tokens - t < SIDE ? tokens - t : SIDE, out,
-                              job->out_stride);
-                }
+            for (size_t k = 0; k < used; k++) {
+                const row_block *b = &blocks[k];
+                if (b->height > SIDE && tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 2, &tree);
+                else if (b->height > SIDE) multiply_tile(b, groups, pieces, count, tile, 2, 1, &tree);
+                else if (tokens > SIDE) multiply_tile(b, groups, pieces, count, tile, 1, 2, &tree);
+                else multiply_tile(b, groups, pieces, count, tile, 1, 1, &tree);
+                for (size_t i = 0; i < b->rows; i += SIDE)
+                    for (size_t t = 0; t < tokens; t += SIDE) {
+                        const size_t row = r + k * BLOCK_ROWS + i;
+                        float *out = job->out + (from + t) * job->out_stride + row;
+                        float(*sums)[TILE] = (float(*)[TILE])(void *)&tree.sums[LEVELS - 1][i][t];
+                        write_out(sums, job->bias ? job->bias + row : NULL, b->rows - i, tokens - t < SIDE ? tokens - t : SIDE, out,
+                                  job->out_stride);
+                    }
+            }
         }
     }
     TILE_RELEASE(); /* a thread with tiles in use costs 8 KiB more at every switch */
