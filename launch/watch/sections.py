@@ -133,12 +133,12 @@ def processes(seen: Sequence[ProcessView], columns: int) -> RenderableType:
             bar([(COLOURS[label], share) for label, share in one.doing.items() if label in COLOURS], wide),
         )
     said = [Text(f"{one.role}.{one.index}: {one.work}", FAINT) for one in seen if one.work]
-    by = dict.fromkeys(
-        f"{one.numerics}{one.backend and f' by {one.backend}'}"
-        for one in seen
-        if one.numerics and one.role in BACKEND_ROLES
-    )
-    return Group(table, *said, *([Text(f"numerics: {', '.join(by)}", FAINT)] if by else []))
+    whose: dict[str, dict[str, None]] = {}  # roles by numerics, in order
+    for one in seen:
+        if one.numerics and one.role in BACKEND_ROLES:
+            whose.setdefault(f"{one.numerics}{one.backend and f' ({one.backend})'}", {})[one.role] = None
+    by = [f"{', '.join(roles)} {how}" for how, roles in whose.items()]
+    return Group(table, *said, *([Text(f"numerics: {'; '.join(by)}", FAINT)] if by else []))
 
 
 def strip(shot: Snapshot, columns: int) -> RenderableType:

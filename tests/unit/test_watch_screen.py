@@ -151,6 +151,6 @@ def test_who_computes_which_blocks_is_said_and_who_is_gone() -> None:
         "gone 6x",
         "accelerator.0: decode workers compute its blocks",
         "decode.0: all 15 blocks",
-        "numerics: cpu:avx2, htp-v73 by onnx:qnn",
+        "numerics: decode cpu:avx2; prefill htp-v73 (onnx:qnn)",
     ):
         assert said in text
