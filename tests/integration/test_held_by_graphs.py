@@ -24,7 +24,7 @@ if any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxruntime"
 
 PROMPT = "def main(arguments):\n    for name in arguments"
 ONNX = ("--backend", "accelerator=onnx:cpu")
-TOKENS = 12
+TOKENS, LONG_TOKENS = 12, 32
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,27 @@ def test_texts_are_told_whole_while_it_is_killed(run: Run) -> None:
     again = run.ask(PROMPT, TOKENS)
     assert again["token_ids"] == before
     assert again["accelerator_share"] > 0
+
+
+@pytest.mark.parametrize("killed", [("decode", 0), ("decode", 1), ("loader", 0), ("cache", 0), ("prefill", 0)])
+def test_a_text_keeps_its_bits_while_any_other_process_is_killed(long_shell: Shell, killed: tuple[str, int]) -> None:
+    """In its middle, with half of the neurons on flash; the accelerator has its share all the time."""
+    with long_shell.up(DEMO, *ONNX, "--workers", "2", "--ffn-resident", "50%", "--gpu-memory", "6MiB") as half_resident:
+        before = half_resident.ask(PROMPT, LONG_TOKENS)
+        pid, told = half_resident.pid(*killed), threading.Event()
+
+        def kill() -> None:
+            time.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            told.set()
+
+        threading.Thread(target=kill).start()
+        during = half_resident.ask(PROMPT, LONG_TOKENS)
+        assert told.wait(5)
+        assert eventually(lambda: pid not in {one.pid for one in half_resident.status().processes if one.pid})
+        after = half_resident.ask(PROMPT, LONG_TOKENS)
+    assert before["token_ids"] == during["token_ids"] == after["token_ids"]
+    assert min(one["accelerator_share"] for one in (before, during, after)) > 0
 
 
 def test_a_fresh_one_is_rehearsed_and_takes_its_place(run: Run, long_shell: Shell) -> None:

@@ -16,7 +16,6 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.npu.chips import Chip, chip_of, find_chip
 
 QNN = ("onnx", "onnxruntime", "onnxruntime_qnn")
-INSTALL = f"install it with: {sys.executable} -m pip install {' '.join(QNN)}"
 PROVIDERS = {
     "cpu": ("CPUExecutionProvider", ("onnx", "onnxruntime")),
     "qnn": ("QNNExecutionProvider", QNN),
@@ -39,6 +38,11 @@ class Provider:
     def runtime_name(self) -> str:
         """As the runtime has it."""
         return PROVIDERS[self.name][0]
+
+    @property
+    def install(self) -> str:
+        """What to do where its modules are missing or do not load."""
+        return f"install it with: {sys.executable} -m pip install {' '.join(PROVIDERS[self.name][1])}"
 
     @property
     def is_plugin(self) -> bool:
@@ -91,7 +95,7 @@ def provider_of(options: str) -> Provider:
 def require_modules(provider: Provider) -> None:
     """Raises UserError where some are missing. Imports none of them."""
     if missing := [name for name in PROVIDERS[provider.name][1] if importlib.util.find_spec(name) is None]:
-        raise UserError(f"{provider}: {' and '.join(missing)} cannot be found; {INSTALL}")
+        raise UserError(f"{provider}: {' and '.join(missing)} cannot be found; {provider.install}")
 
 
 def _chip_here() -> Chip:

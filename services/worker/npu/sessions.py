@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from neuronpipe.native import lib
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.npu.chips import Chip
-from neuronpipe.services.worker.npu.providers import INSTALL, Provider
+from neuronpipe.services.worker.npu.providers import Provider
 
 if TYPE_CHECKING:
     from neuronpipe.services.worker.npu.graphs import Graph
@@ -56,7 +56,7 @@ class Runtime:
             if provider.is_plugin:
                 self._library, self._devices = self._register()
         except (ImportError, OSError, RuntimeError) as error:
-            raise UserError(f"{provider}: the runtime does not load: {_one_line(error)}; {INSTALL}") from None
+            raise UserError(f"{provider}: the runtime does not load: {_one_line(error)}; {provider.install}") from None
 
     def qnn_version(self) -> str:
         """The version of the Hexagon's library, as it says itself: of QNN's interface, and of its own. It is the
@@ -67,9 +67,9 @@ class Runtime:
                 ask = ctypes.CDLL(self._library).QnnInterface_getProviders
                 failed = ask(ctypes.byref(interfaces), ctypes.byref(count))
         except (OSError, AttributeError) as error:
-            raise UserError(f"{self._library}: does not load: {_one_line(error)}; {INSTALL}") from None
+            raise UserError(f"{self._library}: does not load: {_one_line(error)}; {self._provider.install}") from None
         if failed or not count.value:
-            raise UserError(f"{self._library}: does not say its version; {INSTALL}")
+            raise UserError(f"{self._library}: does not say its version; {self._provider.install}")
         return f"{interfaces[0][0].core}-{interfaces[0][0].backend}"
 
     def session(self, graph: Graph) -> Session:
