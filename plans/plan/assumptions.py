@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.cost import ASSUMED_READ_US, ASSUMED_READ_US_PER_KIB
+from neuronpipe.plans.plan.cost import ASSUMED_READ_US, ASSUMED_READ_US_PER_KIB, ASSUMED_TOKEN_WEIGHTS_PER_S
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED
 from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, Mode
 from neuronpipe.plans.plan.runtimes import runtime_of
 
+_PROMPTS = f"a core multiplies {ASSUMED_TOKEN_WEIGHTS_PER_S / 1e9:g} G weights of a prompt a second"
 _ACTIVITY = "`neuronpipe profile PACKAGE --activity` measures it"
 
 
@@ -61,8 +62,8 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
     if profile is None:
         yield (
             f"assumed, without a device profile: computing keeps up with memory, a read takes {ASSUMED_READ_US:g} us "
-            f"and {ASSUMED_READ_US_PER_KIB:g} us for each KiB of a processor, barriers and messages nothing; "
-            "`neuronpipe profile device` measures these"
+            f"and {ASSUMED_READ_US_PER_KIB:g} us for each KiB of a processor, {_PROMPTS}, barriers and messages take "
+            "nothing; `neuronpipe profile device` measures these"
         )
     missing = [name for name, found in (("flash", curve), ("memory", speed)) if found is None]
     if missing:
@@ -74,11 +75,14 @@ def _of_device(curve: FlashCurve | None, speed: MemorySpeed | None, profile: Dev
 def _of_kernels(quantization: str, profile: DeviceProfile | None) -> Iterator[str]:
     if profile is None:
         return
-    panels = any(point.quantization == quantization for point in profile.panels)
-    decode = any(point.quantization == quantization for point in profile.decode)
-    missing = [name for name, found in (("prompts", panels), ("tokens", decode)) if not found]
-    if missing:
+    tokens, panels, reused = (
+        {point.quantization for point in points} for points in (profile.decode, profile.panels, profile.reused)
+    )
+    # A device file has no decode kernels at all: its cores' speed is memory's.
+    assumed = ["computing keeps up with memory"] if tokens and quantization not in tokens else []
+    assumed += [] if quantization in panels & reused else [_PROMPTS]
+    if assumed:
         yield (
-            f"assumed, since the device profile has no kernels of {quantization} for {' and '.join(missing)}: "
-            "computing keeps up with memory there; `neuronpipe profile device` measures them"
+            f"assumed, since the device profile has no kernels of {quantization} for it: {', '.join(assumed)}; "
+            "`neuronpipe profile device` measures them"
         )

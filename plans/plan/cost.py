@@ -19,6 +19,9 @@ from neuronpipe.plans.plan.plan import Mode
 # Of the loader, where it was not measured: submitting and reaping a read, and checking and copying its bytes.
 ASSUMED_READ_US = 6.0
 ASSUMED_READ_US_PER_KIB = 0.25
+# Of a core, weights of a prompt times vectors of its tokens: a server's were measured at 150 to 390 G
+# (tests/bench/README.md, AMX), a phone's mid core would make 48 G (plans/simulate/devices).
+ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
 BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and where layers meet
 
 
@@ -80,12 +83,12 @@ class Cost:
         return (barriers * self.profile.barrier_us(self.workers) + self.profile.message_us(self.workers)) / 1e3
 
     # ---- prefill ---------------------------------------------------------------------------------------------
-    def panel_ms(self, tokens: int, weights: float) -> float | None:
-        """So many weights times the vectors of so many tokens; None where it was not measured."""
+    def panel_ms(self, tokens: int, weights: float) -> float:
+        """So many weights times the vectors of so many tokens."""
         speed = self._measured(lambda profile: profile.panel_token_weights_per_s(tokens, self.workers, **self._rows))
-        return None if speed is None else 1e3 * tokens * weights / speed
+        return 1e3 * tokens * weights / (speed or self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S)
 
-    def reused_values_ms(self, token_weights: float, share: float) -> float | None:
+    def reused_values_ms(self, token_weights: float, share: float) -> float:
         """Value rows of neurons that fired for this share of the tokens, each row for each token by itself."""
 
         def seconds_per_weight(profile: DeviceProfile) -> float:
@@ -93,7 +96,7 @@ class Cost:
             return 0.5 / up + 0.5 / profile.reused_token_weights_per_s("downs", self.workers, share, **self._rows)
 
         each_s = self._measured(seconds_per_weight)
-        return None if each_s is None else 1e3 * token_weights * each_s
+        return 1e3 * token_weights * (each_s or 1 / (self.workers * ASSUMED_TOKEN_WEIGHTS_PER_S))
 
     # ---- flash -----------------------------------------------------------------------------------------------
     def flash_ms(self, reads: int, read_bytes: int, at_once: float, depth: int) -> float | None:

@@ -318,7 +318,7 @@ class _Run:
             self._fixed_bytes(tokens) + self._kv_bytes(before + tokens) + neuron_bytes
         )
         computed_ms = self._prefill_compute_ms(tokens)
-        work_ms = moved_ms if computed_ms is None or moved_ms is None else max(moved_ms, computed_ms)
+        work_ms = None if moved_ms is None else max(moved_ms, computed_ms)
         return _Step(
             sequential_ms=work_ms,
             pieces_ms=0.0,
@@ -327,17 +327,17 @@ class _Run:
             exposed_ms=None if flash_ms is None or work_ms is None else max(0.0, flash_ms - work_ms),
         )
 
-    def _prefill_compute_ms(self, tokens: int) -> float | None:
-        """Of the kernels; None where they were not measured."""
+    def _prefill_compute_ms(self, tokens: int) -> float:
+        """Of the kernels."""
         model, rates = self.manifest.model, self.rates
         attention = model.layers * model.width * 2 * (model.query_width + model.key_width)
         each = max(1, round(tokens * rates.chosen))  # tokens of an expert
         gates = union(rates.chosen, tokens) * model.ffns * model.neurons * model.width
         values = tokens * rates.chosen * rates.value_read * model.ffns * model.neurons * model.width
-        return _sum(
-            self.cost.panel_ms(tokens, attention),
-            self.cost.panel_ms(each, gates),
-            self.cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read),
+        return (
+            self.cost.panel_ms(tokens, attention)
+            + self.cost.panel_ms(each, gates)
+            + self.cost.reused_values_ms(values * (2 if model.gated else 1), rates.value_read)
         )
 
     # ---- bytes -----------------------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return write_large_package(tmp_path_factory.mktemp("large") / "package")
 
 
-def run_watched(shell: Shell, package: Path, *options: str) -> tuple[dict[str, Any], int]:
+def run_watched(shell: Shell, package: Path, *options: str, ask: tuple[str, ...] = ASK) -> tuple[dict[str, Any], int]:
     """The JSON of a run, and the most memory that was seen while it lived."""
-    process = shell.start("run", package, *ASK, "--json", *options)
+    process = shell.start("run", package, *ask, "--json", *options)
     peak, samples = 0, 0
     while process.poll() is None:
         peak, samples = max(peak, shell.pss_bytes()), samples + 1
@@ -73,12 +73,15 @@ def least_bytes(shell: Shell, package: Path, *options: str) -> int:
 
 
 def test_a_processors_runtime_stays_within_the_limit(shell: Shell, large: Package) -> None:
-    """The plan counts it, and cuts prompts so that it fits. Blocks of neurons stream through the slots meanwhile."""
+    """The plan counts it, and cuts prompts so that it fits. Blocks of neurons stream through the slots meanwhile. The
+    prompt nearly fills a chunk, so that what is set aside for one is used."""
     pytest.importorskip("onnxruntime")
     options = ("--backend", "prefill=onnx:cpu", "--sequences", "1")
     limit = least_bytes(shell, large.path, *options) + large.manifest.files["bundles.bin"].bytes // 4
-    limited, peak = run_watched(shell, large.path, *options, "--memory", str(limit))
-    print(f"limit {limit >> 20} MiB, peak {peak >> 20} MiB")
+    chunk = shell.json("plan", large.path, *options, "--memory", str(limit))["compute"]["prefill_chunk_tokens"]
+    ask = ("-p", "the rain " * (chunk // 8), "-n", "5")  # of seven tokens each
+    limited, peak = run_watched(shell, large.path, *options, "--memory", str(limit), ask=ask)
+    print(f"limit {limit >> 20} MiB, peak {peak >> 20} MiB, chunks of {chunk} tokens")
     assert limited["memory"]["limit_bytes"] == limit
     assert 0.8 * limit < peak < limit
 

@@ -364,7 +364,8 @@ def test_the_expected_token_is_the_sum_of_its_terms() -> None:
         assert 1e3 / e.tokens_per_s == pytest.approx(sum(total_ms), rel=1e-2)  # type: ignore[arg-type]
 
 
-def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk() -> None:
+def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.plans.plan.cost.ASSUMED_TOKEN_WEIGHTS_PER_S", 1e15)  # so that memory is what counts
     m = manifest(width=1024, neurons=4096)
     made = plan(m, device(memory_bytes=8 * GIB), Wanted())
     e, chunk = made.expected, made.compute.prefill_chunk_tokens
@@ -372,6 +373,18 @@ def test_a_prompt_is_expected_to_read_every_weight_once_a_chunk() -> None:
     neurons_bytes = m.clusters * (m.trigger_slot_bytes + m.value_slot_bytes)
     assert e.first_token_ms * 33e6 == pytest.approx(made.memory.fixed_bytes + neurons_bytes, rel=0.1)
     assert e.prefill_tokens_per_s == pytest.approx(chunk * 1e3 / e.first_token_ms, rel=1e-3)
+
+
+def test_a_prompt_takes_the_processor_longer_than_memory_where_nothing_was_measured() -> None:
+    """Each weight is multiplied with every token of the chunk, two cores at 50 G a second; values that fire only."""
+    m = manifest(width=1024, neurons=4096)
+    made = plan(m, device(memory_bytes=8 * GIB), Wanted())
+    e, tokens = made.expected, made.compute.prefill_chunk_tokens
+    model = m.model
+    matrices = model.layers * model.width * 2 * (model.query_width + model.key_width)
+    gates = model.layers * model.neurons * model.width
+    assert e.first_token_ms is not None
+    assert matrices + gates < e.first_token_ms / 1e3 * 2 * 50e9 / tokens < matrices + 3 * gates
 
 
 def test_less_memory_is_never_expected_to_be_faster() -> None:

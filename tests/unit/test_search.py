@@ -259,7 +259,7 @@ def test_the_plan_of_the_rules_stays_unless_another_is_clearly_faster(
 def test_of_choices_that_are_alike_the_one_with_fewer_workers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread reaches 28 of the 33 GB/s that two reach; a third and a fourth add nothing."""
     monkeypatch.setattr(searching, "MIN_GAIN", 0.1)
-    found = Search(manifest(), space(1, 2, 3, 4), Wanted()).within(GIB)
+    found = Search(manifest(), space(1, 2, 3, 4), Wanted(), ANSWER).within(GIB)
     speeds = {one.workers: one.tokens_per_s for one in found.candidates}
     assert speeds[2] == speeds[3] == speeds[4]
     assert found.chosen.workers == 2
