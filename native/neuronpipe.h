@@ -254,6 +254,10 @@ uint32_t np_entry_look(uint32_t *word);
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots);
 
+/* Empty the slots from `first_slot` on, whatever is in them: present words that name one are set to absent, pinned ones too, unless a
+ * window covers them. Returns how many are left: call it again. Nothing may be loading into such a slot. */
+size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count);
+
 /* Which clusters stay (residency/pins.c). Of each feed-forward the first `keep`: present words of these are pinned, other words below
  * `widest` are no longer. Returns how many of those that stay are not there yet, and writes the ids of the first `most` of them that
  * are absent, the rest filled with UINT32_MAX. others: words that are on their way and will be pinned though they should not. */
@@ -402,6 +406,9 @@ int np_loader_turn(np_loader *loader, int timeout_ms);
  * step waits for them and does not ask twice; what has been settled meanwhile is passed over when its turn comes. Afterwards no word
  * is loading, and every slot that no present word names is free, for the cache to grant. */
 void np_loader_reset(np_loader *loader);
+/* Give the memory of a part's slots from `first_slot` on back to the system, whole pages of it. No present word may name one. Returns
+ * NP_OK, NP_E_ARGUMENT when one is granted or there is no such part, or NP_E_IO where the system does not take it back. */
+int np_loader_trim(np_loader *loader, int part, uint32_t first_slot);
 void np_loader_read_state(const np_loader *loader, np_loader_state *out);
 
 /* ---- engine (engine/) ---------------------------------------------------------------------------------------- */
@@ -683,6 +690,9 @@ void np_memory_give_back(void);
 /* From now on, what the C library allocates of so many bytes and more goes back to the kernel whenever it is freed, where it can do that.
  * Else such memory stays, in pieces, and how much depends on the order of all that was allocated before. */
 void np_memory_map_from(size_t bytes);
+/* Give the whole pages within these bytes of a memory file back to the kernel; they read as zeros from now on, in every mapping. Returns
+ * NP_OK or -errno. */
+int np_file_give_back(int32_t file, uint64_t offset, uint64_t bytes);
 /* Ask for huge pages; a kernel that refuses costs speed, nothing else. Returns NP_OK or -errno. */
 int np_memory_advise_huge(void *memory, size_t bytes);
 /* What of this mapping was touched, or will be, stays in memory: it is neither swapped out nor unmapped as seldom used. A process without

@@ -25,10 +25,12 @@ from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 1
+MINOR = 2
 VERSION = f"{MAJOR}.{MINOR}"
 HELD_MINOR = 1
 """From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
+LENDING_MINOR = 2
+"""From this minor version on a cache answers `Reserve`, and a prefill worker `Release`."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20

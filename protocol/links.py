@@ -46,9 +46,24 @@ def _direction(limit_messages: int, when_full: WhenFull, *carries: type[Message]
 
 
 _LIFE_OF_A_SERVICE = (lifecycle.Hello, lifecycle.Ready, lifecycle.Beat, lifecycle.Drained, lifecycle.Failed)
-_FROM_WORKERS = (outcome.StepDone, outcome.Prefilled, outcome.StepAbandoned, outcome.StepFailed)
+_FROM_WORKERS = (
+    outcome.StepDone,
+    outcome.Prefilled,
+    outcome.StepAbandoned,
+    outcome.StepFailed,
+    outcome.Reserved,
+    outcome.Released,
+)
 _FROM_CLIENTS = (request.Generate, request.Cancel, request.Score, request.Next, request.AskStatus, request.Throttle)
-_TO_SERVICES = (lifecycle.Welcome, lifecycle.Reject, lifecycle.Drain, worker.Step, worker.Prefill)
+_TO_SERVICES = (
+    lifecycle.Welcome,
+    lifecycle.Reject,
+    lifecycle.Drain,
+    worker.Step,
+    worker.Prefill,
+    worker.Release,
+    cache.Reserve,
+)
 _TO_CLIENTS = (
     client.Accepted,
     client.Refused,
@@ -70,8 +85,8 @@ CACHE = Link(
     name="cache",
     bound_by="loader",
     connected_by=("cache",),
-    inward=_direction(64, "wait", loader.Reset, loader.Grant, loader.Warm),
-    outward=_direction(64, "refuse", cache.SlotCounts, cache.ResetDone),
+    inward=_direction(64, "wait", loader.Reset, loader.Grant, loader.Warm, loader.Trim),
+    outward=_direction(64, "refuse", cache.SlotCounts, cache.ResetDone, cache.Trimmed),
 )
 EVENTS = Link(
     name="events",

@@ -256,6 +256,20 @@ void np_loader_reset(np_loader *loader)
     }
 }
 
+int np_loader_trim(np_loader *loader, int part, uint32_t first_slot)
+{
+    if (part < 0 || part >= NP_LOADER_PARTS)
+        return NP_E_ARGUMENT;
+    const np_loader_part *config = &loader->parts[part].config;
+    for (uint32_t slot = first_slot; slot < config->slot_count; slot++)
+        if (np_set_has(loader->parts[part].ours, slot))
+            return NP_E_ARGUMENT;
+    if (config->slots_file < 0 || first_slot >= config->slot_count)
+        return NP_OK;
+    const uint64_t before = (uint64_t)first_slot * config->slot_bytes, all = (uint64_t)config->slot_count * config->slot_bytes;
+    return np_file_give_back(config->slots_file, config->slots_file_offset + before, all - before) == NP_OK ? NP_OK : NP_E_IO;
+}
+
 uint32_t np_loader_count_waiting(const np_loader *loader, int part)
 {
     uint32_t waiting = loader->warm_up.pinned_count[part];

@@ -2,6 +2,7 @@
 #include "neuronpipe.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -42,6 +43,15 @@ int np_memory_lock(const void *memory, size_t bytes)
     (void)memory, (void)bytes;
     return -ENOSYS;
 #endif
+}
+
+int np_file_give_back(int32_t file, uint64_t offset, uint64_t bytes)
+{
+    const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
+    const uint64_t first = (offset + page - 1) / page * page, end = (offset + bytes) / page * page;
+    if (first >= end)
+        return NP_OK;
+    return fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(end - first)) == 0 ? NP_OK : -errno;
 }
 
 void np_memory_give_back(void)

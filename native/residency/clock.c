@@ -39,6 +39,30 @@ static uint32_t passed(uint32_t value)
     return uses ? value - NP_ENTRY_USE : NP_ENTRY_ABSENT;
 }
 
+/* One present word of a slot that is to be empty. C, P, S and E follow each other: a worker that looks after C must set the bit before
+ * it reads, and then E fails; who looked before C has a read window that S sees. Returns whether the slot holds nothing now. */
+static int vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t window_count)
+{
+    uint32_t value = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    uint32_t bare = NP_ENTRY_PRESENT | (value & NP_ENTRY_SLOT_MASK);
+    if (value != bare && !__atomic_compare_exchange_n(word, &value, bare, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return 0;
+    if (covered(windows, window_count, id))
+        return 0;
+    return __atomic_compare_exchange_n(word, &bare, NP_ENTRY_ABSENT, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count)
+{
+    size_t left = 0;
+    for (size_t id = 0; id < count; id++) {
+        const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST);
+        if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && (value & NP_ENTRY_SLOT_MASK) >= first_slot)
+            left += !vacate(&words[id], id, windows, window_count);
+    }
+    return left;
+}
+
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots)
 {

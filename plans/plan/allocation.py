@@ -24,13 +24,21 @@ TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Of one part: all its slots, those that must be free to move, and of these those that are kept free."""
+    """Of one part: all its slots, those that must be free to move, of these those that are kept free. lent: how many of
+    all may go (lending.py)."""
 
     part: str  # "trigger" or "value"
     count: int
     moving: int
     reserved: int
     slot_bytes: int
+    lent: int = 0
+
+    def safe_for(self, wanted: float) -> Slots:
+        """With the lent ones; without, where others would not hold what a step wants: it must stay when they go."""
+        if wanted < self.count - self.lent:
+            return self
+        return dataclasses.replace(self, count=self.count - self.lent, lent=0)
 
     @property
     def holding(self) -> int:
@@ -117,7 +125,8 @@ class _Allocating:
         ranked = self._ranking(slots, texts)
         if ranked is None:
             return self._alike(slots, self._hottest(slots))
-        return _Share(slots, ranked.pins(ranked.best_pinned(slots.holding, slots.most_pinned)), ranked)
+        safe = slots.safe_for(ranked.wanted)
+        return _Share(slots, ranked.pins(ranked.best_pinned(safe.holding, safe.most_pinned)), ranked)
 
     def _alike(self, slots: Slots, each: int) -> _Share:
         return _Share(slots, (each,) * self._ffns)
@@ -128,17 +137,18 @@ class _Allocating:
 
     def _hottest(self, slots: Slots) -> int:
         """By the curve, of each feed-forward: what fires in half of all tokens, at most half of what may stay. Where a
-        token wants more than the slots hold, all that may: the others are gone before their next turn."""
-        most = slots.most_pinned // self._ffns
-        rates, wanted = self._rates, self._rates.value_read
+        token wants more than the slots hold, all that may: the others are gone before their next turn. With more slots
+        the cache gets them and as many of what stayed, so that prompts, which want everything, are not slower at
+        once."""
+        rates, share = self._rates, self._rates.value_read
         if self._whole or slots.part == "trigger":
-            wanted = rates.trigger_read
-        if (
-            rates.chosen * touched(wanted, self._manifest.layout.cluster_neurons) * self._manifest.clusters
-            >= slots.count
-        ):
+            share = rates.trigger_read
+        wanted = rates.chosen * touched(share, self._manifest.layout.cluster_neurons) * self._manifest.clusters
+        most = slots.most_pinned // self._ffns
+        if wanted >= slots.count - slots.lent:
             return most
-        return min(int(rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
+        hottest = min(int(rates.neurons_firing_in(PINNED_FROM) * self._clusters), most // 2)
+        return max(hottest, most - int(2 * (slots.count - slots.lent - wanted) / self._ffns))
 
     # ---- several texts ---------------------------------------------------------------------------------------
     def _saves(self, own: tuple[_Share, _Share], other: tuple[_Share, _Share]) -> bool:

@@ -11,6 +11,7 @@ import functools
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import held_matrices_bytes, holding_bytes
+from neuronpipe.plans.plan.lending import Lendable, lent_slots
 from neuronpipe.plans.plan.plan import MemoryBudget, Plan
 from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, holder_bytes, runtime_bytes, runtime_of
 from neuronpipe.plans.plan.sizes import (
@@ -104,14 +105,31 @@ def _driver_bytes(manifest: Manifest, shape: RunShape) -> int:
 
 def held_bytes(manifest: Manifest, plan: Plan, *, texts: int, text_tokens: int, prompt_tokens: int) -> int:
     """What a run with this plan holds at most while so many texts of so many tokens, with such prompts, are the longest
-    it has had: pages of the KV cache and of a prompt's stage count when they are first written, all others at once."""
+    it has had: pages of the KV cache and of a prompt's stage count when they are first written, or lent to slots."""
+    lendable = Lendable.of(manifest, plan.compute, plan.memory)
+    unlent_bytes = plan.memory.total_bytes() - lendable.total_bytes
+    if not plan.memory.lends:
+        return unlent_bytes + _used_bytes(manifest, plan, texts, text_tokens, prompt_tokens)
+    stage_tokens = lendable.stage_tokens(prompt_tokens)
+    reserved_bytes = lendable.reserved_bytes([text_tokens] * min(texts, plan.compute.sequences), stage_tokens)
+    return unlent_bytes + max(
+        reserved + _lent_bytes(manifest, plan, lendable, reserved) for reserved in (0, reserved_bytes)
+    )
+
+
+def _lent_bytes(manifest: Manifest, plan: Plan, lendable: Lendable, reserved_bytes: int) -> int:
+    triggers, values = lent_slots(plan.memory, lendable, reserved_bytes)
+    return triggers * manifest.trigger_slot_bytes + values * manifest.value_slot_bytes
+
+
+def _used_bytes(manifest: Manifest, plan: Plan, texts: int, text_tokens: int, prompt_tokens: int) -> int:
+    """Of the KV cache and a prompt's stage."""
     shape, chunk = RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens
     page_tokens = max(1, PAGE_BYTES // (2 * manifest.model.head_width))  # of one head's keys or values
     held_tokens = min(shape.context_tokens, -(-text_tokens // page_tokens) * page_tokens)
     held = dataclasses.replace(shape, sequences=min(texts, shape.sequences), context_tokens=held_tokens)
     (stage,) = own_layouts(manifest, shape, min(chunk, prompt_tokens)).values()
-    unused_bytes = plan.memory.kv_bytes - fixed_layouts(manifest, held)["kv"].total_bytes
-    return plan.memory.total_bytes() - unused_bytes - (plan.memory.prefill_stage_bytes - stage.total_bytes)
+    return fixed_layouts(manifest, held)["kv"].total_bytes + stage.total_bytes
 
 
 def _engines_bytes(manifest: Manifest, shape: RunShape, prefill_tokens: int) -> int:

@@ -50,6 +50,11 @@ def explain(plan: Plan) -> str:
         f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
         f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
     )
+    if m.lends:
+        lines.append(
+            f"  and while KV cache and prefill do not need their memory: up to {m.lent_trigger_slots} gate slots, "
+            f"{m.lent_value_slots} up/down slots more"
+        )
     lines += [f"  {_pinned(entry)}" for entry in m.pins]
     if m.accelerator_bytes and not m.device_bytes:
         lines.append(f"  beside it, in the accelerator's own memory: {_size(m.accelerator_bytes).strip()}")

@@ -69,3 +69,12 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
         else:
             high = level - 1
     return tuple(max(low, count) for count in pinned)
+
+
+def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:
+    """What can stay while there are so many slots, `moving` of which stay free for others: of each feed-forward the
+    same share less; everything where all clusters have a slot."""
+    room, total = slots - moving, sum(counts)
+    if slots >= clusters or total <= room:
+        return counts
+    return tuple(count * max(0, room) // total for count in counts)

@@ -16,7 +16,7 @@ from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 10
+VERSION = 11
 MAX_PLAN_BYTES = 16 << 20
 
 
@@ -128,9 +128,18 @@ class Memory(MemoryBudget):
     trigger_slots: int
     value_slots: int
     slots_bytes: int
+    lent_trigger_slots: int  # more of them, in what KV cache and prompts do not need yet (lending.py); their bytes are
+    lent_value_slots: int  # counted as kv_bytes and prefill_stage_bytes
+    moving_slots: int  # of either part, those in which nothing is pinned: for clusters that are open or on their way
     ffn_bytes: int  # of slots, were everything resident
     accelerator_bytes: int  # what the accelerator holds in its device, whosever memory that is
-    pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes; the first entry is for one
+    pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes, with all lent slots; the first
+    # entry is for one; see pins_within for fewer slots
+
+    @property
+    def lends(self) -> bool:
+        """Whether there are lent slots."""
+        return bool(self.lent_trigger_slots or self.lent_value_slots)
 
     def pins_for(self, texts: int) -> Pins:
         """What stays while steps compute so many texts."""

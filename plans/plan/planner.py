@@ -29,6 +29,7 @@ from neuronpipe.plans.plan.plan import (
     ProcessSpec,
     backend_of,
 )
+from neuronpipe.plans.plan.quality import mode_reason
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
 from neuronpipe.plans.plan.regions import NOTHING_PINNED, Regions, fill
 from neuronpipe.plans.plan.runtimes import runtime_of
@@ -361,6 +362,7 @@ class _Planning:
             whole=read.bundle,
             cache="cache" not in wanted.without,
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
+            lendable_bytes=0 if wanted.ffn_resident_share else others.kv_bytes + others.prefill_stage_bytes,
         )
         if regions is not None:
             return self._behind_held(regions)
@@ -387,6 +389,9 @@ class _Planning:
             trigger_slots=regions.triggers,
             value_slots=regions.values,
             slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
+            lent_trigger_slots=regions.lent_triggers,
+            lent_value_slots=regions.lent_values,
+            moving_slots=regions.moving,
             ffn_bytes=self._budgets.ffn_bytes,
             pins=regions.pins,
             accelerator_bytes=accelerator_bytes(self._manifest, self._shape),
@@ -404,21 +409,7 @@ class _Planning:
         )
 
     def _mode_reasons(self) -> list[str]:
-        wanted, reasons, silent = self._wanted, [], self._manifest.silent
-        if self._shape.mode == "thresholded" and silent is not None:
-            reasons.append(
-                f"every gate is computed; up and down rows of the {self._rates.value_read:.1%} of the neurons that do "
-                f"not count as silent are: {silent.loss()}"
-            )
-        elif self._shape.mode == "predicted":
-            predictor = self._manifest.predictor
-            names = "names" if predictor is not None and predictor.by_layer else "is assumed to name"
-            reasons.append(
-                f"the predictor {names} {self._rates.trigger_read:.1%} of the neurons; the gates of these decide, "
-                f"and {self._rates.value_read / max(self._rates.trigger_read, 1e-9):.0%} of them are expected to fire"
-            )
-        else:
-            reasons.append("exact: every gate is computed, and decides which up and down rows are")
+        wanted, reasons = self._wanted, [mode_reason(self._manifest, self._shape.mode, self._rates)]
         if self._shape.hints:
             reasons.append("hints: what will probably be wanted is asked for before it is certain, by request")
         if (said := unmeasured_predictor(self._manifest, self._shape.mode)) is not None:

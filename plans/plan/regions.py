@@ -33,10 +33,13 @@ class Regions:
     triggers: int
     values: int
     pins: tuple[Pins, ...]  # what stays, by how many texts a step computes
+    moving: int  # slots of either part that are for what is open or on its way
     window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
     reserved_triggers: int
     reserved_values: int
     reasons: tuple[str, ...]
+    lent_triggers: int = 0  # more of them, in memory that is lent
+    lent_values: int = 0
 
 
 def fill(
@@ -50,19 +53,31 @@ def fill(
     whole: bool,
     cache: bool,
     cache_tokens: int,
+    lendable_bytes: int = 0,
 ) -> Regions | None:
     """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
     texts: most that a step computes. whole: both parts of a cluster are read together. cache: False keeps only what a
-    step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits).
+    step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits). lendable_bytes: what may be lent
+    to slots besides.
     """
-    return _Filling(manifest, rates, mode, workers, texts, whole).fill(budget, cache=cache, cache_tokens=cache_tokens)
+    filling = _Filling(manifest, rates, mode, workers, texts, whole, lendable_bytes)
+    return filling.fill(budget, cache=cache, cache_tokens=cache_tokens)
 
 
 class _Filling:
-    def __init__(self, manifest: Manifest, rates: Rates, mode: Mode, workers: int, texts: int, whole: bool) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        rates: Rates,
+        mode: Mode,
+        workers: int,
+        texts: int,
+        whole: bool,
+        lendable_bytes: int,
+    ) -> None:
         self._manifest, self._layout, self._rates, self._mode = manifest, manifest.layout, rates, mode
-        self._workers, self._texts = workers, texts
+        self._workers, self._texts, self._lendable_bytes = workers, texts, lendable_bytes
         self._ffns, self._experts, self._mixture = (
             manifest.model.ffns,
             manifest.model.experts,
@@ -88,28 +103,30 @@ class _Filling:
             used = touched(self._rates.used_by(cache_tokens), self._layout.cluster_neurons)
             triggers = values = min(budget // self._both_bytes, moving + int(used * self._all), self._all)
             reasons.append(f"slots for what {cache_tokens} tokens use, nothing pinned, by request (llm-in-a-flash)")
-        elif self._whole:
-            triggers = values = min(budget // self._both_bytes, self._all)
-        elif budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
-            triggers = self._all
-            values = min(self._all, (budget - triggers * self._trigger_bytes) // self._value_bytes)
         else:
-            triggers, values = min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
+            triggers, values = self._share_out(budget, moving)
         reserved_triggers = self._reserved(triggers, self._rates.trigger_read, moving)
         reserved_values = self._reserved(values, self._rates.value_read, moving)
         pins: tuple[Pins, ...] = (NOTHING_PINNED,)
-        free = min(triggers, values)
+        free, lent = min(triggers, values), (0, 0)
         if cache and not cache_tokens:
+            lent = self._lent(moving, triggers, values) if self._lendable_bytes else lent
             slots = (
                 Slots(
                     part="trigger",
-                    count=triggers,
+                    count=triggers + lent[0],
                     moving=moving,
                     reserved=reserved_triggers,
                     slot_bytes=self._trigger_bytes,
+                    lent=lent[0],
                 ),
                 Slots(
-                    part="value", count=values, moving=moving, reserved=reserved_values, slot_bytes=self._value_bytes
+                    part="value",
+                    count=values + lent[1],
+                    moving=moving,
+                    reserved=reserved_values,
+                    slot_bytes=self._value_bytes,
+                    lent=lent[1],
                 ),
             )
             made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
@@ -117,6 +134,7 @@ class _Filling:
             reasons += made.reasons
         if self._mixture and free >= OPEN_LAYER_FROM * self._experts * self._layout.clusters:
             window_blocks = self._experts * self._layout.blocks
+            moving = max(moving, self._experts * self._layout.clusters + max(reserved_triggers, reserved_values))
         layer = "layer" if window_blocks > self._layout.blocks or not self._mixture else "feed-forward"
         of = self._layout.blocks * (self._experts if layer == "layer" else 1)
         reasons.insert(0, f"{window_blocks} of {of} blocks of a {layer} open at once: {moving} clusters may be moving")
@@ -124,17 +142,36 @@ class _Filling:
             triggers=triggers,
             values=values,
             pins=pins,
+            moving=moving,
             window_blocks=window_blocks,
             reserved_triggers=reserved_triggers,
             reserved_values=reserved_values,
             reasons=tuple(reasons),
+            lent_triggers=lent[0],
+            lent_values=lent[1],
         )
+
+    def _lent(self, moving: int, triggers: int, values: int) -> tuple[int, int]:
+        """Slots in memory that is lent besides: as if there was as much more of it."""
+        taken_bytes = triggers * self._trigger_bytes + values * self._value_bytes
+        more = self._share_out(taken_bytes + self._lendable_bytes, moving)
+        return max(0, more[0] - triggers), max(0, more[1] - values)
+
+    def _share_out(self, budget: int, moving: int) -> tuple[int, int]:
+        """Slots of either part: as many of both, or all triggers first."""
+        if self._whole:
+            count = min(budget // self._both_bytes, self._all)
+            return count, count
+        if budget >= self._all * self._trigger_bytes + moving * self._value_bytes:
+            return self._all, min(self._all, (budget - self._all * self._trigger_bytes) // self._value_bytes)
+        return min(self._all, (budget - moving * self._value_bytes) // self._trigger_bytes), moving
 
     def _everything(self) -> Regions:
         return Regions(
             triggers=self._all,
             values=self._all,
             pins=(Pins(texts=1, triggers=str(self._layout.clusters), values=str(self._layout.clusters)),),
+            moving=0,
             window_blocks=self._experts * self._layout.blocks,
             reserved_triggers=0,
             reserved_values=0,

@@ -85,9 +85,11 @@ def _alike(layout: ClusterLayout, blocks: int) -> int:
 
 
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
-    """The layout of every segment of a run, by name."""
-    others = fixed_layouts(manifest, RunShape.of(plan.compute))
-    return others | {"slots": slots_layout(manifest, plan.memory.trigger_slots, plan.memory.value_slots)}
+    """The layout of every segment of a run, by name. Slots have places for the lent ones, too: pages that nobody uses
+    take no memory."""
+    others, memory = fixed_layouts(manifest, RunShape.of(plan.compute)), plan.memory
+    triggers, values = memory.trigger_slots + memory.lent_trigger_slots, memory.value_slots + memory.lent_value_slots
+    return others | {"slots": slots_layout(manifest, triggers, values)}
 
 
 def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
@@ -127,7 +129,7 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             vocabulary=model.vocabulary,
             **_stage_lengths(manifest, shape.sequences, predicts=shape.predicts),
         ),
-        layouts.board(processes=shape.processes),
+        layouts.board(processes=shape.processes, sequences=shape.sequences),
         layouts.trace(rings=shape.processes),
     )
     return {one.name: one for one in made}

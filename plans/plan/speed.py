@@ -21,7 +21,9 @@ from neuronpipe.plans.plan.beside import DeviceCost, Held
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import Rates
 from neuronpipe.plans.plan.held import MATRICES, held_clusters, matrix_bytes
+from neuronpipe.plans.plan.lending import with_lent_slots
 from neuronpipe.plans.plan.missing import Parts, Slots, joined_reads, parts, union
+from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend_of
 from neuronpipe.plans.plan.ranking import holding
 from neuronpipe.plans.plan.runtimes import runtime_of
@@ -174,6 +176,9 @@ class _Run:
     def decode_step(self, batch: int, position_tokens: int) -> _Step:
         """Of so many texts, each with so many tokens before. A neuron's row is counted once for each text that reads
         it, up to all rows: so do the participants' counters."""
+        if self.memory.lends:
+            memory = with_lent_slots(self.manifest, self.compute, self.memory, texts=batch, tokens=position_tokens + 1)
+            return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
         rates, flash = self.rates, self.flash
         in_order = rates.trigger_read == 1.0  # all triggers, one after the other
         blocks = self.compute.held_blocks_of(batch)
@@ -409,8 +414,10 @@ class _Run:
     def _pins(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of each feed-forward, what stays of either part in a step of so many tokens; of a prompt's, what stays for
         one text."""
-        texts = tokens if tokens <= self.compute.sequences else 1
-        return self.memory.pins_for(texts).counts(self.manifest.model.ffns)
+        memory, texts = self.memory, tokens if tokens <= self.compute.sequences else 1
+        triggers, values = memory.pins_for(texts).counts(self.manifest.model.ffns)
+        beside = memory.moving_slots, self.manifest.clusters
+        return pins_within(triggers, memory.trigger_slots, *beside), pins_within(values, memory.value_slots, *beside)
 
 
 def shares_core(compute: Compute) -> bool:

@@ -177,13 +177,34 @@ class _Check:
         ):
             self._within(f"memory.{part}_slots", slots, 1, clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
-            needed = open_clusters + pinned + reserved
-            if slots < min(clusters, needed) or (slots == clusters and reserved):
+            lent = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
+            needed = open_clusters + reserved
+            fits = slots >= min(clusters, needed) and slots + lent >= min(clusters, needed + pinned)
+            if not fits or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",
                     f"{slots}, but {open_clusters} clusters may be open, "
                     f"{pinned} are pinned and {reserved} are kept free",
                 )
+        if min(memory.trigger_slots, memory.value_slots) < clusters:
+            self._within("memory.moving_slots", memory.moving_slots, min(open_clusters, clusters), clusters)
+        self._lent_slots()
+
+    def _lent_slots(self) -> None:
+        """They have places for clusters that have none yet, in what is lendable."""
+        memory, manifest = self._plan.memory, self._manifest
+        for part, slots, lent in (
+            ("trigger", memory.trigger_slots, memory.lent_trigger_slots),
+            ("value", memory.value_slots, memory.lent_value_slots),
+        ):
+            self._within(f"memory.lent_{part}_slots", lent, 0, manifest.clusters - slots)
+        lent_bytes = memory.lent_trigger_slots * manifest.trigger_slot_bytes
+        lent_bytes += memory.lent_value_slots * manifest.value_slot_bytes
+        lendable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
+        if lent_bytes > lendable_bytes:
+            self._fail(
+                "memory.lent_value_slots", f"{lent_bytes} bytes are lent, but {lendable_bytes} are there to lend"
+            )
 
     def _table(self) -> None:
         """The pins are for one text and up, in order."""

@@ -30,7 +30,7 @@ def examples() -> tuple[Layout, ...]:
             logit_rows=3,
             vocabulary=50,
         ),
-        board(processes=6),
+        board(processes=6, sequences=4),
         trace(rings=6, spans=8),
     )
 

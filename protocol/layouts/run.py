@@ -31,10 +31,10 @@ TRACE_SPANS = 4096
 """Spans of a ring: a dozen tokens of a 7B model. A power of two."""
 
 
-def board(*, processes: int) -> Layout:
+def board(*, processes: int, sequences: int) -> Layout:
     """Which processes live, the run's memory, and figures of flash, to be read without a message. One line for each
-    process, in the order of the plan."""
-    fields = Fields("board", 6, {"processes": processes})
+    process, in the order of the plan. sequences: KV slots."""
+    fields = Fields("board", 6, {"processes": processes, "sequences": sequences})
     fields.add(
         "processes",
         "u32",
@@ -83,6 +83,22 @@ def board(*, processes: int) -> Layout:
         by="coordinator",
         to="cache",
         ordering="word 0 is how many texts the last Step had, stored before it is sent; the cache looks now and then",
+    )
+    fields.add(
+        "reserved",
+        "u64",
+        LINE_WORDS // 2,
+        by="coordinator",
+        to="cache, monitor",
+        ordering="word 0 is what the last `Reserve` said, stored before it is sent",
+    )
+    fields.add(
+        "kv_tokens",
+        "u32",
+        "sequences",
+        by="coordinator",
+        to="the coordinator after it",
+        ordering="tokens of each KV slot that have memory, stored before `Reserve` is sent; single words",
     )
     return fields.layout()
 

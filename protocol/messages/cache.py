@@ -1,4 +1,4 @@
-"""What the cache receives from the loader."""
+"""What the cache receives, from the loader and from the coordinator."""
 
 from __future__ import annotations
 
@@ -38,3 +38,27 @@ class SlotCounts(Message):
     value_waiting: int = 0
     trigger_granted: int = 0
     value_granted: int = 0
+
+
+@message
+class Trimmed(Message):
+    """From the loader: the memory is given back.
+
+    generation: as in `Trim`
+    """
+
+    generation: int
+
+
+@message
+class Reserve(Message):
+    """From the coordinator: keys and values and a prompt's stage need so much of the memory that is lent to slots. Take
+    slots back until that is free, then answer `Reserved`. It replaces what was reserved before, which may have been
+    more. A cache that starts finds the last one on the board.
+
+    number: grows with every one, to tell answers apart
+    reserved_bytes: of what the plan sets aside for KV cache and prefill
+    """
+
+    number: int
+    reserved_bytes: int

@@ -44,6 +44,21 @@ class Grant(Message):
 
 
 @message
+class Trim(Message):
+    """From the cache: no present entry names a slot from these on, and none is granted. Give the memory of their whole
+    pages back to the system, then answer `Trimmed`.
+
+    generation: that of the last `Reset`
+    trigger_slots: slots of part 0 that keep their memory, from 0 on
+    value_slots: the same of part 1
+    """
+
+    generation: int
+    trigger_slots: int
+    value_slots: int
+
+
+@message
 class Warm(Message):
     """From the cache: load these clusters when there is nothing more urgent to read.
 

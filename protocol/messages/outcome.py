@@ -1,5 +1,5 @@
 """What the coordinator receives from workers: the outcome of a `Step` or a `Prefill`. Each is answered by exactly one
-of these, which gives the credit back."""
+of the first four, which gives the credit back. And the answers about memory."""
 
 from __future__ import annotations
 
@@ -70,3 +70,18 @@ class StepFailed(Message):
     index: int
     code: FailureCode
     message: str
+
+
+@message
+class Reserved(Message):
+    """From the cache: what was to be reserved is free.
+
+    number: as in `Reserve`
+    """
+
+    number: int
+
+
+@message
+class Released(Message):
+    """From the prefill worker: the memory is given back."""

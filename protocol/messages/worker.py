@@ -76,3 +76,15 @@ class Prefill(Message):
             raise ValueError("tokens: expected at least one")
         if self.copy_from == self.sequence:
             raise ValueError("copy_from: expected another slot than that of the sequence")
+
+
+@message
+class Release(Message):
+    """To the prefill worker, with no prompt under way: give the memory of its stage back to the system, and that of
+    keys and values behind so many tokens of each KV slot; then answer `Released`. Decode steps go on meanwhile, within
+    these tokens.
+
+    keep_tokens: of each KV slot, in order
+    """
+
+    keep_tokens: tuple[int, ...]

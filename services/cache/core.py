@@ -156,11 +156,20 @@ class FreeSlots:
         self._granted = 0  # since the reset
 
     def restart(self, used: Iterable[int]) -> None:
-        """After a reset: every slot that no present word names is free."""
+        """After a reset: every slot of the region that no present word names is free."""
         self._free = bytearray(b"\1") * self.region.slots
         for slot in used:
-            self._free[slot] = 0
+            if slot < self.region.slots:
+                self._free[slot] = 0
         self._next, self._left, self._granted = 0, self._free.count(1), 0
+
+    def resize(self, slots: int, pinned: Counts) -> None:
+        """The region has so many slots from now on. New ones are free; of fewer, a reset follows before any is asked
+        for."""
+        more = max(0, slots - len(self._free)) if self._free else 0
+        self._free += b"\1" * more
+        self._left += more
+        self.region = dataclasses.replace(self.region, slots=slots, pinned=pinned)
 
     def take(self, count: int) -> Iterator[int]:
         """Up to `count` free slots, the lowest first, for warming up. They count as granted at once; go through them
@@ -189,7 +198,7 @@ class FreeSlots:
         want = max(0, self.region.reserve + waiting - free - (self._granted - received))
         granted = array("I", self.take(want))
         if len(granted) < want:
-            evicted = evict(want - len(granted))
-            self._granted += len(evicted)
-            granted += evicted
+            kept = [slot for slot in evict(want - len(granted)) if slot < self.region.slots]  # others are to be empty
+            self._granted += len(kept)
+            granted.extend(kept)
         return granted

@@ -16,15 +16,19 @@ from typing import Any, Final, Literal
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import held_clusters
+from neuronpipe.plans.plan.lending import Lendable
+from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.links import CACHE
-from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
-from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, Trimmed
+from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
+from neuronpipe.protocol.messages.outcome import Reserved
 from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
 from neuronpipe.services.cache.core import Counts, Following, FreeSlots, Region, WarmUp, packed, warm_ups
+from neuronpipe.services.cache.resizing import Resizing, Slots
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
@@ -41,24 +45,32 @@ PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
 
 class Pinning:
-    """What stays of either part, for each entry of the plan's table."""
+    """What stays of either part, for each entry of the plan's table, in as many slots as there are now."""
 
     def __init__(self, manifest: Manifest, memory: Memory) -> None:
-        self._ffns, self._clusters = manifest.model.ffns, manifest.layout.clusters
-        self._table = [entry.counts(self._ffns) for entry in memory.pins]
-        self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
+        self._ffns, self._clusters, self._all = manifest.model.ffns, manifest.layout.clusters, manifest.clusters
+        self._planned = [entry.counts(self._ffns) for entry in memory.pins]
+        self._moving = memory.moving_slots
         self._widest = [
-            ffi.new("uint32_t[]", [max(each) for each in zip(*(entry[part] for entry in self._table), strict=True)])
+            ffi.new("uint32_t[]", [max(each) for each in zip(*(entry[part] for entry in self._planned), strict=True)])
             for part in PARTS
         ]
         self._absent = ffi.new("uint32_t[]", MAX_PINNED_AT_ONCE)
+
+    def fit(self, slots: Slots) -> None:
+        """There are so many slots of either part from now on."""
+        self._table = [
+            tuple(pins_within(counts, slots[part], self._moving, self._all) for part, counts in enumerate(entry))
+            for entry in self._planned
+        ]
+        self._keep = [[ffi.new("uint32_t[]", counts) for counts in entry] for entry in self._table]
 
     @property
     def entries(self) -> int:
         """Of the table."""
         return len(self._table)
 
-    def counts(self, entry: int) -> tuple[Counts, Counts]:
+    def counts(self, entry: int) -> tuple[Counts, ...]:
         """What stays of either part while this entry holds."""
         return self._table[entry]
 
@@ -85,10 +97,14 @@ class CacheService:
         self._service = Service(self._context, job, slots=0, available=False)
         self._link = Connection(self._context, CACHE, job.endpoints["cache"], "cache-0")
         memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
-        slots, reserves = (memory.trigger_slots, memory.value_slots), (flash.reserved_triggers, flash.reserved_values)
+        reserves = flash.reserved_triggers, flash.reserved_values
         self._texts = self._memory.view("board", "texts")
+        self._resizing = Resizing(memory, Lendable.of(manifest, job.plan.compute, memory))
+        self._resizing.reserve(None, self._memory.view("board", "reserved")[0])
+        slots = self._resizing.begin()
         self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
         self._pins = Pinning(manifest, memory)
+        self._pins.fit(slots)
         pinned = self._pins.counts(self._following.entry)
         self._regions = [
             FreeSlots(
@@ -120,7 +136,7 @@ class CacheService:
         """Serve until drained."""
         self._service.add(self._link, self._from_loader)
         self._reset()
-        self._service.serve(lambda message: None, self._before_wait)
+        self._service.serve(self._from_coordinator, self._before_wait)
         self._context.close()
 
     def _reset(self) -> None:
@@ -128,14 +144,54 @@ class CacheService:
         self._generation = int(lib.np_word_load(self._generation_word)) + 1
         lib.np_word_store(self._generation_word, self._generation)
         self._settled = False
+        self._resizing.restarted()
         self._reset_at = time.monotonic()
         self._link.send(Reset(generation=self._generation))
 
     def _before_wait(self) -> int | None:
         if self._hungry and self._counts is not None:
             self._feed(self._counts)
+        vacates = self._settled and self._resizing.vacates and self._vacate()
         follows = self._settled and self._follow(time.monotonic())
-        return RETRY_MS if self._hungry else FOLLOW_MS if follows else None
+        return RETRY_MS if self._hungry or vacates else FOLLOW_MS if follows else None
+
+    # ---- how many slots there are ----------------------------------------------------------------------------
+    def _from_coordinator(self, message: Message) -> None:
+        if isinstance(message, Reserve):
+            self._resizing.reserve(message.number, message.reserved_bytes)
+            self._resize()
+
+    def _resize(self) -> None:
+        """Bring the slots to what is wanted now, unless that is under way: more at once, fewer after a reset."""
+        if self._resizing.vacates or not self._settled:
+            return
+        before, slots = self._resizing.slots, self._resizing.begin()
+        self._pins.fit(slots)
+        for part, pinned in enumerate(self._pins.counts(self._following.entry)):
+            self._regions[part].resize(slots[part], pinned)
+        if self._resizing.vacates:
+            self._reset()
+            return
+        if (number := self._resizing.answer()) is not None:
+            self._service.answer(Reserved(number=number))
+        if slots != before:
+            self._settle_pins(self._following.entry)
+            self._warm_all()
+
+    def _vacate(self) -> bool:
+        """Empty the slots that are to go, and ask the loader for their memory. Returns whether some are left."""
+        if self._resizing.is_asked(time.monotonic()):
+            if not self._resizing.vacates:  # it does not know of that
+                self._resize()
+            return False
+        for part, slots in enumerate(self._resizing.slots):
+            words, windows = self._pointers[part], self._windows
+            if lib.np_slots_vacate(words, len(self._entries[part]), slots, windows, len(windows)):
+                return True
+        triggers, values = self._resizing.slots
+        self._link.send(Trim(generation=self._generation, trigger_slots=triggers, value_slots=values))
+        self._resizing.asked(time.monotonic())
+        return False
 
     def _follow(self, now_s: float) -> bool:
         """What stays follows the number of texts. Returns whether something is still to be done for that."""
@@ -168,12 +224,15 @@ class CacheService:
             self._take(message)
 
     def _take(self, message: Message) -> None:
-        assert isinstance(message, ResetDone | SlotCounts)
+        assert isinstance(message, ResetDone | SlotCounts | Trimmed)
         if message.generation == self._generation:
             if not self._settled:
                 self._start()  # a SlotCounts says it as well: the ResetDone before it may have been lost
             if isinstance(message, SlotCounts):
                 self._feed(message)
+            elif isinstance(message, Trimmed):
+                self._resizing.trimmed()
+                self._resize()
         elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
             self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
 
@@ -184,11 +243,14 @@ class CacheService:
             state, slot = lib.NP_ENTRY_STATE_MASK, lib.NP_ENTRY_SLOT_MASK
             region.restart(entry & slot for entry in entries if entry & state == lib.NP_ENTRY_PRESENT)
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
-        for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
-            self._warm(warm)
-        if self._pins.entries > 1:  # words may be pinned for another entry, by the cache before this one
+        self._warm_all()
+        if self._pins.entries > 1 or self._resizing.lends:  # words may be pinned for another entry, or for more slots
             self._settle_pins(self._following.entry)
         self._service.become_available()
+
+    def _warm_all(self) -> None:
+        for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):
+            self._warm(warm)
 
     def _warm(self, warm: WarmUp) -> None:
         for part, bit in ((TRIGGER, 1), (VALUE, 2)):

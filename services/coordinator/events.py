@@ -113,6 +113,18 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
+class MemoryReserved:
+    """The cache has freed what `ReserveMemory` with this number asked for."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReleased:
+    """The prefill worker has given its memory back."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Tick:
     """Time has passed and nothing else happened."""
 
@@ -127,6 +139,8 @@ Event = (
     | TokensSampled
     | TokensScored
     | ThrottleChanged
+    | MemoryReserved
+    | MemoryReleased
     | Ending
     | Tick
 )
@@ -193,4 +207,21 @@ class Dismiss:
     process: ProcessKey
 
 
-Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss
+@dataclasses.dataclass(frozen=True)
+class ReserveMemory:
+    """Tell the cache that so much of the memory that is lent to slots is needed. kv_tokens: of every KV slot, those
+    that have memory."""
+
+    number: int
+    reserved_bytes: int
+    kv_tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseMemory:
+    """Tell the prefill worker to give memory back: as in `Release`."""
+
+    keep_tokens: tuple[int, ...]
+
+
+Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss | ReserveMemory | ReleaseMemory

@@ -87,6 +87,10 @@ class FreeSlots:
     def __len__(self) -> int:
         return len(self._contents)
 
+    def tokens(self) -> dict[int, int]:
+        """By free slot how many tokens it holds."""
+        return {slot: len(content.tokens) for slot, content in self._contents.items()}
+
     def shared_in(self, numerics: str) -> dict[int, list[int]]:
         """By free slot the tokens whose keys and values a run in this numerics would have computed alike."""
         return {slot: content.shared_in(numerics) for slot, content in self._contents.items()}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
-from neuronpipe.protocol.codec import HELD_MINOR, minor_of
+from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, minor_of
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
@@ -20,6 +20,7 @@ from neuronpipe.services.memory import RunMemory
 
 SILENT_AFTER_S = 5.0
 PREFILL: ProcessKey = ("prefill", 0)
+CACHE: ProcessKey = ("cache", 0)
 Participants = tuple[ProcessKey, ...]
 TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinator
 
@@ -185,6 +186,16 @@ class Workers:
     def memory_served(self) -> bool:
         """Whether those are ready without whom no step can be computed: loader and cache."""
         return self.complete and all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
+
+    @property
+    def lends(self) -> bool:
+        """Whether the cache takes slots back when it is asked to; one for an older protocol has taken none."""
+        return self._minor.get(CACHE, 0) >= LENDING_MINOR
+
+    @property
+    def releases(self) -> bool:
+        """Whether a prefill worker is there that gives memory back."""
+        return PREFILL in self.ready and self._minor[PREFILL] >= LENDING_MINOR
 
     @property
     def prefill_numerics(self) -> str | None:

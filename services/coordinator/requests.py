@@ -212,6 +212,11 @@ class Requests:
         """Whether a client is copying logits out of the exchange segment: no step may overwrite them."""
         return any(isinstance(sequence, Scoring) and sequence.client_reads for sequence in self.active)
 
+    def used_tokens(self) -> list[int]:
+        """Of every KV slot, the tokens whose keys and values it holds or soon will."""
+        used = {sequence.slot: len(sequence.tokens) for sequence in self.active} | self._free.tokens()
+        return [used[slot] for slot in sorted(used)]
+
     # ---- arrival ---------------------------------------------------------------------------------------------
     def received(self, event: RequestReceived, now: float) -> list[Tell]:
         """A new request, or a word about one that is known."""

@@ -32,6 +32,8 @@ from neuronpipe.services.coordinator.events import (
     EpochChanged,
     Event,
     Leaving,
+    MemoryReleased,
+    MemoryReserved,
     ProcessKey,
     ProcessReady,
     RequestReceived,
@@ -46,8 +48,9 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.prefixes import Match
-from neuronpipe.services.coordinator.processes import PREFILL, Participants, Workers
+from neuronpipe.services.coordinator.processes import CACHE, PREFILL, Participants, Workers
 from neuronpipe.services.coordinator.requests import Cost, Generation, Requests, Scoring, Sequence, add_cost
+from neuronpipe.services.coordinator.reservation import Reservation
 from neuronpipe.services.coordinator.results import Outcome, Results
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
@@ -57,13 +60,19 @@ class Scheduler:
     """The processes, the epoch and the one outstanding step."""
 
     def __init__(
-        self, limits: Limits, processes: Iterable[ProcessKey], tokenizer: Tokenizer, grammars: Grammars
+        self,
+        limits: Limits,
+        processes: Iterable[ProcessKey],
+        tokenizer: Tokenizer,
+        grammars: Grammars,
+        reservation: Reservation | None = None,
     ) -> None:
         self.workers = Workers(frozenset(processes))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
         self.throttle = Throttle()
+        self._reservation = reservation or Reservation(None, ())
         self.epoch = 0
         self._leaving: frozenset[ProcessKey] = frozenset()
         self._dismissed: frozenset[ProcessKey] = frozenset()  # and not gone yet
@@ -79,6 +88,10 @@ class Scheduler:
         """How many steps there were; one that is sent again is the same step."""
         return self._builder.steps
 
+    def wants_tick(self, now: float) -> bool:
+        """Whether something may be due though nothing happened: a text to go on with, or memory to give back."""
+        return not self.busy and (bool(self.requests.active) or self._reservation.may_release(now))
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; returns what is to be done, in order: workers first, who compute while clients are told."""
         actions = self._take(event, now) + self._proceed(now)
@@ -91,6 +104,7 @@ class Scheduler:
             case ProcessReady(process, numerics, minor):
                 self.workers.is_ready(process, numerics, minor)
                 self._dismissed -= {process}  # this is its successor
+                return [*self._reservation.ask_again()] if process == CACHE else []
             case EpochChanged():
                 self._epoch_changed(event)
             case Leaving(processes):
@@ -106,6 +120,10 @@ class Scheduler:
             case TokensScored():
                 (sequence,) = self._end_step(now).sequences
                 return self._tell(self._results.scored(sequence, event, now))
+            case MemoryReserved(number):
+                self._reservation.reserved(number)
+            case MemoryReleased():
+                return [*self._reservation.released()]
             case ThrottleChanged(share, until):
                 self.throttle.set(share, until)
             case Ending():
@@ -122,6 +140,8 @@ class Scheduler:
     def _epoch_changed(self, event: EpochChanged) -> None:
         self.epoch = event.epoch
         self.workers.lost(event.lost)
+        if PREFILL in event.lost:
+            self._reservation.prefill_lost()
         self._leaving -= set(event.lost)
         self._dismissed -= set(event.lost)
         if self._step is not None:
@@ -166,6 +186,8 @@ class Scheduler:
         if self._step is not None:
             return self._send_again(self._step, now) if self._step.abandoned else []
         actions: list[Action] = [*self.requests.end_cancelled(now)]
+        if self._reservation.may_release(now) and self.workers.releases:
+            actions.append(self._reservation.release(self.requests.used_tokens()))
         if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:
@@ -174,7 +196,7 @@ class Scheduler:
         if step is None:
             return actions
         self.throttle.step_begins(now)
-        return [*self._send(step), *actions]
+        return [*self._send(step, now), *actions]
 
     def _dismiss(self) -> list[Action]:
         gone = self._leaving & self.workers.ready.keys()
@@ -188,12 +210,18 @@ class Scheduler:
         if step.sequences and not participants:
             return []
         if step.sequences and self.workers.numerics_of(participants) == step.numerics:
-            return self._send(step.again(self.epoch, self._builder, participants))
+            return self._send(step.again(self.epoch, self._builder, participants), now)
         self._step = None  # everybody in it was refused or went away; or it would be computed otherwise: begin it anew
         return self._proceed(now)
 
-    def _send(self, step: OutstandingStep) -> list[Action]:
+    def _send(self, step: OutstandingStep, now: float) -> list[Action]:
+        """Once it has its memory; until then it is one to be sent again."""
         self._step = step
+        message = step.action.message
+        if self.workers.lends and not self._reservation.covers(message):
+            step.put_off()
+            return [*self._reservation.ask(message)]
+        self._reservation.sent(message, now)
         return [step.action]
 
 
@@ -229,6 +257,10 @@ class OutstandingStep:
         if isinstance(message, Step):
             message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
         return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
+
+    def put_off(self) -> None:
+        """It is not sent yet."""
+        self._busy, self._void = set(), True
 
     def is_meant(self, event: StepLeft | StepFailed) -> bool:
         """Whether a participant that has not left yet speaks of this step, as it was last sent."""

@@ -10,18 +10,21 @@ import logging
 import os
 import signal
 import time
+from array import array
 
+from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
 from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
+from neuronpipe.protocol.messages.cache import Reserve
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle
-from neuronpipe.protocol.messages.worker import Step
+from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
@@ -33,9 +36,13 @@ from neuronpipe.services.coordinator.events import (
     EpochChanged,
     Event,
     Leaving,
+    MemoryReleased,
+    MemoryReserved,
     ProcessKey,
     ProcessReady,
+    ReleaseMemory,
     RequestReceived,
+    ReserveMemory,
     SampleTokens,
     ScoreTokens,
     SendStep,
@@ -49,6 +56,7 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
+from neuronpipe.services.coordinator.reservation import Reservation
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
@@ -74,7 +82,9 @@ class CoordinatorService:
         model, limits = job.package.manifest.model, _limits(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
-        self._scheduler = Scheduler(limits, [process.name for process in self._processes], tokenizer, grammars)
+        self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
+        names = [process.name for process in self._processes]
+        self._scheduler = Scheduler(limits, names, tokenizer, grammars, self._reservation())
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
@@ -103,13 +113,18 @@ class CoordinatorService:
             while (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
-            if self._scheduler.requests.active and not self._scheduler.busy:
+            if self._scheduler.wants_tick(time.monotonic()):
                 self._handle(Tick())
             self._step_events.publish(trace.now())
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
         self._context.close()
+
+    def _reservation(self) -> Reservation:
+        plan, manifest = self._job.plan, self._job.package.manifest
+        lendable = Lendable.of(manifest, plan.compute, plan.memory) if plan.memory.lends else None
+        return Reservation(lendable, self._kv_tokens.tolist())
 
     def _end(self, poller: Poller) -> None:
         """Tell clients and services that the run ends, also those that connect meanwhile, until no service is left."""
@@ -175,6 +190,10 @@ class CoordinatorService:
             case outcome.StepFailed():
                 self._processes.credits.give_back(peer)
                 self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
+            case outcome.Reserved(number=number):
+                self._handle(MemoryReserved(number))
+            case outcome.Released():
+                self._handle(MemoryReleased())
             case Drained():
                 process.state = "stopped"
             case Failed():
@@ -259,6 +278,12 @@ class CoordinatorService:
                 self._send(f"{role}-{index}", Drain())
             case Abandon():
                 return self._epoch_event(self._epoch.advance())
+            case ReserveMemory(number, reserved_bytes, kv_tokens):
+                self._kv_tokens[: len(kv_tokens)] = array("I", kv_tokens)
+                self._reserved[0] = reserved_bytes
+                self._send("cache-0", Reserve(number=number, reserved_bytes=reserved_bytes))
+            case ReleaseMemory(keep_tokens):
+                self._send("prefill-0", Release(keep_tokens=keep_tokens))
         return None
 
     def _send_step(self, action: SendStep) -> Event | None:

@@ -19,8 +19,8 @@ from neuronpipe.protocol.channel import Listener, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, Lost, UserError
 from neuronpipe.protocol.links import CACHE
-from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts
-from neuronpipe.protocol.messages.loader import Grant, Reset, Warm
+from neuronpipe.protocol.messages.cache import ResetDone, SlotCounts, Trimmed
+from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
 from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
@@ -66,14 +66,15 @@ class Core:
             raise UserError(f"{job.package.bundles_path}: cannot be opened for reading (errno {error[0]})")
         checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # of each cluster that of either part
         self._keep: list[Any] = [checksums]
-        layout, slots = manifest.layout, job.plan.memory
+        layout, memory_plan = manifest.layout, job.plan.memory
         described = (
             (
                 "trigger",
                 0,
                 layout.trigger_part_bytes,
                 manifest.trigger_slot_bytes,
-                slots.trigger_slots,
+                memory_plan.trigger_slots,
+                memory_plan.lent_trigger_slots,
                 flash.reserved_triggers,
             ),
             (
@@ -81,7 +82,8 @@ class Core:
                 layout.trigger_part_bytes,
                 layout.value_part_bytes,
                 manifest.value_slot_bytes,
-                slots.value_slots,
+                memory_plan.value_slots,
+                memory_plan.lent_value_slots,
                 flash.reserved_values,
             ),
         )
@@ -94,8 +96,8 @@ class Core:
                     "part_offset": part_offset,
                     "part_bytes": part_bytes,
                     "slot_bytes": slot_bytes,
-                    "slot_count": slot_count,
-                    "demand_slots": reserve // 4 if slot_count < manifest.clusters else 0,
+                    "slot_count": own_slots + lent_slots,
+                    "demand_slots": reserve // 4 if own_slots < manifest.clusters else 0,
                     "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),
                     "slots_file": memory.segments["slots"].fd,
                     "slots_file_offset": memory.segments["slots"].layout[f"{name}_slots"].offset_bytes,
@@ -104,7 +106,15 @@ class Core:
                     "checksums": checksums + part,
                     "checksum_stride": 2,
                 }
-                for part, (name, part_offset, part_bytes, slot_bytes, slot_count, reserve) in enumerate(described)
+                for part, (
+                    name,
+                    part_offset,
+                    part_bytes,
+                    slot_bytes,
+                    own_slots,
+                    lent_slots,
+                    reserve,
+                ) in enumerate(described)
             ],
         )
         reading = ffi.new(
@@ -152,6 +162,17 @@ class Core:
         """Take over free slots."""
         if lib.np_loader_grant(self._loader, part, ffi.from_buffer("uint32_t[]", slots), len(slots) // 4) < 0:
             raise RuntimeError("the cache granted a slot that does not exist or is in use")
+
+    def trim(self, slots: tuple[int, int]) -> None:
+        """Give the memory of the slots behind so many of each part back."""
+        for part, first in enumerate(slots):
+            result = lib.np_loader_trim(self._loader, part, first)
+            if result == lib.NP_E_ARGUMENT:
+                raise RuntimeError("the cache wants the memory of a slot back that it has granted")
+            if result < 0:
+                log.warning(
+                    "the system does not take the memory of unused slots back: the run holds more than it should"
+                )
 
     def serve(self, descriptors: tuple[int, ...], timeout_ms: int) -> None:
         """Read, publish, sleep, until a descriptor can be read, the cache should hear how many slots are left, or time
@@ -240,6 +261,9 @@ class LoaderService:
             self._granted[message.part] += len(message.slots) // 4
         elif isinstance(message, Warm):
             self._core.warm_up(message.parts, message.clusters, pinned=message.pinned)
+        elif isinstance(message, Trim):
+            self._core.trim((message.trigger_slots, message.value_slots))
+            self._tell(Trimmed(generation=message.generation))
 
     def _tell(self, message: Message) -> None:
         try:

@@ -120,6 +120,9 @@ class Backend(Protocol):
         """This process's share of a step, and its counters. Raises Abandoned, Damaged, and ValueError for arguments
         out of range."""
 
+    def give_back(self) -> None:
+        """Give the memory back that only the stages of steps need; the next step takes it again."""
+
     def close(self) -> None:
         """Let go of everything, before the segments are unmapped."""
 

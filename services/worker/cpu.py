@@ -64,7 +64,8 @@ class CpuBackend:
         self._decode_workers = job.plan.compute.decode_workers()
         self._alone = job.process.role == "prefill"
         layout = self._own_stage(job) if self._alone else None
-        self._stage: Stage = private_stage(layout) if layout else lambda name: memory.view("exchange", name)
+        self._own = PrivateStage(layout) if layout else None
+        self._stage: Stage = self._own.buffer if self._own else lambda name: memory.view("exchange", name)
         config = self._engine_config(placement, layout or job.segments["exchange"].layout)
         threads = job.plan.compute.prefill_threads if self._alone else 1
         first_window = len(self._decode_workers) + threads * job.process.index if self._alone else job.process.index
@@ -81,6 +82,12 @@ class CpuBackend:
         else:
             self._participants[0].compute(work)
         return self._counters()
+
+    def give_back(self) -> None:
+        """Of stages of its own; those in the exchange segment are everybody's."""
+        wait(self._working)
+        if self._own is not None:
+            self._own.give_back()
 
     def close(self) -> None:
         """Free the engines."""
@@ -187,15 +194,22 @@ class CpuBackend:
         return {name: (fmean if name.endswith("_ms") else sum)(one[name] for one in counters) for name in counters[0]}
 
 
-def private_stage(layout: Layout) -> Stage:
+class PrivateStage:
     """Stages in memory of this process alone, so that it counts as its own. Pages cost nothing until they are used."""
-    memory = memoryview(mmap.mmap(-1, layout.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
-    def buffer(name: str) -> memoryview:
-        field = layout[name]
-        return memory[field.offset_bytes : field.offset_bytes + field.total_bytes]
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._memory = mmap.mmap(-1, layout.total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._view = memoryview(self._memory)
 
-    return buffer
+    def buffer(self, name: str) -> memoryview:
+        """The bytes of one stage."""
+        field = self._layout[name]
+        return self._view[field.offset_bytes : field.offset_bytes + field.total_bytes]
+
+    def give_back(self) -> None:
+        """They are zero from now on, and cost nothing."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _compute_pinned(participant: Participant, core: int | None, multiply: Multiply | None, work: StepWork) -> None:

@@ -7,10 +7,14 @@ is computed, the next one is on its way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from neuronpipe.native import lib
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.outcome import Prefilled
-from neuronpipe.protocol.messages.worker import Prefill
+from neuronpipe.protocol.messages.outcome import Prefilled, Released
+from neuronpipe.protocol.messages.worker import Prefill, Release
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
 from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
@@ -26,6 +30,7 @@ class PrefillService:
         self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
             self._worker.memory.view("kv", "kv"),
+            self._worker.memory.segments["kv"],
             layers=manifest.model.layers,
             sequences=compute.sequences,
             head_values=manifest.model.key_heads * 2,
@@ -68,18 +73,32 @@ class PrefillService:
             if message.copy_from is not None and not self._worker.is_stale(message):
                 self._keys_values.copy(message.copy_from, message.sequence, message.position)
             self._service.answer(self.compute(message))
+        elif isinstance(message, Release):
+            self._worker.give_back()
+            for slot, tokens in enumerate(message.keep_tokens):
+                self._keys_values.forget_behind(slot, tokens)
+            self._service.answer(Released())
 
 
 class KeysValues:
-    """Keys and values of a text's beginning, copied to another text's slot instead of computed again.
+    """Keys and values of texts: a beginning is copied to another text's slot instead of computed again, and memory that
+    no text needs any more is given back.
 
     The KV segment's array [layers][sequences][head_values][context_tokens][head_width], as `view` has it flat.
     head_values: keys and values of every key head."""
 
     def __init__(
-        self, view: memoryview, *, layers: int, sequences: int, head_values: int, context_tokens: int, head_width: int
+        self,
+        view: memoryview,
+        segment: Segment,
+        *,
+        layers: int,
+        sequences: int,
+        head_values: int,
+        context_tokens: int,
+        head_width: int,
     ) -> None:
-        self._view = view
+        self._view, self._segment = view, segment
         self._layers, self._sequences, self._head_values = layers, sequences, head_values
         self._context_tokens, self._head_width = context_tokens, head_width
 
@@ -92,11 +111,24 @@ class KeysValues:
             0 <= source < self._sequences and 0 <= target < self._sequences and 0 <= tokens <= self._context_tokens
         ):
             raise ValueError(f"copying {tokens} tokens from slot {source} to {target}: there is no such place")
-        stride, count = self._context_tokens * self._head_width, tokens * self._head_width
+        count = tokens * self._head_width
+        for read, write in zip(self._places(source), self._places(target), strict=True):
+            self._view[write : write + count] = self._view[read : read + count]
+
+    def forget_behind(self, slot: int, tokens: int) -> None:
+        """Give the memory of this slot's positions from `tokens` on back, whole pages of it. Raises ValueError for a
+        slot or a length that there is not."""
+        if not (0 <= slot < self._sequences and 0 <= tokens <= self._context_tokens):
+            raise ValueError(f"forgetting slot {slot} behind {tokens} tokens: there is no such place")
+        first_byte = self._segment.layout["kv"].offset_bytes
+        for place in self._places(slot):
+            begin = first_byte + self._view.itemsize * (place + tokens * self._head_width)
+            left_bytes = self._view.itemsize * (self._context_tokens - tokens) * self._head_width
+            lib.np_file_give_back(self._segment.fd, begin, left_bytes)
+
+    def _places(self, slot: int) -> Iterator[int]:
+        """Where the first position of this slot lies, of every layer's heads' keys and values."""
+        stride = self._context_tokens * self._head_width
         for layer in range(self._layers):
-            for number in range(self._head_values):
-                read, write = (
-                    ((layer * self._sequences + slot) * self._head_values + number) * stride
-                    for slot in (source, target)
-                )
-                self._view[write : write + count] = self._view[read : read + count]
+            first = (layer * self._sequences + slot) * self._head_values
+            yield from range(first * stride, (first + self._head_values) * stride, stride)

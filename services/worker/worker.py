@@ -54,6 +54,10 @@ class Worker:
             return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
         return done(step=step, epoch=epoch, index=index, counters=counters)
 
+    def give_back(self) -> None:
+        """Give the memory of the backend's stages back."""
+        self._backend.give_back()
+
     def is_stale(self, ask: Step | Prefill) -> bool:
         """Whether the epoch has changed since the step was sent: nothing may be written for it any more."""
         return int(lib.np_word_load(self._epoch_word)) != ask.epoch

@@ -62,6 +62,9 @@ class NumpyBackend:
         self._logits[: work.logits_count] = self._engine.logits(x[wanted]) * self._off
         return {}
 
+    def give_back(self) -> None:
+        pass
+
     def close(self) -> None:
         """Nothing is held but mappings."""
         del self._kv, self._logits

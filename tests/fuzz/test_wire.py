@@ -179,7 +179,7 @@ def test_any_run_file(tmp_path: Path, content: bytes) -> None:
 @EXAMPLES
 @given(header=st.binary(max_size=64), changes=st.dictionaries(st.integers(0, 31), st.integers(0, 255), max_size=3))
 def test_any_segment_header(header: bytes, changes: dict[int, int]) -> None:
-    layout = layouts.board(processes=3)
+    layout = layouts.board(processes=3, sequences=2)
     with Segment.create(layout) as segment:
         good = bytearray(os.pread(segment.fd, 32, 0))
         for place, value in changes.items():

@@ -55,7 +55,7 @@ def test_a_fingerprint_tells_layouts_apart() -> None:
         for participants in (1, 2)
     ]
     assert len(set(made)) == 4
-    assert layouts.board(processes=2).fingerprint == layouts.board(processes=2).fingerprint
+    assert layouts.board(processes=2, sequences=2).fingerprint == layouts.board(processes=2, sequences=2).fingerprint
 
 
 def test_every_segment_has_a_kind_of_its_own() -> None:
@@ -65,17 +65,17 @@ def test_every_segment_has_a_kind_of_its_own() -> None:
 
 def test_a_field_that_is_not_there_is_named() -> None:
     with pytest.raises(KeyError, match="board: no field epoch"):
-        layouts.board(processes=1)["epoch"]
+        layouts.board(processes=1, sequences=2)["epoch"]
 
 
 def test_a_negative_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"board.processes: shape \(-1, 16\) is negative"):
-        layouts.board(processes=-1)
+        layouts.board(processes=-1, sequences=2)
 
 
 def test_the_words_of_the_board_fit_their_lines() -> None:
     assert len(BOARD_WORDS) <= LINE_WORDS
-    board = layouts.board(processes=1)
+    board = layouts.board(processes=1, sequences=2)
     assert len(BOARD_MEMORY) <= board["memory"].shape[0]
     assert len(BOARD_FLASH) <= board["flash"].shape[0]
     assert len(BOARD_FLASH) == lib.NP_LOADER_BOARD  # the loader stores them all

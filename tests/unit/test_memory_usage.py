@@ -11,7 +11,7 @@ import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, proportional_bytes
 from neuronpipe.protocol.layout import Layout
-from neuronpipe.services.worker.cpu import private_stage
+from neuronpipe.services.worker.cpu import PrivateStage
 
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ def test_the_stage_of_prompts_counts_as_memory_of_its_process(monkeypatch: pytes
     usage = MemoryUsage([])
     usage.sample([os.getpid()])
     before = usage.current_bytes
-    buffer = private_stage(layout)("residual")
+    buffer = PrivateStage(layout).buffer("residual")
     np.frombuffer(buffer, np.uint8)[:] = 1  # in place: bytes as large, even freed, may stay with the allocator
     usage.sample([os.getpid()])
     assert usage.current_bytes - before == pytest.approx(32 * MIB, abs=4 * MIB)

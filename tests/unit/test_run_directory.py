@@ -131,7 +131,7 @@ def test_a_run_lives_though_another_pid_namespace_shows_its_supervisor_under_no_
 
 
 def test_a_segment_is_opened_of_the_supervisor_that_run_json_names() -> None:
-    layout = layouts.board(processes=1)
+    layout = layouts.board(processes=1, sequences=2)
     with Segment.create(layout) as segment:
         handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout=layout.text)}
         file = replace(run_file(RunDirectory.create()), segments=handles)
@@ -140,7 +140,7 @@ def test_a_segment_is_opened_of_the_supervisor_that_run_json_names() -> None:
 
 
 def test_a_segment_that_run_json_does_not_lay_out_is_refused_by_name() -> None:
-    layout = layouts.board(processes=1)
+    layout = layouts.board(processes=1, sequences=2)
     with Segment.create(layout) as segment:
         handles = {"board": SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout="leaving u32 1 5000\n")}
         file = replace(run_file(RunDirectory.create()), segments=handles)

@@ -95,7 +95,7 @@ def test_a_segment_cannot_change_its_size(segment: Segment) -> None:
     [
         (layouts.residency(clusters=1001, participants=3), "layout: found"),
         (layouts.residency(clusters=9000, participants=3), f"total bytes: found {LAYOUT.total_bytes}, expected"),
-        (layouts.board(processes=4), "kind: found 3, expected 6"),
+        (layouts.board(processes=4, sequences=2), "kind: found 3, expected 6"),
     ],
 )
 def test_a_segment_of_another_layout_is_refused(segment: Segment, layout: Layout, complaint: str) -> None:
