@@ -67,8 +67,8 @@ class RunSummary(Message):
     neurons: of one layer, of all its experts
     clusters: of one layer: as many residency entries of each part
     participants: of the residency segment
-    trigger_slots: slots for trigger parts
-    value_slots: slots for value parts
+    trigger_slots: slots for trigger parts, those that are lent to them left out
+    value_slots: slots for value parts, likewise
     trigger_slot_bytes: size of one
     value_slot_bytes: size of one
     fixed_bytes: attention, norms, embeddings, predictor
@@ -77,6 +77,7 @@ class RunSummary(Message):
     row_bytes: of one row of a neuron: gate, up or down
     position_bytes: keys and values of one position, of all layers and heads
     context_tokens: positions that a sequence has
+    lends: whether slots may lie in memory of the KV cache that no text needs yet
     """
 
     model: str
@@ -97,6 +98,7 @@ class RunSummary(Message):
     row_bytes: int
     position_bytes: int
     context_tokens: int
+    lends: bool = False
 
 
 @message

@@ -80,6 +80,14 @@ def residency(*, clusters: int, participants: int, ring_entries: int = REQUEST_E
         to="loader, monitor",
         ordering="word 0 is the generation of the last Reset, stored (release) before it is sent",
     )
+    fields.add(
+        "slots",
+        "u32",
+        LINE_WORDS,
+        by="cache",
+        to="monitor",
+        ordering="words 0 and 1: slots for trigger and value parts there are now; single words, no order among them",
+    )
     for part in ("trigger", "value"):
         fields.add(
             f"{part}_entries",

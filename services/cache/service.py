@@ -122,6 +122,8 @@ class CacheService:
         self._entries = [self._memory.view("residency", name) for name in NAMES]
         self._pointers = [ffi.from_buffer("uint32_t[]", entries) for entries in self._entries]
         self._windows = ffi.from_buffer("uint64_t[]", self._memory.view("residency", "windows"))
+        self._slots_shown = self._memory.view("residency", "slots")
+        self._slots_shown[0], self._slots_shown[1] = slots
         self._hands = [ffi.new("size_t *"), ffi.new("size_t *")]
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
@@ -167,6 +169,7 @@ class CacheService:
             return
         before, slots = self._resizing.slots, self._resizing.begin()
         self._pins.fit(slots)
+        self._slots_shown[0], self._slots_shown[1] = slots
         for part, pinned in enumerate(self._pins.counts(self._following.entry)):
             self._regions[part].resize(slots[part], pinned)
         if self._resizing.vacates:

@@ -250,6 +250,15 @@ static uint32_t item(value list, size_t n)
     return list.bytes[4 * n] | (uint32_t)list.bytes[4 * n + 1] << 8 | (uint32_t)list.bytes[4 * n + 2] << 16 | (uint32_t)list.bytes[4 * n + 3] << 24;
 }
 
+/* The slots from `first` on hold nothing: their whole pages go back to the system. */
+static void trim(const part *p, uint64_t first)
+{
+    const uintptr_t from = (uintptr_t)p->slots + (first < p->slot_count ? first : p->slot_count) * p->slot_bytes;
+    const uintptr_t begin = (from + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)p->slots + p->slot_count * p->slot_bytes) / PAGE * PAGE;
+    if (begin < end && madvise((void *)begin, end - begin, MADV_REMOVE))
+        perror("loader: the memory of unused slots");
+}
+
 static void from_cache(const uint8_t *map, size_t bytes)
 {
     const value type = unpack_field(map, bytes, "type"), number = unpack_field(map, bytes, "generation");
@@ -269,6 +278,16 @@ static void from_cache(const uint8_t *map, size_t bytes)
             if (item(slots, n) < p->slot_count)
                 p->free_slots[p->free_count++] = item(slots, n);
         p->granted += slots.count / 4;
+    } else if (value_is(type, "Trim")) {
+        const value triggers = unpack_field(map, bytes, "trigger_slots"), values = unpack_field(map, bytes, "value_slots");
+        pack p;
+        if (triggers.kind != 'n' || values.kind != 'n')
+            return;
+        trim(&parts[0], triggers.number);
+        trim(&parts[1], values.number);
+        pack_map(&p, 1, "Trimmed");
+        pack_number(&p, "generation", generation);
+        wire_send(&cache, p.bytes, p.count);
     } else if (value_is(type, "Warm")) {
         const value which = unpack_field(map, bytes, "parts"), clusters = unpack_field(map, bytes, "clusters");
         const int pinned = unpack_field(map, bytes, "pinned").number == 1;

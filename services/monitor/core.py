@@ -34,6 +34,7 @@ class Monitor:
         self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MAX_EVENTS)
         self._loader: Mapping[str, float] = {}
         self._residency: Residency | None = None
+        self._reserved_bytes = 0
         self._warm_up: WarmUp | None = None
 
     @property
@@ -63,9 +64,9 @@ class Monitor:
         """How far the loader is with what is loaded ahead of need."""
         self._warm_up = warm_up
 
-    def take_residency(self, residency: Residency) -> None:
-        """What is in memory."""
-        self._residency = residency
+    def take_residency(self, residency: Residency, reserved_bytes: int) -> None:
+        """What is in memory. reserved_bytes: for texts and prompts, of what is lent to slots otherwise."""
+        self._residency, self._reserved_bytes = residency, reserved_bytes
 
     def snapshot(
         self,
@@ -157,14 +158,15 @@ class Monitor:
         if there is None:
             return {}
         sizes = (summary.trigger_slot_bytes, summary.value_slot_bytes)
-        slots = (summary.trigger_slots, summary.value_slots)
+        slots = there.slots
+        kv_bytes = min(summary.kv_bytes, self._reserved_bytes) if summary.lends else summary.kv_bytes
         hot_bytes = sum(size * count for size, count in zip(sizes, there.pinned, strict=True))
         cold_bytes = sum(size * count for size, count in zip(sizes, there.cold, strict=True))
         slots_bytes = sum(size * count for size, count in zip(sizes, slots, strict=True))
         return {
             "regions": (
                 Region(name="fixed", total_bytes=summary.fixed_bytes, used_bytes=summary.fixed_bytes),
-                Region(name="kv", total_bytes=summary.kv_bytes, used_bytes=summary.kv_bytes),
+                Region(name="kv", total_bytes=summary.kv_bytes, used_bytes=kv_bytes),
                 Region(name="hot", total_bytes=hot_bytes, used_bytes=hot_bytes),
                 Region(name="cold", total_bytes=slots_bytes - hot_bytes, used_bytes=cold_bytes),
             ),

@@ -17,9 +17,10 @@ PARTS = ("trigger", "value")
 
 @dataclass(frozen=True)
 class Residency:
-    """Cluster parts in memory. pinned, cold, loading: (triggers, values); by_layer: share of each layer's parts; asked:
-    entries of the workers' rings that the loader has not taken."""
+    """Cluster parts in memory. slots (as there are now), pinned, cold, loading: (triggers, values); by_layer: share of
+    each layer's parts; asked: entries of the workers' rings that the loader has not taken."""
 
+    slots: tuple[int, int]
     pinned: tuple[int, int]
     cold: tuple[int, int]
     loading: tuple[int, int]
@@ -35,6 +36,7 @@ class Regions(Closing):
             self._mapping = segment.map()
         self._layers = summary.layers
         self._words: list[Any] = [np.frombuffer(self._mapping.view(f"{part}_entries"), np.uint32) for part in PARTS]
+        self._slots = self._mapping.view("slots")
         self._tails, self._heads = (
             np.frombuffer(self._mapping.view(f"request_{name}"), np.uint32) for name in ("tails", "heads")
         )
@@ -54,6 +56,7 @@ class Regions(Closing):
             by_layer += present.reshape(self._layers, -1).mean(axis=1) / len(PARTS)
         waiting = (self._tails - self._heads)[::LINE_WORDS].astype(np.int64)
         return Residency(
+            (self._slots[0], self._slots[1]),
             (pinned[0], pinned[1]),
             (cold[0], cold[1]),
             (loading[0], loading[1]),
@@ -63,5 +66,5 @@ class Regions(Closing):
 
     def close(self) -> None:
         """Let go of the segment."""
-        del self._words, self._tails, self._heads
+        del self._words, self._tails, self._heads, self._slots
         self._mapping.close()

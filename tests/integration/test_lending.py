@@ -13,6 +13,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.coordinator.reservation import RELEASE_AFTER_S
 from neuronpipe.services.monitor.regions import Regions
@@ -21,8 +22,7 @@ from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 
 MIB = 1 << 20
 PROMPTS = ("def f(x):", "import os", "class A:", "for i in")
-TOKENS = 360
-MODES = ("exact", "predicted")
+TOKENS = 240
 
 
 def tight(shell: Shell, folder: Path, mode: str) -> Path:
@@ -30,13 +30,13 @@ def tight(shell: Shell, folder: Path, mode: str) -> Path:
     words = ("--mode", mode, "--sequences", "4", "--workers", "2")
     least = shell.json("plan", DEMO, *words, "--memory", "1GiB")["memory"]["least_bytes"]
     file = folder / f"{mode}.json"
-    assert shell.call("plan", DEMO, *words, "--memory", str(least + 2 * MIB), "-o", file).code == 0
+    assert shell.call("plan", DEMO, *words, "--memory", str(least + 3 * MIB), "-o", file).code == 0
     return file
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture
 def plan_file(shell: Shell, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    return tight(shell, tmp_path, request.param)
+    return tight(shell, tmp_path, getattr(request, "param", "predicted"))
 
 
 @pytest.fixture
@@ -94,15 +94,16 @@ def all_at_once(run: Run, tokens: int = TOKENS) -> list[list[int]]:
     return [answers[prompt] for prompt in PROMPTS]
 
 
-def in_all_memory(shell: Shell, mode: str) -> list[list[int]]:
+def in_all_memory(shell: Shell, mode: str, prompts: tuple[str, ...] = PROMPTS) -> list[list[int]]:
     """The same texts, one after the other, with room for everything."""
     with shell.up(DEMO, "--mode", mode) as live:
-        return [live.ask(prompt, TOKENS, ignore_end=True)["token_ids"] for prompt in PROMPTS]
+        return [live.ask(prompt, TOKENS, ignore_end=True)["token_ids"] for prompt in prompts]
 
 
+@pytest.mark.parametrize("plan_file", ["exact", "predicted"], indirect=True)
 def test_slots_use_what_texts_do_not_need_and_give_it_back(shell: Shell, run: Run, plan: Plan) -> None:
     memory, lendable = plan.memory, Lendable.of(Package.open(DEMO).manifest, plan.compute, plan.memory)
-    assert memory.lent_value_slots > memory.value_slots / 2, "the test has to lend much"
+    assert memory.lent_value_slots > memory.value_slots / 4, "the test has to lend much"
     assert eventually(lambda: present(run)[1] > memory.value_slots), "lent slots are warmed up"
     before = present(run)
     expected = in_all_memory(shell, plan.compute.mode)
@@ -121,30 +122,27 @@ def test_memory_of_slots_that_went_is_the_systems_again(run: Run, plan: Plan) ->
     manifest = Package.open(DEMO).manifest
     lent_bytes = slots[0] * manifest.trigger_slot_bytes + slots[1] * manifest.value_slot_bytes
     assert eventually(lambda: slots_file_bytes(run) > plan.memory.slots_bytes + lent_bytes / 2)
-    all_at_once(run, 460)  # nearly all of the context
+    all_at_once(run, 500)  # nearly all of the context
     assert slots_file_bytes(run) < plan.memory.slots_bytes + lent_bytes / 3
 
 
-@pytest.mark.parametrize("role", ["cache", "loader", "coordinator", "prefill", "decode"])
-def test_a_process_that_dies_while_slots_go_changes_no_text(shell: Shell, run: Run, plan: Plan, role: str) -> None:
-    expected = in_all_memory(shell, plan.compute.mode)[0]
-    killed = []
+def test_processes_that_die_while_slots_go_change_no_text(shell: Shell, run: Run, plan: Plan) -> None:
+    expected = in_all_memory(shell, plan.compute.mode, PROMPTS[:1])
+    roles = ["cache", "loader", "coordinator", "prefill", "decode"]
 
-    def kill(token: object) -> None:
-        index = getattr(token, "index", 0)
-        if index % 60 == 30 and len(killed) < 4:
-            os.kill(run.pid(role), signal.SIGKILL)
-            killed.append(index)
+    def kill(token: Token) -> None:
+        if token.index % 40 == 30 and roles:
+            os.kill(run.pid(roles.pop()), signal.SIGKILL)
 
-    assert run.ask(PROMPTS[0], TOKENS, kill, ignore_end=True)["token_ids"] == expected
-    assert killed
+    assert [run.ask(PROMPTS[0], TOKENS, kill, ignore_end=True)["token_ids"]] == expected
+    assert not roles
     assert peak_bytes(run) <= plan.memory.limit_bytes
 
 
 def test_a_shorter_text_in_the_place_of_a_long_one_gives_its_rest_back(run: Run, plan: Plan) -> None:
-    all_at_once(run, 460)
+    all_at_once(run, 300)
     lendable = Lendable.of(Package.open(DEMO).manifest, plan.compute, plan.memory)
-    long_bytes = lendable.reserved_bytes([460] * len(PROMPTS), 0)
+    long_bytes = lendable.reserved_bytes([300] * len(PROMPTS), 0)
     assert eventually(lambda: reserved_bytes(run) == long_bytes, RELEASE_AFTER_S + 5)
     all_at_once(run, 4)
     assert eventually(lambda: reserved_bytes(run) < long_bytes / 4, RELEASE_AFTER_S + 5)

@@ -84,7 +84,7 @@ static void test_clock_spares_windows(void)
 
 /* The race: readers against a thread that takes slots and fills them at once with other clusters (cache and loader in one, so that
  * a slot taken too early is overwritten too early). A slot holds its cluster's id in every element. */
-enum { CLUSTERS = 24, SLOTS = 12, SLOT_LONGS = 64, READERS = 2, WINDOW = 3, RACE_MS = 400 };
+enum { CLUSTERS = 24, SLOTS = 12, SLOT_LONGS = 64, READERS = 2, WINDOW = 3, VACATED = 3, RACE_MS = 400 };
 static uint32_t race_words[CLUSTERS];
 static uint64_t race_slots[SLOTS][SLOT_LONGS], race_windows[READERS];
 static uint32_t race_over, race_reads[READERS];
@@ -143,6 +143,12 @@ static void test_no_slot_changes_under_a_window(void)
         size_t others;
         if (turn % 16 == 0) /* what stays changes in the middle of it all */
             np_pins_follow(race_words, 1, CLUSTERS, turn % 32 ? &many : &few, &many, &absent, 1, &others);
+        if (turn % 64 == 0) { /* and the last slots are emptied, as if their memory went, and filled again */
+            while (np_slots_vacate(race_words, CLUSTERS, SLOTS - VACATED, race_windows, READERS))
+                ;
+            for (uint32_t slot = SLOTS - VACATED; slot < SLOTS; slot++)
+                race_load(slot, &random);
+        }
         const size_t taken = np_clock_take(race_words, CLUSTERS, &hand, race_windows, READERS, 2, slots);
         for (size_t i = 0; i < taken; i++)
             race_load(slots[i], &random);
@@ -186,6 +192,26 @@ static void test_pins_follow_what_is_to_stay(void)
     REQUIRE_EQUAL(words[3], NP_ENTRY_PRESENT | NP_ENTRY_PINNED | 15);
 }
 
+/* Slots 2 and more are to be empty: what a window covers stays until it is gone, all else goes at once, pinned and used or not. */
+static void test_slots_are_vacated_whatever_they_hold(void)
+{
+    uint32_t words[6] = {NP_ENTRY_PRESENT | 1, NP_ENTRY_PRESENT | 2 | NP_ENTRY_PINNED, NP_ENTRY_PRESENT | 3 | NP_ENTRY_REFERENCED,
+                         NP_ENTRY_LOADING | 0, NP_ENTRY_FAILED | 5, NP_ENTRY_PRESENT | 4 | 3 * NP_ENTRY_USE};
+    uint64_t window = (uint64_t)2 << 32 | 3;
+    REQUIRE_EQUAL(np_slots_vacate(words, 6, 2, &window, 1), 1);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_PRESENT | 1);
+    REQUIRE_EQUAL(words[1], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(words[2], NP_ENTRY_PRESENT | 3); /* unreferenced: who looks again marks it */
+    REQUIRE_EQUAL(words[3], NP_ENTRY_LOADING | 0);
+    REQUIRE_EQUAL(words[4], NP_ENTRY_FAILED | 5);
+    REQUIRE_EQUAL(words[5], NP_ENTRY_ABSENT);
+    window = 0;
+    REQUIRE_EQUAL(np_slots_vacate(words, 6, 2, &window, 1), 0);
+    REQUIRE_EQUAL(words[2], NP_ENTRY_ABSENT);
+    REQUIRE_EQUAL(np_slots_vacate(words, 6, 0, &window, 1), 0);
+    REQUIRE_EQUAL(words[0], NP_ENTRY_ABSENT);
+}
+
 int main(void)
 {
     test_pins_follow_what_is_to_stay();
@@ -194,6 +220,7 @@ int main(void)
     test_clock_keeps_what_was_used_often();
     test_uses_are_bounded_and_spare_the_other_bits();
     test_clock_spares_windows();
+    test_slots_are_vacated_whatever_they_hold();
     test_no_slot_changes_under_a_window();
     printf("residency: all passed\n");
     return 0;

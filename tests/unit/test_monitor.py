@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from array import array
 from typing import Any
 
 import numpy as np
@@ -153,7 +155,8 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
 
 def test_regions_and_the_queue() -> None:
     watched = monitor()
-    watched.take_residency(Residency(pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3))
+    there = Residency(slots=(5, 3), pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3)
+    watched.take_residency(there, 200)
     counters = {"in_flight": 4, "trigger_waiting": 2, "value_waiting": 1}
     watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
     seen = shot(watched, 1.0)
@@ -167,12 +170,21 @@ def test_regions_and_the_queue() -> None:
     assert (seen.flash_in_flight, seen.flash_waiting) == (4, 6)
 
 
+def test_what_texts_do_not_need_yet_is_shown_as_slots() -> None:
+    watched = Monitor("r", "p", dataclasses.replace(SUMMARY, lends=True))
+    there = Residency(slots=(6, 5), pinned=(0, 0), cold=(6, 4), loading=(0, 0), by_layer=(1.0, 1.0), asked=0)
+    watched.take_residency(there, 200)
+    seen = {one.name: (one.used_bytes, one.total_bytes) for one in shot(watched, 1.0).regions}
+    assert (seen["kv"], seen["cold"]) == ((200, 500), (1400, 1600))
+
+
 def test_words_are_counted_by_state_and_layer() -> None:
     layout = layouts.residency(clusters=8, participants=2)
     with Segment.create(layout) as segment, segment.map(writable=True) as mapping:
         triggers, values = mapping.view("trigger_entries"), mapping.view("value_entries")
         triggers[0], triggers[1], triggers[4] = PRESENT | PINNED | 1, PRESENT | 2, LOADING | 3
         values[7] = PRESENT
+        mapping.view("slots")[:2] = array("I", [5, 3])
         mapping.view("request_tails")[LINE_WORDS] = 9
         mapping.view("request_heads")[LINE_WORDS] = 4
         handle = SegmentHandle(fd=segment.fd, total_bytes=layout.total_bytes, layout=layout.text)
@@ -190,7 +202,7 @@ def test_words_are_counted_by_state_and_layer() -> None:
             counted = regions.count()
         triggers.release()
         values.release()
-    assert counted == Residency((1, 0), (1, 1), (1, 0), (0.25, 0.125), 5)
+    assert counted == Residency((5, 3), (1, 0), (1, 1), (1, 0), (0.25, 0.125), 5)
 
 
 def seen_activity() -> Activity:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from neuronpipe.protocol import layouts
+from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.coordinator.prefixes import (
     FreeSlots,
     Match,
@@ -128,19 +134,26 @@ def test_only_what_was_computed_in_the_same_numerics_from_the_start_on_is_kept_o
     assert slots.take([1, 2, 3, 4, 9], "onnx") == TakenSlot(slot, 0)
 
 
-def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else() -> None:
+@pytest.fixture
+def keys_values_of() -> Iterator[Callable[..., tuple[KeysValues, memoryview]]]:
+    """Makes a KV segment with a different number in every place, as a prefill worker has it, and the numbers."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**shape: int) -> tuple[KeysValues, memoryview]:
+            segment = stack.enter_context(Segment.create(layouts.kv(key_heads=2, **shape)))
+            view = stack.enter_context(segment.map(writable=True)).view("kv")
+            view[:] = array("H", [1 + place % 65535 for place in range(len(view))])
+            return KeysValues(view, segment, head_values=4, **shape), view
+
+        yield make
+
+
+def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else(keys_values_of: Any) -> None:
     layers, sequences, head_values, context_tokens, head_width = 2, 3, 4, 5, 2
-    values = list(range(layers * sequences * head_values * context_tokens * head_width))
-    view = memoryview(bytearray(2 * len(values))).cast("H")
-    view[:] = memoryview(b"".join(value.to_bytes(2, "little") for value in values)).cast("H")
-    keys_values = KeysValues(
-        view,
-        layers=layers,
-        sequences=sequences,
-        head_values=head_values,
-        context_tokens=context_tokens,
-        head_width=head_width,
+    keys_values, view = keys_values_of(
+        layers=layers, sequences=sequences, context_tokens=context_tokens, head_width=head_width
     )
+    values = view.tolist()
     for _ in range(2):  # a step that is sent again copies again
         keys_values.copy(2, 0, 3)
         for at, value in enumerate(view.tolist()):
@@ -151,3 +164,20 @@ def test_copying_takes_the_first_positions_of_every_head_and_leaves_all_else() -
     for source, target, tokens in ((-1, 0, 1), (0, 3, 1), (0, 1, 6)):
         with pytest.raises(ValueError, match="there is no such place"):
             keys_values.copy(source, target, tokens)
+
+
+def test_forgetting_gives_whole_pages_of_one_slot_back_and_leaves_all_else(keys_values_of: Any) -> None:
+    layers, sequences, head_values, context_tokens, head_width = 2, 3, 4, 96, 64
+    page_tokens = 4096 // (2 * head_width)
+    keys_values, view = keys_values_of(
+        layers=layers, sequences=sequences, context_tokens=context_tokens, head_width=head_width
+    )
+    before = view.tolist()
+    keys_values.forget_behind(1, page_tokens + 1)
+    for at, value in enumerate(view.tolist()):
+        line, position = divmod(at // head_width, context_tokens)
+        forgotten = line // head_values % sequences == 1 and position >= 2 * page_tokens
+        assert value == (0 if forgotten else before[at])
+    for slot, tokens in ((-1, 0), (3, 0), (0, 97), (0, -1)):
+        with pytest.raises(ValueError, match="there is no such place"):
+            keys_values.forget_behind(slot, tokens)

@@ -1,0 +1,285 @@
+"""What is set aside for texts and prompts is lent to slots: how much, who asks for it back, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from neuronpipe.plans.package.layout import PAGE_BYTES
+from neuronpipe.plans.plan.budget import held_bytes
+from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.lending import SHORT_PROMPT_TOKENS, Lendable, lent_slots, with_lent_slots
+from neuronpipe.plans.plan.pins import pins_within
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts
+from neuronpipe.plans.plan.speed import expected
+from neuronpipe.protocol.messages.request import Generate
+from neuronpipe.protocol.messages.worker import Prefill, Step
+from neuronpipe.services.cache.resizing import GIVE_UP_AFTER_S, Resizing
+from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.events import (
+    EpochChanged,
+    MemoryReleased,
+    MemoryReserved,
+    ProcessReady,
+    ReleaseMemory,
+    ReserveMemory,
+    Tick,
+)
+from neuronpipe.services.coordinator.reservation import RELEASE_AFTER_S, Reservation
+from neuronpipe.services.coordinator.scheduler import Scheduler
+
+from tests.unit.test_coordinator_core import (
+    LETTERS,
+    NO_GRAMMARS,
+    NUMERICS,
+    PROCESSES,
+    finish,
+    receive,
+    sent,
+)
+from tests.unit.test_planner import device, manifest, predicted
+
+MODEL = predicted(manifest(width=1024, neurons=4096, layers=8))
+CHUNK = 256
+
+
+def made(extra_bytes: int = 12 << 20, **wanted: Any) -> Plan:
+    wish = Wanted(**{"sequences": 4, "prefill_chunk_tokens": CHUNK, **wanted})
+    least = plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=16 << 30)).memory.least_bytes
+    return plan(MODEL, device(2), dataclasses.replace(wish, memory_bytes=least + extra_bytes))
+
+
+def lendable_of(one: Plan) -> Lendable:
+    return Lendable.of(MODEL, one.compute, one.memory)
+
+
+# ---- the plan ------------------------------------------------------------------------------------------------
+@given(
+    extra_bytes=st.integers(1 << 20, 64 << 20),
+    mode=st.sampled_from(["exact", "predicted"]),
+    tokens=st.lists(st.integers(0, 512), min_size=4, max_size=4),
+    prompt=st.integers(0, CHUNK),
+)
+def test_slots_and_what_is_reserved_never_take_more_than_the_plan(
+    extra_bytes: int, mode: Any, tokens: list[int], prompt: int
+) -> None:
+    one = made(extra_bytes, mode=mode)
+    lendable, memory = lendable_of(one), one.memory
+    tokens = [min(count, one.compute.context_tokens) for count in tokens]
+    reserved = lendable.reserved_bytes(tokens, lendable.stage_tokens(prompt) if prompt else 0)
+    triggers, values = lent_slots(memory, lendable, reserved)
+    lent_bytes = triggers * MODEL.trigger_slot_bytes + values * MODEL.value_slot_bytes
+    assert lent_bytes + reserved <= memory.kv_bytes + memory.prefill_stage_bytes
+    assert memory.trigger_slots + triggers <= MODEL.clusters >= memory.value_slots + values
+    assert memory.total_bytes() <= memory.limit_bytes
+
+
+def test_all_of_it_is_lent_while_there_is_no_text_and_none_of_it_when_all_are_full() -> None:
+    one = made()
+    lendable, memory = lendable_of(one), one.memory
+    assert lent_slots(memory, lendable, 0) == (memory.lent_trigger_slots, memory.lent_value_slots)
+    full = lendable.reserved_bytes([one.compute.context_tokens] * 4, CHUNK)
+    assert full == lendable.total_bytes - PAGE_BYTES, "all but the segment's header"
+    assert lent_slots(memory, lendable, full) == (0, 0)
+
+
+def test_what_is_reserved_holds_the_pages_of_the_texts() -> None:
+    one = made()
+    shape = RunShape.of(one.compute)
+    for tokens in (1, 17, 100, one.compute.context_tokens):
+        for texts in (1, 4):
+            pages = dataclasses.replace(shape, sequences=texts, context_tokens=tokens)
+            used_bytes = fixed_layouts(MODEL, pages)["kv"].total_bytes
+            reserved = lendable_of(one).reserved_bytes([tokens] * texts, 0)
+            assert reserved >= min(used_bytes, one.memory.kv_bytes) - 4096, "but for the segment's first page"
+
+
+def test_a_short_prompt_reserves_less_of_the_stage() -> None:
+    lendable = lendable_of(made(128 << 20))
+    assert lendable.chunk_tokens == CHUNK
+    short, whole = (lendable.reserved_bytes([0] * 4, lendable.stage_tokens(n)) for n in (SHORT_PROMPT_TOKENS, CHUNK))
+    assert 0 < short < whole == lendable.stage_bytes
+
+
+@pytest.mark.parametrize("wish", [{"ffn_resident_share": 0.5}, {"without": frozenset(["cache"])}])
+def test_nothing_is_lent_where_the_slots_were_asked_for(wish: dict[str, Any]) -> None:
+    assert not made(**wish).memory.lends
+
+
+def test_speed_is_expected_with_the_slots_that_a_text_leaves() -> None:
+    one = made(mode="predicted")
+    few, many = (with_lent_slots(MODEL, one.compute, one.memory, texts=n, tokens=200) for n in (4, 1))
+    assert one.memory.value_slots < few.value_slots < many.value_slots
+    without = dataclasses.replace(one.memory, lent_trigger_slots=0, lent_value_slots=0)
+    rated = MODEL, rates(MODEL, "predicted", None), one.compute
+    missed = [expected(*rated, memory, one.flash, None, None).miss_rate for memory in (many, one.memory, without)]
+    assert missed[0] <= missed[1] < missed[2]
+
+
+def test_a_run_is_expected_to_hold_what_it_was_given() -> None:
+    one = made(mode="predicted")
+    held = held_bytes(MODEL, one, texts=1, text_tokens=100, prompt_tokens=20)
+    assert 0.99 * one.memory.total_bytes() <= held <= one.memory.total_bytes()
+
+
+@given(st.lists(st.integers(0, 86), min_size=3, max_size=3), st.integers(0, 300), st.integers(0, 100))
+def test_pins_leave_what_moves_its_slots(counts: list[int], slots: int, moving: int) -> None:
+    kept = pins_within(tuple(counts), slots, moving, 258)
+    if slots >= 258 or sum(counts) <= slots - moving:
+        assert kept == tuple(counts)
+    else:
+        assert sum(kept) <= max(0, slots - moving)
+        assert all(now <= then for now, then in zip(kept, counts, strict=True))
+
+
+# ---- the coordinator -----------------------------------------------------------------------------------------
+def decode(position: int, slot: int = 0) -> Step:
+    return Step(
+        step=1, epoch=0, participants=("decode.0",), first_blocks=(0,), end_blocks=(1,),
+        sequences=(slot,), positions=(position,), tokens=(7,),
+    )  # fmt: skip
+
+
+def prompt(tokens: int, position: int = 0, slot: int = 0) -> Prefill:
+    return Prefill(step=1, epoch=0, sequence=slot, position=position, tokens=(7,) * tokens, logits="last")
+
+
+@pytest.fixture
+def reservation() -> Reservation:
+    return Reservation(lendable_of(made()), [0] * 4)
+
+
+def test_a_step_waits_for_its_memory_and_further_ones_within_it_do_not(reservation: Reservation) -> None:
+    assert not reservation.covers(prompt(20))
+    (asked,) = reservation.ask(prompt(20))
+    assert asked.reserved_bytes > 0
+    assert asked.kv_tokens[0] >= 20
+    assert not reservation.covers(prompt(20)), "the cache has not answered"
+    assert not reservation.ask(prompt(20)), "it is not asked twice"
+    reservation.reserved(asked.number)
+    assert reservation.covers(prompt(20))
+    assert reservation.covers(decode(asked.kv_tokens[0] - 1))
+    assert not reservation.covers(decode(asked.kv_tokens[0]))
+    assert not reservation.covers(decode(0, slot=1))
+
+
+def test_an_older_answer_does_not_count(reservation: Reservation) -> None:
+    (first,) = reservation.ask(decode(0))
+    reservation.reserved(first.number)
+    (second,) = reservation.ask(decode(0, slot=1))
+    reservation.reserved(first.number)
+    assert not reservation.covers(decode(0, slot=1))
+    (again,) = reservation.ask_again()  # the cache is another one
+    assert (again.reserved_bytes, again.kv_tokens) == (second.reserved_bytes, second.kv_tokens)
+    reservation.reserved(again.number)
+    assert reservation.covers(decode(0, slot=1))
+    assert not reservation.ask_again()
+
+
+def test_memory_of_prompts_is_given_back_a_while_after_the_last_one(reservation: Reservation) -> None:
+    (asked,) = reservation.ask(prompt(CHUNK))
+    reservation.reserved(asked.number)
+    reservation.sent(prompt(CHUNK), 10.0)
+    assert not reservation.may_release(10.0 + RELEASE_AFTER_S / 2)
+    assert reservation.may_release(10.0 + RELEASE_AFTER_S)
+    released = reservation.release([CHUNK, 0, 0, 0])
+    assert released.keep_tokens == asked.kv_tokens
+    assert not reservation.covers(prompt(4, CHUNK)), "until the prefill worker has answered"
+    (less,) = reservation.released()
+    assert less.reserved_bytes < asked.reserved_bytes
+    reservation.reserved(less.number)
+    assert not reservation.may_release(100.0)
+    assert reservation.covers(decode(CHUNK - 1))
+    assert not reservation.covers(prompt(4, CHUNK - 4))
+
+
+def test_a_prefill_worker_that_dies_before_it_gave_back_is_asked_again(reservation: Reservation) -> None:
+    (asked,) = reservation.ask(prompt(CHUNK))
+    reservation.reserved(asked.number)
+    reservation.release([8, 0, 0, 0])
+    reservation.prefill_lost()
+    assert reservation.covers(decode(CHUNK - 1)), "nobody has taken its memory"
+    assert reservation.may_release(1000.0)
+    assert not reservation.released(), "an answer that came late"
+
+
+def test_a_coordinator_that_starts_again_knows_what_texts_had() -> None:
+    (asked,) = (one := Reservation(lendable_of(made()), [64, 0, 0, 0])).ask(decode(0, slot=1))
+    assert asked.kv_tokens[0] == 64
+    one.reserved(asked.number)
+    assert one.may_release(1000.0), "the prefill worker may hold a stage"
+
+
+def test_the_scheduler_sends_a_step_when_its_memory_is_there() -> None:
+    limits = Limits(
+        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
+        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
+    actions = receive(scheduler, Generate(request="r", prompt="hello", max_tokens=3), 0.0)
+    (asked,) = [action for action in actions if isinstance(action, ReserveMemory)]
+    assert not sent(actions)
+    assert not sent(scheduler.handle(EpochChanged(1, (("cache", 0),)), 0.1))
+    (again,) = [one for one in scheduler.handle(ProcessReady(("cache", 0)), 0.2) if isinstance(one, ReserveMemory)]
+    assert not sent(scheduler.handle(MemoryReserved(asked.number), 0.3))
+    (step,) = sent(scheduler.handle(MemoryReserved(again.number), 0.4))
+    assert isinstance(step, Prefill)
+    assert step.epoch == 1
+    finish(scheduler, step, 0.5)
+    receive_cancel = scheduler.handle(Tick(), 0.6)
+    assert not sent(receive_cancel)
+
+
+def test_the_scheduler_gives_memory_back_between_steps_only() -> None:
+    scheduler = Scheduler(
+        Limits(mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
+               prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200),
+        PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [32, 0, 0, 0]),
+    )  # fmt: skip
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
+    assert scheduler.wants_tick(RELEASE_AFTER_S)
+    (released,) = scheduler.handle(Tick(), RELEASE_AFTER_S)
+    assert released == ReleaseMemory((0, 0, 0, 0)), "no text is known to have anything there"
+    (less,) = scheduler.handle(MemoryReleased(), RELEASE_AFTER_S)
+    assert isinstance(less, ReserveMemory)
+    assert less.reserved_bytes == 0
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------
+def test_fewer_slots_are_ready_when_the_loader_has_given_their_memory_back() -> None:
+    one = made()
+    lendable = lendable_of(one)
+    resizing = Resizing(one.memory, lendable)
+    resizing.trimmed()
+    all_slots = resizing.begin()
+    resizing.reserve(7, lendable.total_bytes // 2)
+    assert resizing.begin() < all_slots
+    assert resizing.vacates
+    resizing.asked(1.0)
+    assert resizing.is_asked(1.1)
+    resizing.restarted()
+    assert not resizing.is_asked(1.2), "another loader knows nothing of it"
+    resizing.asked(2.0)
+    assert resizing.is_asked(2.0 + GIVE_UP_AFTER_S)
+    resizing.trimmed()
+    assert (resizing.vacates, resizing.answer(), resizing.answer()) == (False, 7, None)
+    resizing.reserve(8, 0)
+    assert resizing.begin() == all_slots
+    assert not resizing.vacates, "more of them are used at once"
+
+
+def test_a_loader_that_does_not_answer_is_not_waited_for() -> None:
+    one = made()
+    resizing = Resizing(one.memory, lendable_of(one))
+    assert resizing.vacates, "another cache may have left something"
+    resizing.asked(1.0)
+    resizing.is_asked(1.1 + GIVE_UP_AFTER_S)
+    assert not resizing.vacates
