@@ -28,8 +28,8 @@ from neuronpipe.protocol.messages.outcome import Reserved
 from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
 from neuronpipe.services.cache.core import Counts, Following, FreeSlots, Region, WarmUp, packed, warm_ups
-from neuronpipe.services.cache.resizing import Resizing, Slots
 from neuronpipe.services.job import Job
+from neuronpipe.services.lending.resizing import Resizing, Slots
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace

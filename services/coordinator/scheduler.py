@@ -50,8 +50,8 @@ from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.prefixes import Match
 from neuronpipe.services.coordinator.processes import CACHE, PREFILL, Participants, Workers
 from neuronpipe.services.coordinator.requests import Cost, Generation, Requests, Scoring, Sequence, add_cost
-from neuronpipe.services.coordinator.reservation import Reservation
 from neuronpipe.services.coordinator.results import Outcome, Results
+from neuronpipe.services.lending.reservation import Reservation
 
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
 

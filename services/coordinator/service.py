@@ -56,11 +56,11 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
-from neuronpipe.services.coordinator.reservation import Reservation
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
 from neuronpipe.services.job import Job
+from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
 from neuronpipe.services.trace import Trace
 

@@ -22,13 +22,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#ifndef F_ADD_SEALS
-#define F_ADD_SEALS 1033
-#define F_GET_SEALS 1034
-#define F_SEAL_SEAL 1
-#define F_SEAL_WRITE 8
-#endif
-
 enum { SLOT = 0x00ffffff, STATE = 0x03000000, ABSENT = 0, LOADING = 0x01000000, PRESENT = 0x02000000, FAILED = 0x03000000 };
 enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x04000000, GUESS = 0x08000000, KNOWN_BITS = 0x0fffffff };
 enum { LINE = 16, STOCK_MS = 50, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
@@ -229,9 +222,16 @@ static void tell_slot_counts(int idle)
     wire_send(&cache, p.bytes, p.count);
 }
 
-static void reset(uint64_t to)
+static void answer(const char *type)
 {
     pack p;
+    pack_map(&p, 1, type);
+    pack_number(&p, "generation", generation);
+    wire_send(&cache, p.bytes, p.count);
+}
+
+static void reset(uint64_t to)
+{
     generation = to;
     for (int number = 0; number < 2; number++) {
         parts[number].free_count = parts[number].granted = 0;
@@ -239,9 +239,7 @@ static void reset(uint64_t to)
         queue_empty(&parts[number].warm);
         queue_empty(&parts[number].pinned);
     }
-    pack_map(&p, 1, "ResetDone");
-    pack_number(&p, "generation", generation);
-    wire_send(&cache, p.bytes, p.count);
+    answer("ResetDone");
     life_become_available(&alive);
 }
 
@@ -251,12 +249,12 @@ static uint32_t item(value list, size_t n)
 }
 
 /* The slots from `first` on hold nothing: their whole pages go back to the system. */
-static void trim(const part *p, uint64_t first)
+static void trim(const part *p, value slots)
 {
-    const uintptr_t from = (uintptr_t)p->slots + (first < p->slot_count ? first : p->slot_count) * p->slot_bytes;
-    const uintptr_t begin = (from + PAGE - 1) / PAGE * PAGE, end = ((uintptr_t)p->slots + p->slot_count * p->slot_bytes) / PAGE * PAGE;
-    if (begin < end && madvise((void *)begin, end - begin, MADV_REMOVE))
-        perror("loader: the memory of unused slots");
+    const uint64_t first = slots.kind == 'n' ? slots.number : p->slot_count;
+    const uintptr_t end = (uintptr_t)p->slots + p->slot_count * p->slot_bytes, begin = (uintptr_t)p->slots + first * p->slot_bytes + PAGE - 1;
+    if (first < p->slot_count && begin / PAGE < end / PAGE)
+        madvise((void *)(begin / PAGE * PAGE), (end / PAGE - begin / PAGE) * PAGE, MADV_REMOVE);
 }
 
 static void from_cache(const uint8_t *map, size_t bytes)
@@ -279,15 +277,9 @@ static void from_cache(const uint8_t *map, size_t bytes)
                 p->free_slots[p->free_count++] = item(slots, n);
         p->granted += slots.count / 4;
     } else if (value_is(type, "Trim")) {
-        const value triggers = unpack_field(map, bytes, "trigger_slots"), values = unpack_field(map, bytes, "value_slots");
-        pack p;
-        if (triggers.kind != 'n' || values.kind != 'n')
-            return;
-        trim(&parts[0], triggers.number);
-        trim(&parts[1], values.number);
-        pack_map(&p, 1, "Trimmed");
-        pack_number(&p, "generation", generation);
-        wire_send(&cache, p.bytes, p.count);
+        trim(&parts[0], unpack_field(map, bytes, "trigger_slots"));
+        trim(&parts[1], unpack_field(map, bytes, "value_slots"));
+        answer("Trimmed");
     } else if (value_is(type, "Warm")) {
         const value which = unpack_field(map, bytes, "parts"), clusters = unpack_field(map, bytes, "clusters");
         const int pinned = unpack_field(map, bytes, "pinned").number == 1;
@@ -327,14 +319,13 @@ static void copy_verified(const char *package, const char *manifest, const char 
 static void load_fixed(const char *run_file, const char *package, const char *manifest)
 {
     segment fixed = segment_open(run_file, "fixed", 0);
-    if (!(fcntl(fixed.fd, F_GET_SEALS) & F_SEAL_WRITE)) { /* else a loader before us did it */
+    if (!segment_is_sealed(&fixed)) { /* else a loader before us did it */
         segment_close(&fixed);
         fixed = segment_open(run_file, "fixed", 1);
         copy_verified(package, manifest, "fixed.safetensors", &fixed, "file");
         copy_verified(package, manifest, "predictor.safetensors", &fixed, "predictor");
         segment_close(&fixed);
-        if (fcntl(fixed.fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SEAL) < 0)
-            place_fail("fixed tensors", strerror(errno));
+        segment_seal(&fixed);
     } else {
         segment_close(&fixed);
     }

@@ -8,6 +8,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#ifndef F_ADD_SEALS
+#define F_ADD_SEALS 1033
+#define F_GET_SEALS 1034
+#define F_SEAL_SEAL 1
+#define F_SEAL_WRITE 8
+#endif
+
 enum { HEADER_BYTES = 4096 };
 
 void place_fail(const char *what, const char *why)
@@ -195,6 +202,17 @@ void segment_close(segment *s)
 {
     munmap(s->memory, s->bytes);
     s->memory = NULL;
+}
+
+int segment_is_sealed(const segment *s)
+{
+    return fcntl(s->fd, F_GET_SEALS) & F_SEAL_WRITE;
+}
+
+void segment_seal(const segment *s)
+{
+    if (fcntl(s->fd, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SEAL) < 0)
+        place_fail("fixed tensors", strerror(errno));
 }
 
 /* A line of a layout. Returns 0 for the layout's end. */

@@ -32,6 +32,9 @@ typedef struct {
 /* Open and map a segment as run.json says. */
 segment segment_open(const char *run_file, const char *name, int writable);
 void segment_close(segment *s);
+/* Whether its content is final; and to make it so, once it is closed. */
+int segment_is_sealed(const segment *s);
+void segment_seal(const segment *s);
 /* Memory of this process alone, laid out as run.json's `private` says. */
 segment segment_private(const char *run_file, const char *name);
 /* Where a field lies; shape: its lengths, two at most. Ends the process when there is no such field, or it lies outside. */

@@ -15,7 +15,7 @@ from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.protocol.messages.client import Token
 from neuronpipe.protocol.run_directory import RunDirectory
-from neuronpipe.services.coordinator.reservation import RELEASE_AFTER_S
+from neuronpipe.services.lending.reservation import RELEASE_AFTER_S
 from neuronpipe.services.monitor.regions import Regions
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually

@@ -19,7 +19,6 @@ from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services.cache.resizing import GIVE_UP_AFTER_S, Resizing
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.events import (
     EpochChanged,
@@ -30,8 +29,9 @@ from neuronpipe.services.coordinator.events import (
     ReserveMemory,
     Tick,
 )
-from neuronpipe.services.coordinator.reservation import RELEASE_AFTER_S, Reservation
 from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.lending.reservation import RELEASE_AFTER_S, Reservation
+from neuronpipe.services.lending.resizing import GIVE_UP_AFTER_S, Resizing
 
 from tests.unit.test_coordinator_core import (
     LETTERS,
