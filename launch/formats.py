@@ -26,6 +26,10 @@ UNITS = {
 ONLY_UTF8 = "not UTF-8, which texts have to be; `iconv -f latin1 -t utf-8` makes Latin-1 so"
 
 
+AUTO = -1
+"""In place of a limit in bytes: what is available, whenever that changes."""
+
+
 def parse_bytes(text: str) -> int:
     """`1500000`, `512MiB`, `1.5GiB`, `2G` (binary), `800MB` (decimal). For argparse: raises ArgumentTypeError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
@@ -35,6 +39,16 @@ def parse_bytes(text: str) -> int:
     if not 1 <= size <= MAX_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r}: a size must be above zero, and up to 1 EiB")
     return int(size)
+
+
+def parse_limit(text: str) -> int:
+    """A size, or `auto`: AUTO. For argparse: raises ArgumentTypeError."""
+    if text.strip() == "auto":
+        return AUTO
+    try:
+        return parse_bytes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def parse_share(text: str) -> float:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import (
-    parse_bytes,
     parse_cores,
     parse_count,
+    parse_limit,
     parse_share,
     parse_speed,
     show_bytes,
@@ -72,9 +72,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--memory",
-        type=parse_bytes,
+        type=parse_limit,
         metavar="BYTES",
-        help="limit for the whole run, e.g. 512MiB, interpreters included",
+        help="limit for the whole run, e.g. 512MiB, interpreters included; auto: what is available, up to nine tenths "
+        "of all memory, and always so much that a tenth is left to others",
     )
     group.add_argument(
         "--target-speed",
@@ -321,7 +322,7 @@ def memory_warning(plan: Plan, device: Device) -> str | None:
             f"the plan takes {show_bytes(takes)}, and all memory of this machine, or of the control group, is "
             f"{show_bytes(there_is)}: {_advice(plan, device)}"
         )
-    if takes > available:
+    if takes > available and not plan.memory.follows:
         return (
             f"the plan takes {show_bytes(takes)}, and {show_bytes(available)} of {show_bytes(there_is)} are available "
             f"now: close other programs, or {_advice(plan, device)}"

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from neuronpipe.launch.formats import parse_bytes, show_cores
+from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
 from neuronpipe.plans.device.cores import default_decode_workers, most_decode_workers, restricted
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.profile import DeviceProfile
@@ -26,6 +26,8 @@ from neuronpipe.plans.plan.quality import allowed_modes
 from neuronpipe.plans.plan.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
 from neuronpipe.plans.plan.sequences import plan_for_several
 from neuronpipe.protocol.errors import UserError
+
+FOLLOWED_LIMIT = 0.9  # of all memory, for a run that follows what is available
 
 if TYPE_CHECKING:
     from neuronpipe.launch.planning import Subject
@@ -61,6 +63,7 @@ def searched(
         without=arguments.without,
         baseline=arguments.baseline,
         hints=arguments.hints,
+        follows=arguments.memory == AUTO,
     )
     if not 1 <= wanted.sequences <= 64:
         raise UserError(f"--sequences {wanted.sequences}: between 1 and 64")
@@ -117,6 +120,8 @@ class _Searching:
 
     def _of(self, accelerator: Accelerator | None, backend: str | None) -> _Result:
         target, memory_bytes = self.arguments.target_speed, self.arguments.memory
+        if self.wanted.follows:
+            memory_bytes = int(FOLLOWED_LIMIT * self.subject.device.memory_total_bytes)
         space = self._space(accelerator, backend)
         search = Search(self.subject.manifest, space, self.wanted, USUAL if target is None else ANSWER, self.heat)
         if target is None:

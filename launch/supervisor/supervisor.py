@@ -29,12 +29,14 @@ import sys
 import time
 import traceback
 from collections import deque
+from pathlib import Path
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
+from neuronpipe.plans.device.limits import read_memory, read_stalled_share
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
@@ -47,6 +49,7 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
+from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
@@ -101,6 +104,11 @@ class Supervisor:
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
         self._board_memory[2] = plan.memory.limit_bytes
+        self._withheld = self._memory.view("board", "withheld")
+        self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
+        memory = read_memory(Path("/"))
+        self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
+        self._withheld[0] = self._pressure.withheld_bytes
         self._memory_usage = MemoryUsage(segment.fd for segment in self._segments.values())
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
@@ -341,6 +349,10 @@ class Supervisor:
         self._memory_usage.sample([os.getpid(), *self._processes, *self._watched])
         self._board_memory[0] = self._memory_usage.current_bytes
         self._board_memory[1] = self._memory_usage.peak_bytes
+        memory, stalled_share = read_memory(Path("/")), read_stalled_share(Path("/"))
+        self._withheld[0] = self._pressure.look(
+            memory.total_bytes, memory.available_bytes, stalled_share, time.monotonic()
+        )
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:

@@ -67,6 +67,8 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     rows.add_row("", listed([*regions, key(OTHERS, "processes")], room))
     hits = "-" if shot.hit_rate is None else f"{shot.hit_rate:.1%} there"
     rows.add_row("cache", listed([hits, f"{shot.slots_free:,} of {shot.slots:,} slots free"], room, ", "))
+    if shot.withheld_bytes:
+        rows.add_row("", Text(f"memory is short: {show_bytes(shot.withheld_bytes)} given back", COLOURS["flash"]))
     if shot.warm_up is not None and not shot.warm_up.done:
         rows.add_row("warm-up", Text(show_warm_up(shot.warm_up), COLOURS["flash"]))
     rows.add_row("flash", _traffic(shot.flash_bytes_per_s, shot.flash_bytes_per_token, room))

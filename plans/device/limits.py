@@ -8,6 +8,7 @@ nothing means "no limit known", never an error: containers, phones and old kerne
     limit       memory.limit_in_bytes                       memory.max
     in use      memory.usage_in_bytes                       memory.current
     reclaimable memory.stat total_inactive_file             memory.stat inactive_file
+    waiting     -                                           memory.pressure
 """
 
 from __future__ import annotations
@@ -89,6 +90,16 @@ def read_cpu_quota(root: Path) -> float | None:
         if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
+
+
+def read_stalled_share(root: Path) -> float:
+    """The share of the last ten seconds in which some task waited for memory, 0..1: of the control group where the
+    kernel tells that (`memory.pressure`), else of the machine (`/proc/pressure/memory`); 0 where it tells neither."""
+    groups = [folder / "memory.pressure" for folder, second in _control_groups(root, "memory") if second]
+    for path in (*groups[:1], root / "proc/pressure/memory"):
+        if found := re.search(r"^some avg10=(\d+(?:\.\d+)?)", _text(path), re.M):
+            return float(found[1]) / 100
+    return 0.0
 
 
 def read_memory(root: Path) -> Memory:

@@ -130,6 +130,7 @@ class Memory(MemoryBudget):
     slots_bytes: int
     lent_trigger_slots: int  # more of them, in what KV cache and prompts do not need yet (lending.py); their bytes are
     lent_value_slots: int  # counted as kv_bytes and prefill_stage_bytes
+    follows: bool  # the run takes what is available, up to its limit
     moving_slots: int  # of either part, those in which nothing is pinned: for clusters that are open or on their way
     ffn_bytes: int  # of slots, were everything resident
     accelerator_bytes: int  # what the accelerator holds in its device, whosever memory that is
@@ -140,6 +141,11 @@ class Memory(MemoryBudget):
     def lends(self) -> bool:
         """Whether there are lent slots."""
         return bool(self.lent_trigger_slots or self.lent_value_slots)
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the lent slots take at most."""
+        return self.kv_bytes + self.prefill_stage_bytes if self.lends else 0
 
     def pins_for(self, texts: int) -> Pins:
         """What stays while steps compute so many texts."""

@@ -67,6 +67,7 @@ class Wanted:
 
     memory_bytes: int | None = None
     ffn_resident_share: float | None = None  # 0..1 of all feed-forward bytes
+    follows: bool = False  # what is available, up to memory_bytes
     context_tokens: int | None = None
     sequences: int = 1
     mode: Mode | None = None
@@ -392,6 +393,7 @@ class _Planning:
             lent_trigger_slots=regions.lent_triggers,
             lent_value_slots=regions.lent_values,
             moving_slots=regions.moving,
+            follows=self._wanted.follows,
             ffn_bytes=self._budgets.ffn_bytes,
             pins=regions.pins,
             accelerator_bytes=accelerator_bytes(self._manifest, self._shape),

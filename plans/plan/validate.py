@@ -24,6 +24,7 @@ from neuronpipe.plans.plan.firing import has_hints
 from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.pins import read_counts
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
+from neuronpipe.plans.plan.regions import open_clusters
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
@@ -159,18 +160,9 @@ class _Check:
 
     def _slots(self) -> None:
         """All clusters have a slot, or what may be open at once fits beside what is pinned and what is kept free."""
-        memory, compute, flash, layout = self._plan.memory, self._plan.compute, self._plan.flash, self._manifest.layout
-        clusters, experts = self._manifest.clusters, self._manifest.model.experts
-        open_clusters = max(
-            # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
-            experts * layout.clusters
-            if window_blocks == experts * layout.blocks
-            else min(clusters, participants * window_blocks * layout.block_clusters)
-            for participants, window_blocks in (
-                (len(compute.decode_workers()), compute.decode_window_blocks),
-                (compute.prefill_threads, compute.prefill_window_blocks),
-            )
-        )
+        memory, compute, flash = self._plan.memory, self._plan.compute, self._plan.flash
+        clusters = self._manifest.clusters
+        may_open = open_clusters(self._manifest, compute)
         for part, slots, pinned, reserved in (
             ("trigger", memory.trigger_slots, self._most_pinned("triggers"), flash.reserved_triggers),
             ("value", memory.value_slots, self._most_pinned("values"), flash.reserved_values),
@@ -178,16 +170,15 @@ class _Check:
             self._within(f"memory.{part}_slots", slots, 1, clusters)
             self._within(f"flash.reserved_{part}s", reserved, 0, slots)
             lent = memory.lent_trigger_slots if part == "trigger" else memory.lent_value_slots
-            needed = open_clusters + reserved
+            needed = may_open + reserved
             fits = slots >= min(clusters, needed) and slots + lent >= min(clusters, needed + pinned)
             if not fits or (slots == clusters and reserved):
                 self._fail(
                     f"memory.{part}_slots",
-                    f"{slots}, but {open_clusters} clusters may be open, "
-                    f"{pinned} are pinned and {reserved} are kept free",
+                    f"{slots}, but {may_open} clusters may be open, {pinned} are pinned and {reserved} are kept free",
                 )
         if min(memory.trigger_slots, memory.value_slots) < clusters:
-            self._within("memory.moving_slots", memory.moving_slots, min(open_clusters, clusters), clusters)
+            self._within("memory.moving_slots", memory.moving_slots, min(may_open, clusters), clusters)
         self._lent_slots()
 
     def _lent_slots(self) -> None:

@@ -93,6 +93,14 @@ def board(*, processes: int, sequences: int) -> Layout:
         ordering="word 0 is what the last `Reserve` said, stored before it is sent",
     )
     fields.add(
+        "withheld",
+        "u64",
+        LINE_WORDS // 2,
+        by="supervisor",
+        to="cache, monitor",
+        ordering="word 0 is how many bytes slots are to give back to the system; the cache looks now and then",
+    )
+    fields.add(
         "kv_tokens",
         "u32",
         "sequences",

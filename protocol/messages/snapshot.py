@@ -95,6 +95,7 @@ class Snapshot(Message):
     regions: of shared memory
     slots: for cluster parts, of the hot and cold regions together
     slots_free: how many of them are free
+    withheld_bytes: of their memory, what they give back because the system is short of it
     warm_up: as in `Status`
     hit_rate: share of the needed cluster parts that were resident, of late
     flash_bytes_per_s: read of late
@@ -137,6 +138,7 @@ class Snapshot(Message):
     regions: tuple[Region, ...] = ()
     slots: int = 0
     slots_free: int = 0
+    withheld_bytes: int = 0
     warm_up: WarmUp | None = None
     hit_rate: float | None = None
     flash_bytes_per_s: float = 0.0

@@ -17,6 +17,7 @@ Counts = tuple[int, ...]
 """Of each feed-forward, how many of its first clusters."""
 GROW_AFTER_S: Final = 0.5
 SHRINK_AFTER_S: Final = 5.0
+FEW_FREE: Final = 64
 MAX_IDS_PER_MESSAGE: Final = 1 << 17  # half a MiB packed: few at a time need be held
 
 
@@ -165,11 +166,12 @@ class FreeSlots:
 
     def resize(self, slots: int, pinned: Counts) -> None:
         """The region has so many slots from now on. New ones are free; of fewer, a reset follows before any is asked
-        for."""
+        for. A plan in which everything had a slot keeps none free: of fewer a few are."""
         more = max(0, slots - len(self._free)) if self._free else 0
         self._free += b"\1" * more
         self._left += more
-        self.region = dataclasses.replace(self.region, slots=slots, pinned=pinned)
+        reserve = self.region.reserve or (min(FEW_FREE, slots // 64) if slots < self.region.clusters else 0)
+        self.region = dataclasses.replace(self.region, slots=slots, pinned=pinned, reserve=reserve)
 
     def take(self, count: int) -> Iterator[int]:
         """Up to `count` free slots, the lowest first, for warming up. They count as granted at once; go through them

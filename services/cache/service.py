@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import held_clusters
-from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
@@ -47,10 +46,11 @@ PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 class Pinning:
     """What stays of either part, for each entry of the plan's table, in as many slots as there are now."""
 
-    def __init__(self, manifest: Manifest, memory: Memory) -> None:
+    def __init__(self, manifest: Manifest, memory: Memory, moving: int) -> None:
+        """moving: slots in which nothing is pinned, unless all clusters have one."""
         self._ffns, self._clusters, self._all = manifest.model.ffns, manifest.layout.clusters, manifest.clusters
         self._planned = [entry.counts(self._ffns) for entry in memory.pins]
-        self._moving = memory.moving_slots
+        self._moving = moving
         self._widest = [
             ffi.new("uint32_t[]", [max(each) for each in zip(*(entry[part] for entry in self._planned), strict=True)])
             for part in PARTS
@@ -99,11 +99,13 @@ class CacheService:
         memory, flash, manifest = job.plan.memory, job.plan.flash, job.package.manifest
         reserves = flash.reserved_triggers, flash.reserved_values
         self._texts = self._memory.view("board", "texts")
-        self._resizing = Resizing(memory, Lendable.of(manifest, job.plan.compute, memory))
+        self._withheld = self._memory.view("board", "withheld")
+        self._resizing = Resizing(manifest, job.plan.compute, memory)
         self._resizing.reserve(None, self._memory.view("board", "reserved")[0])
+        self._resizing.withhold(self._withheld[0])
         slots = self._resizing.begin()
         self._following = Following([entry.texts for entry in memory.pins], self._texts[0])
-        self._pins = Pinning(manifest, memory)
+        self._pins = Pinning(manifest, memory, self._resizing.least)
         self._pins.fit(slots)
         pinned = self._pins.counts(self._following.entry)
         self._regions = [
@@ -153,6 +155,8 @@ class CacheService:
     def _before_wait(self) -> int | None:
         if self._hungry and self._counts is not None:
             self._feed(self._counts)
+        if self._resizing.withhold(self._withheld[0]):
+            self._resize()
         vacates = self._settled and self._resizing.vacates and self._vacate()
         follows = self._settled and self._follow(time.monotonic())
         return RETRY_MS if self._hungry or vacates else FOLLOW_MS if follows else None
@@ -247,7 +251,7 @@ class CacheService:
             region.restart(entry & slot for entry in entries if entry & state == lib.NP_ENTRY_PRESENT)
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
         self._warm_all()
-        if self._pins.entries > 1 or self._resizing.lends:  # words may be pinned for another entry, or for more slots
+        if self._pins.entries > 1 or self._resizing.vacates:  # words may be pinned for another entry, or for more slots
             self._settle_pins(self._following.entry)
         self._service.become_available()
 

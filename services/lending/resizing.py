@@ -1,4 +1,5 @@
-"""How many slots there are now: those of the plan, and as many of the lent ones as what is reserved leaves.
+"""How many slots there are now: those of the plan, and as many of the lent ones as what is reserved leaves; fewer
+while memory is short.
 
     state      event                                                            next
     steady     fewer are wanted: regions end there, and the loader is reset     vacating
@@ -13,8 +14,10 @@ loader does not give back within a second it never will: one for an older protoc
 
 from __future__ import annotations
 
+from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.lending import Lendable, lent_slots
-from neuronpipe.plans.plan.plan import Memory
+from neuronpipe.plans.plan.plan import Compute, Memory
+from neuronpipe.plans.plan.regions import open_clusters
 
 Slots = tuple[int, int]
 """Triggers and values."""
@@ -22,14 +25,16 @@ GIVE_UP_AFTER_S = 1.0
 
 
 class Resizing:
-    """slots: how many the regions have. lends: whether that ever changes; vacates: whether it is not steady."""
+    """slots: how many the regions have; least: as few of either part may be. vacates: whether it is not steady."""
 
-    def __init__(self, memory: Memory, lendable: Lendable) -> None:
-        self._memory, self._lendable = memory, lendable
-        self._reserved_bytes = 0
+    def __init__(self, manifest: Manifest, compute: Compute, memory: Memory) -> None:
+        self._memory, self._lendable = memory, Lendable.of(manifest, compute, memory)
+        self._slot_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
+        self._reserved_bytes = self._withheld_bytes = 0
+        # As many as may be open again, free or on their way.
+        self.least = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))
         self._number: int | None = None  # of a reservation that is to be answered
-        self.lends = memory.lends
-        self.vacates = self.lends  # what lies behind was another cache's
+        self.vacates = True  # what lies behind was another cache's
         self._asked_s: float | None = None
         self.slots: Slots = (memory.trigger_slots, memory.value_slots)
 
@@ -37,15 +42,34 @@ class Resizing:
         """So much is to be free; number: of the message that says so."""
         self._number, self._reserved_bytes = number, reserved_bytes
 
+    def withhold(self, withheld_bytes: int) -> bool:
+        """Slots are to give so much back. Returns whether that is new."""
+        changed = withheld_bytes != self._withheld_bytes
+        self._withheld_bytes = withheld_bytes
+        return changed
+
     def begin(self) -> Slots:
         """The slots from now on. Where they are fewer than before, `vacates` says so from now on."""
-        before = self.slots
-        if self.lends:
-            triggers, values = lent_slots(self._memory, self._lendable, self._reserved_bytes)
-            self.slots = self._memory.trigger_slots + triggers, self._memory.value_slots + values
+        before, memory = self.slots, self._memory
+        triggers, values = memory.trigger_slots, memory.value_slots
+        if memory.lends:
+            lent = lent_slots(memory, self._lendable, self._reserved_bytes)
+            triggers, values = triggers + lent[0], values + lent[1]
+        self.slots = self._without_withheld(triggers, values)
         if any(now < then for now, then in zip(self.slots, before, strict=True)):
             self.vacates, self._asked_s = True, None
         return self.slots
+
+    def _without_withheld(self, triggers: int, values: int) -> Slots:
+        """As many of both go where there are as many; else values first, since every token reads all triggers."""
+        of_trigger, of_value = self._slot_bytes
+        least = min(self.least, triggers), min(self.least, values)
+        if triggers == values:
+            count = -(-self._withheld_bytes // (of_trigger + of_value))
+            return max(least[0], triggers - count), max(least[1], values - count)
+        gone = min(values - least[1], -(-self._withheld_bytes // of_value))
+        left_bytes = max(0, self._withheld_bytes - gone * of_value)
+        return max(least[0], triggers - -(-left_bytes // of_trigger)), values - gone
 
     def asked(self, now_s: float) -> None:
         """Everything is empty, and the loader was asked for the memory."""

@@ -34,7 +34,7 @@ class Monitor:
         self._events: deque[tuple[float, StepEvent]] = deque(maxlen=MAX_EVENTS)
         self._loader: Mapping[str, float] = {}
         self._residency: Residency | None = None
-        self._reserved_bytes = 0
+        self._reserved_bytes = self._withheld_bytes = 0
         self._warm_up: WarmUp | None = None
 
     @property
@@ -64,9 +64,10 @@ class Monitor:
         """How far the loader is with what is loaded ahead of need."""
         self._warm_up = warm_up
 
-    def take_residency(self, residency: Residency, reserved_bytes: int) -> None:
-        """What is in memory. reserved_bytes: for texts and prompts, of what is lent to slots otherwise."""
-        self._residency, self._reserved_bytes = residency, reserved_bytes
+    def take_residency(self, residency: Residency, reserved_bytes: int, withheld_bytes: int) -> None:
+        """What is in memory. reserved_bytes: for texts and prompts, of what is lent to slots otherwise; withheld_bytes:
+        what slots give back because memory is short."""
+        self._residency, self._reserved_bytes, self._withheld_bytes = residency, reserved_bytes, withheld_bytes
 
     def snapshot(
         self,
@@ -171,6 +172,7 @@ class Monitor:
                 Region(name="cold", total_bytes=slots_bytes - hot_bytes, used_bytes=cold_bytes),
             ),
             "slots": sum(slots),
+            "withheld_bytes": self._withheld_bytes,
             "slots_free": max(0, sum(slots) - sum(there.pinned) - sum(there.cold) - sum(there.loading)),
             "resident": there.by_layer,
         }

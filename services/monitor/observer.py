@@ -72,7 +72,7 @@ class Observer(Closing):
             self._board: Mapping = segment.map()
         self._open.callback(self._board.close)
         self._pids, self._flash = self._board.view("processes"), self._board.view("flash")
-        self._reserved = self._board.view("reserved")
+        self._reserved, self._withheld = self._board.view("reserved"), self._board.view("withheld")
 
     def poll(self) -> list[Message]:
         """Events since the last call, oldest first; and the next question to the coordinator, if it is due."""
@@ -97,7 +97,7 @@ class Observer(Closing):
         self._monitor.take_flash(int(flash["bytes"]), int(flash["reads"]), now_s)
         self._monitor.take_warm_up(WarmUp.on_board(self._flash))
         if now_s - self._counted_at >= RESIDENCY_EVERY_S:
-            self._monitor.take_residency(self._regions.count(), self._reserved[0])
+            self._monitor.take_residency(self._regions.count(), self._reserved[0], self._withheld[0])
             self._counted_at = now_s
         processes = self._see(now_s)
         window, steps, rows = self._activity.strip()

@@ -60,6 +60,10 @@ class Group:
         kernel = int((self._folder / "memory.kmem.usage_in_bytes").read_text())
         return stat["rss"] + stat["shmem"] + kernel
 
+    def used_file(self) -> Path:
+        """What says how much all in it use, page cache too."""
+        return self._folder / ("memory.current" if self._second else "memory.usage_in_bytes")
+
     def killed(self) -> int:
         """Processes that the kernel killed for memory."""
         return self._table("memory.events" if self._second else "memory.oom_control")["oom_kill"]

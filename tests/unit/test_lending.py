@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from neuronpipe.plans.device.limits import read_stalled_share
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.plan.budget import held_bytes
 from neuronpipe.plans.plan.firing import rates
@@ -15,6 +17,7 @@ from neuronpipe.plans.plan.lending import SHORT_PROMPT_TOKENS, Lendable, lent_sl
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, plan
+from neuronpipe.plans.plan.regions import open_clusters
 from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.messages.request import Generate
@@ -30,6 +33,7 @@ from neuronpipe.services.coordinator.events import (
     Tick,
 )
 from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.lending.pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
 from neuronpipe.services.lending.reservation import RELEASE_AFTER_S, Reservation
 from neuronpipe.services.lending.resizing import GIVE_UP_AFTER_S, Resizing
 
@@ -257,7 +261,7 @@ def test_the_scheduler_gives_memory_back_between_steps_only() -> None:
 def test_fewer_slots_are_ready_when_the_loader_has_given_their_memory_back() -> None:
     one = made()
     lendable = lendable_of(one)
-    resizing = Resizing(one.memory, lendable)
+    resizing = Resizing(MODEL, one.compute, one.memory)
     resizing.trimmed()
     all_slots = resizing.begin()
     resizing.reserve(7, lendable.total_bytes // 2)
@@ -278,8 +282,85 @@ def test_fewer_slots_are_ready_when_the_loader_has_given_their_memory_back() -> 
 
 def test_a_loader_that_does_not_answer_is_not_waited_for() -> None:
     one = made()
-    resizing = Resizing(one.memory, lendable_of(one))
+    resizing = Resizing(MODEL, one.compute, one.memory)
     assert resizing.vacates, "another cache may have left something"
     resizing.asked(1.0)
     resizing.is_asked(1.1 + GIVE_UP_AFTER_S)
     assert not resizing.vacates
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("extra_bytes", [1 << 20, 12 << 20, 4 << 30])
+def test_under_pressure_slots_go_down_to_what_a_step_holds_open(mode: Any, extra_bytes: int) -> None:
+    one = made(extra_bytes, mode=mode)
+    resizing = Resizing(MODEL, one.compute, one.memory)
+    all_slots = resizing.begin()
+    assert resizing.withhold(1 << 20)
+    assert not resizing.withhold(1 << 20)
+    fewer = resizing.begin()
+    given_back = (all_slots[0] - fewer[0]) * MODEL.trigger_slot_bytes
+    given_back += (all_slots[1] - fewer[1]) * MODEL.value_slot_bytes
+    assert given_back >= min(1 << 20, 0 if fewer == (resizing.least, resizing.least) else 1 << 20)
+    resizing.withhold(1 << 40)
+    assert resizing.begin() == tuple(min(resizing.least, slots) for slots in all_slots)
+    assert resizing.least >= 2 * open_clusters(MODEL, one.compute)
+    resizing.withhold(0)
+    assert resizing.begin() == all_slots
+
+
+# ---- when memory is short ------------------------------------------------------------------------------------
+TOTAL = 1 << 30
+MARGIN = int(MARGIN_SHARE * TOTAL)
+
+
+def test_slots_give_back_step_by_step_while_memory_is_short_and_take_it_again_when_it_is_calm() -> None:
+    pressure = Pressure(160 << 20)
+    assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 0.0) == 0
+    assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0) == 10 << 20
+    assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0 + STEP_S / 2) == 10 << 20, "what it gave back counts first"
+    assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0 + STEP_S) == 20 << 20
+    assert pressure.look(TOTAL, 10 * MARGIN, STALLED_SHARE, 3.0) == 30 << 20, "tasks wait, whatever is available"
+    assert pressure.look(TOTAL, 2 * MARGIN, 0.0, 20.0) == 30 << 20, "a step more would make it short again"
+    assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 20.0 + CALM_S / 2) == 30 << 20
+    for n in range(1, 4):
+        assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 20.0 + CALM_S + n * RESTORE_S) == (30 - 10 * n) << 20
+    assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 100.0) == 0
+
+
+def test_no_more_than_all_slots_is_given_back() -> None:
+    pressure = Pressure(16)
+    for n in range(40):
+        pressure.look(TOTAL, 0, 1.0, n * STEP_S)
+    assert pressure.withheld_bytes == 16
+
+
+def test_a_run_that_follows_leaves_a_tenth_of_all_memory_from_the_start() -> None:
+    pressure = Pressure(TOTAL, follows=True)
+    pressure.begin(TOTAL, TOTAL // 2, int(0.9 * TOTAL))
+    assert pressure.withheld_bytes == pytest.approx(TOTAL * (0.9 - 0.4), abs=2)
+    fixed = Pressure(TOTAL)
+    fixed.begin(TOTAL, TOTAL // 2, int(0.9 * TOTAL))
+    assert fixed.withheld_bytes == 0, "it was asked for"
+
+
+@pytest.mark.parametrize(
+    ("files", "share"),
+    [
+        ({"proc/pressure/memory": "some avg10=12.50 avg60=1.00 avg300=0.00 total=9\nfull avg10=1.00\n"}, 0.125),
+        (
+            {
+                "proc/pressure/memory": "some avg10=90.00 avg60=1.00 avg300=0.00 total=9\n",
+                "proc/self/cgroup": "0::/phone\n",
+                "sys/fs/cgroup/phone/memory.pressure": "some avg10=3.00 avg60=0.00 avg300=0.00 total=1\n",
+            },
+            0.03,
+        ),
+        ({"proc/pressure/memory": "nonsense"}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_what_the_kernel_says_of_waiting_for_memory(tmp_path: Path, files: dict[str, str], share: float) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_stalled_share(tmp_path) == pytest.approx(share)

@@ -156,7 +156,7 @@ def test_a_coordinator_that_does_not_answer_is_silent() -> None:
 def test_regions_and_the_queue() -> None:
     watched = monitor()
     there = Residency(slots=(5, 3), pinned=(2, 1), cold=(1, 1), loading=(1, 0), by_layer=(0.5, 0.25), asked=3)
-    watched.take_residency(there, 200)
+    watched.take_residency(there, 200, 0)
     counters = {"in_flight": 4, "trigger_waiting": 2, "value_waiting": 1}
     watched.take_event(Beat(role="loader", index=0, state="ready", counters=counters), 1.0)
     seen = shot(watched, 1.0)
@@ -173,7 +173,7 @@ def test_regions_and_the_queue() -> None:
 def test_what_texts_do_not_need_yet_is_shown_as_slots() -> None:
     watched = Monitor("r", "p", dataclasses.replace(SUMMARY, lends=True))
     there = Residency(slots=(6, 5), pinned=(0, 0), cold=(6, 4), loading=(0, 0), by_layer=(1.0, 1.0), asked=0)
-    watched.take_residency(there, 200)
+    watched.take_residency(there, 200, 0)
     seen = {one.name: (one.used_bytes, one.total_bytes) for one in shot(watched, 1.0).regions}
     assert (seen["kv"], seen["cold"]) == ((200, 500), (1400, 1600))
 
