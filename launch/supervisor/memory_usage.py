@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from neuronpipe.services.monitor.processes import proportional_bytes
+from neuronpipe.services.monitor.processes import ProcessMemory, process_memory
 
 BLOCK_BYTES = 512  # of st_blocks
 INTERVAL_S = 0.25
@@ -20,11 +20,11 @@ COST_FACTOR = 50  # a scan that takes 10 ms is made every 500 ms at most
 EARLY_S, EARLY_INTERVAL_S, EARLY_FACTOR = 1.0, 0.05, 10  # while a run fills up, and for runs that are over soon
 
 
-def _without_segments(sizes: Sequence[tuple[int, int | None]], held_bytes: int) -> int:
+def _without_segments(sizes: Sequence[ProcessMemory], held_bytes: int) -> int:
     """What processes take besides the segments. Processes are scanned one after the other: a page of a segment that a
     second one begins to use in between would count half as much again, so that shared memory is left out of the sum."""
-    shared = [part for _, part in sizes if part is not None]
-    total = sum(size for size, _ in sizes)
+    shared = [one.shared_bytes for one in sizes if one.shared_bytes is not None]
+    total = sum(one.proportional_bytes for one in sizes)
     return max(0, total - (sum(shared) if len(shared) == len(sizes) else held_bytes))
 
 
@@ -35,6 +35,7 @@ class MemoryUsage:
     def __init__(self, segments: Iterable[int]) -> None:
         self.current_bytes = 0
         self.peak_bytes = 0
+        self.swapped_bytes = 0  # at the last scan
         self.due_at = 0.0
         self._segments = tuple(segments)
         self._others_bytes = 0
@@ -46,7 +47,9 @@ class MemoryUsage:
         early = before - self._began < EARLY_S
         held_bytes = sum(BLOCK_BYTES * os.fstat(descriptor).st_blocks for descriptor in self._segments)
         if before >= self._scan_at:
-            self._others_bytes = _without_segments([proportional_bytes(pid) for pid in pids], held_bytes)
+            scanned = [process_memory(pid) for pid in pids]
+            self._others_bytes = _without_segments(scanned, held_bytes)
+            self.swapped_bytes = sum(one.swapped_bytes for one in scanned)
             after = time.monotonic()
             self._scan_at = after + (EARLY_FACTOR if early else COST_FACTOR) * (after - before)
         self.current_bytes = self._others_bytes + held_bytes

@@ -350,6 +350,7 @@ class Supervisor:
         self._board_memory[0] = self._memory_usage.current_bytes
         self._board_memory[1] = self._memory_usage.peak_bytes
         memory, stalled_share = read_memory(Path("/")), read_stalled_share(Path("/"))
+        self._pressure.swapped(self._memory_usage.swapped_bytes)
         self._withheld[0] = self._pressure.look(
             memory.total_bytes, memory.available_bytes, stalled_share, time.monotonic()
         )

@@ -1,7 +1,7 @@
 """How much of their memory slots give back when memory is short, and when they take it again. Without files and clock.
 
-    memory is short       less than the margin is available, or the kernel says that tasks wait for memory: slots give
-                          a step back, at once and then every STEP_S, until it is not
+    memory is short       less than the margin is available, the kernel says that tasks wait for memory, or the system
+                          swaps the run: slots give a step back, at once and then every STEP_S, until it is not
     memory is there       two margins and a step are available, and nobody waited, for CALM_S: they take a step
                           again, and another every RESTORE_S
     a run that `follows`  keeps a tenth of all memory available instead, and begins with what that leaves
@@ -21,6 +21,7 @@ RESTORE_S: Final = 1.0
 MARGIN_SHARE, MAX_MARGIN_BYTES = 1 / 32, 64 << 20
 FOLLOWED_SHARE: Final = 1 / 10
 STALLED_SHARE: Final = 0.1
+SWAP_BYTES: Final = 1 << 20  # less is what a run never uses again
 CALM_SHARE: Final = 0.01
 
 
@@ -31,6 +32,7 @@ class Pressure:
         self._most_bytes, self._follows = slots_bytes, follows
         self._step_bytes = max(1, -(-slots_bytes // STEPS))
         self.withheld_bytes = 0
+        self._swaps, self._swapped_bytes = False, 0
         self._changed_s = -STEP_S
         self._short_s = -CALM_S
 
@@ -40,10 +42,16 @@ class Pressure:
             short = takes_bytes - (available_bytes - self._margin(total_bytes))
             self.withheld_bytes = max(0, min(self._most_bytes, short))
 
+    def swapped(self, swapped_bytes: int) -> None:
+        """So much of the run is swapped out now. More than before is a sign of short memory, also where what is
+        available says otherwise: a slot that is swapped costs more than one that is not there."""
+        self._swaps = swapped_bytes > self._swapped_bytes + SWAP_BYTES
+        self._swapped_bytes = min(swapped_bytes, self._swapped_bytes) if not self._swaps else swapped_bytes
+
     def look(self, total_bytes: int, available_bytes: int, stalled_share: float, now_s: float) -> int:
         """Take a look; returns what slots are to give back now. stalled_share: what PSI says, 0..1."""
         margin = self._margin(total_bytes)
-        if available_bytes < margin or stalled_share >= STALLED_SHARE:
+        if available_bytes < margin or stalled_share >= STALLED_SHARE or self._swaps:
             self._short_s = now_s
             if now_s - self._changed_s >= STEP_S:
                 self._change(self._step_bytes, now_s)

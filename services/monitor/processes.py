@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-_PSS = re.compile(rb"^(Pss|Pss_Shmem):\s+(\d+) kB", re.MULTILINE)
+_SIZES = re.compile(rb"^(Pss|Pss_Shmem|SwapPss):\s+(\d+) kB", re.MULTILINE)
 OVER_S = 1.0
 MEMORY_EVERY_S = 0.5  # the kernel walks page tables to tell it: one process at a time
 
@@ -34,7 +35,7 @@ class Processes:
         unseen = [pid for pid in live if pid not in self._memory]
         if live and (unseen or now_s - self._memory_at >= MEMORY_EVERY_S):
             for pid in unseen or live[self._turn % len(live) :][:1]:
-                total, shared = proportional_bytes(pid)
+                total, shared, _ = process_memory(pid)
                 self._memory[pid] = total - (shared or 0)
             self._turn += 1
             self._memory_at = now_s
@@ -53,7 +54,7 @@ class Processes:
 
 def processor_s(pid: int) -> float | None:
     """Processor time that a process has used, all threads together; None when it is gone."""
-    import psutil  # only who watches pays for it: the supervisor needs `proportional_bytes` alone
+    import psutil  # only who watches pays for it: the supervisor needs `process_memory` alone
 
     try:
         times = psutil.Process(pid).cpu_times()
@@ -62,12 +63,22 @@ def processor_s(pid: int) -> float | None:
     return float(times.user + times.system)
 
 
-def proportional_bytes(pid: int) -> tuple[int, int | None]:
-    """Proportional set size of one process, and how much of it is shared memory (None: before Linux 5.4); zeros when it
-    is gone or cannot be read. By hand: psutil does not tell what of it is shared memory."""
+class ProcessMemory(NamedTuple):
+    """Of one process, its share of what it shares with others: what is in memory, how much of that is shared memory
+    (None: before Linux 5.4), and what the system has swapped out."""
+
+    proportional_bytes: int
+    shared_bytes: int | None
+    swapped_bytes: int
+
+
+def process_memory(pid: int) -> ProcessMemory:
+    """Zeros when it is gone or cannot be read. By hand: psutil does not tell what of it is shared memory."""
     try:
-        sizes = dict(_PSS.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
+        sizes = dict(_SIZES.findall(Path(f"/proc/{pid}/smaps_rollup").read_bytes()))
     except OSError:
-        return 0, 0
-    shared = sizes.get(b"Pss_Shmem")
-    return 1024 * int(sizes.get(b"Pss", 0)), None if sizes and shared is None else 1024 * int(shared or 0)
+        return ProcessMemory(0, 0, 0)
+    total, shared, swapped = (
+        None if size is None else 1024 * int(size) for size in map(sizes.get, (b"Pss", b"Pss_Shmem", b"SwapPss"))
+    )
+    return ProcessMemory(total or 0, shared if sizes else 0, swapped or 0)

@@ -60,6 +60,12 @@ class Group:
         kernel = int((self._folder / "memory.kmem.usage_in_bytes").read_text())
         return stat["rss"] + stat["shmem"] + kernel
 
+    def swapped_bytes(self) -> int:
+        """What of it lies in swap."""
+        if self._second:
+            return int((self._folder / "memory.swap.current").read_text())
+        return self._table("memory.stat")["swap"]
+
     def used_file(self) -> Path:
         """What says how much all in it use, page cache too."""
         return self._folder / ("memory.current" if self._second else "memory.usage_in_bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,33 @@ def test_slots_go_while_another_program_needs_the_memory_and_come_back(shell: Sh
             assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
         assert eventually(lambda: slots_now(run)[1] > all_slots[1] / 2, 60.0), slots_now(run)
         assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
+    assert group.killed() == 0
+
+
+def swap_bytes() -> int:
+    """What the system has for swapping."""
+    found = re.search(r"^SwapTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    return 1024 * int(found[1]) if found else 0
+
+
+def swapped_slots_bytes(run: Run) -> int:
+    """Of the slots, what lies in swap, as their loader's map shows it."""
+    maps = Path(f"/proc/{run.pid('loader')}/smaps").read_text()
+    (slots,) = re.findall(r"/memfd:neuronpipe-slots.*?^Swap:\s+(\d+) kB", maps, re.M | re.S)
+    return 1024 * int(slots)
+
+
+@pytest.mark.nightly
+def test_where_the_system_swaps_no_slot_is_swapped(shell: Shell, group: Group) -> None:
+    """In a group that is too small for its run: what is not locked goes to swap."""
+    if swap_bytes() < 64 << 20:
+        pytest.skip("this system has no swap: as root, mkswap and swapon a file")
+    with shell.up(DEMO, "--workers", "2", preexec_fn=group.join) as run:
+        expected = run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"]
+        group.limit(group.held_bytes() * 3 // 4)
+        assert eventually(lambda: group.swapped_bytes() > 1 << 20), "the group has to be swapped for this test"
+        assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
+        assert swapped_slots_bytes(run) == 0
     assert group.killed() == 0
 
 

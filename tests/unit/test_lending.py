@@ -327,6 +327,16 @@ def test_slots_give_back_step_by_step_while_memory_is_short_and_take_it_again_wh
     assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 100.0) == 0
 
 
+def test_a_run_that_is_swapped_gives_back_however_much_is_available() -> None:
+    pressure = Pressure(160 << 20)
+    pressure.swapped(100)
+    assert pressure.look(TOTAL, TOTAL, 0.0, 0.0) == 0
+    pressure.swapped(8 << 20)
+    assert pressure.look(TOTAL, TOTAL, 0.0, 1.0) == 10 << 20
+    pressure.swapped(8 << 20)
+    assert pressure.look(TOTAL, TOTAL, 0.0, 2.0) == 10 << 20, "it is swapped no further"
+
+
 def test_no_more_than_all_slots_is_given_back() -> None:
     pressure = Pressure(16)
     for n in range(40):

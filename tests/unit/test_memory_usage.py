@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from neuronpipe.launch.supervisor import memory_usage as module
-from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, proportional_bytes
+from neuronpipe.launch.supervisor.memory_usage import MemoryUsage, ProcessMemory, process_memory
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.services.worker.cpu import PrivateStage
 
@@ -34,7 +34,7 @@ def test_what_a_segment_grows_by_is_seen_at_once(
     usage = MemoryUsage([descriptor])
     usage.sample([os.getpid()])
     first = usage.current_bytes
-    assert first == pytest.approx(proportional_bytes(os.getpid())[0], abs=4 * MIB)
+    assert first == pytest.approx(process_memory(os.getpid()).proportional_bytes, abs=4 * MIB)
     mapping[8 * MIB : 48 * MIB] = bytes(40 * MIB)
     usage.sample([os.getpid()])
     assert usage.current_bytes == first + 40 * MIB
@@ -66,7 +66,7 @@ def test_the_stage_of_prompts_counts_as_memory_of_its_process(monkeypatch: pytes
 
 
 def test_a_process_that_is_gone_counts_nothing() -> None:
-    assert proportional_bytes(1 << 30) == (0, 0)
+    assert process_memory(1 << 30) == (0, 0, 0)
 
 
 def test_pages_that_a_second_process_begins_to_use_during_a_scan_count_once(
@@ -74,8 +74,12 @@ def test_pages_that_a_second_process_begins_to_use_during_a_scan_count_once(
 ) -> None:
     descriptor, mapping = segment
     mapping[: 40 * MIB] = bytes(40 * MIB)
-    scanned = {1: (50 * MIB, 40 * MIB), 2: (30 * MIB, 20 * MIB)}  # the second one came to the segment in between
-    monkeypatch.setattr(module, "proportional_bytes", scanned.__getitem__)
+    scanned = {
+        1: ProcessMemory(50 * MIB, 40 * MIB, 0),
+        2: ProcessMemory(30 * MIB, 20 * MIB, 3),
+    }  # the second one came to the segment in between
+    monkeypatch.setattr(module, "process_memory", scanned.__getitem__)
     usage = MemoryUsage([descriptor])
     usage.sample([1, 2])
     assert usage.current_bytes == (10 + 10 + 40) * MIB
+    assert usage.swapped_bytes == 3
