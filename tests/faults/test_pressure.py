@@ -85,7 +85,7 @@ def test_where_the_system_swaps_no_slot_is_swapped(shell: Shell, group: Group) -
         pytest.skip("this system has no swap: as root, mkswap and swapon a file")
     with shell.up(DEMO, "--workers", "2", preexec_fn=group.join) as run:
         expected = run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"]
-        group.limit(group.held_bytes() * 3 // 4)
+        group.limit(group.held_bytes() // 3)
         assert eventually(lambda: group.swapped_bytes() > 1 << 20), "the group has to be swapped for this test"
         assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
         assert swapped_slots_bytes(run) == 0
