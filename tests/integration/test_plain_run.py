@@ -17,18 +17,20 @@ PROMPT = "def main(arguments):"
 
 
 def mapped(run: Run) -> dict[str, set[str]]:
-    """Of the extras' libraries, those that each process has mapped, by its role."""
+    """Of the extras' libraries, those that each process has mapped, by its role and index."""
     return {
-        one.role: {found.group() for found in EXTRAS.finditer(Path(f"/proc/{one.pid}/maps").read_text())}
+        f"{one.role}.{one.index}": {
+            found.group() for found in EXTRAS.finditer(Path(f"/proc/{one.pid}/maps").read_text())
+        }
         for one in run.status().processes
     }
 
 
 def test_no_process_of_a_plain_run_maps_a_runtime(shell: Shell) -> None:
-    with shell.up(DEMO) as run:
+    with shell.up(DEMO, "--workers", "2") as run:
         run.ask(PROMPT, 4)
         found = mapped(run)
-    assert {"coordinator", "decode", "loader", "cache", "prefill"} <= set(found)
+    assert {"coordinator.0", "decode.0", "decode.1", "loader.0", "cache.0", "prefill.0"} <= set(found)
     assert not any(found.values()), found
 
 
@@ -37,7 +39,7 @@ def test_only_the_process_that_was_given_a_runtime_maps_it(shell: Shell) -> None
     with shell.up(DEMO, "--backend", "prefill=onnx:cpu") as run:
         run.ask(PROMPT, 4)
         found = mapped(run)
-    assert "/onnxruntime/" in found.pop("prefill")
+    assert "/onnxruntime/" in found.pop("prefill.0")
     assert not any(found.values()), found
 
 

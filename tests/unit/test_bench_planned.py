@@ -12,11 +12,13 @@ from neuronpipe.launch.bench.cases import parse_cases
 from neuronpipe.launch.bench.planned import errors, planned
 from neuronpipe.launch.bench.report import planned_table
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint, MemorySpeed, PiecePoint
+from neuronpipe.plans.device.device import Device, FlashCurve, MemorySpeed
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.missing import joined_reads
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted, plan
+
+from tests.unit.test_held_plan import CURVE, SPEED
 
 MANIFEST = Package.open(DEMO).manifest
 DECODED = {
@@ -24,13 +26,6 @@ DECODED = {
     "exposed_io_share", "peak_memory_bytes", "first_token_ms",
 }  # fmt: skip
 READ = {"tokens_per_s", "prefill_tokens_per_s", "first_token_ms", "peak_memory_bytes"}
-CURVE = FlashCurve(engine="io_uring", direct=True, points=(FlashPoint(request_bytes=4096, depth=32, bytes_per_s=1e9),))
-SPEED = MemorySpeed(
-    threads=2,
-    one_thread_bytes_per_s=10e9,
-    sequential_bytes_per_s=16e9,
-    pieces=(PiecePoint(piece_bytes=4096, bytes_per_s=8e9),),
-)
 
 
 def device(flash: FlashCurve | None = CURVE, speed: MemorySpeed | None = SPEED) -> Device:

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 from neuronpipe.launch.planning import DEMO
-from neuronpipe.plans.device.device import FlashCurve, FlashPoint, MemorySpeed, PiecePoint
 from neuronpipe.plans.package.layout import Layout
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.explain import explain
@@ -17,18 +16,11 @@ from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, private_layouts, product
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 
+from tests.unit.test_held_plan import CURVE, SPEED
+
 MIB = 1 << 20
 PACKAGE = Package.open(DEMO)
 MANIFEST = PACKAGE.manifest
-
-
-CURVE = FlashCurve(engine="io_uring", direct=True, points=(FlashPoint(request_bytes=4096, depth=32, bytes_per_s=1e9),))
-SPEED = MemorySpeed(
-    threads=2,
-    one_thread_bytes_per_s=10e9,
-    sequential_bytes_per_s=16e9,
-    pieces=(PiecePoint(piece_bytes=4096, bytes_per_s=8e9),),
-)
 
 
 def made(backend: str, memory_bytes: int = 1 << 30, *, measured: bool = False) -> Plan:
