@@ -18,12 +18,8 @@ PROMPT = "def main(arguments):"
 
 def mapped(run: Run) -> dict[str, set[str]]:
     """Of the extras' libraries, those that each process has mapped, by its role and index."""
-    return {
-        f"{one.role}.{one.index}": {
-            found.group() for found in EXTRAS.finditer(Path(f"/proc/{one.pid}/maps").read_text())
-        }
-        for one in run.status().processes
-    }
+    names = {f"{one.role}.{one.index}": Path(f"/proc/{one.pid}/maps") for one in run.status().processes}
+    return {name: {found.group() for found in EXTRAS.finditer(maps.read_text())} for name, maps in names.items()}
 
 
 def test_no_process_of_a_plain_run_maps_a_runtime(shell: Shell) -> None:
