@@ -254,6 +254,8 @@ uint32_t np_entry_look(uint32_t *word);
 size_t np_clock_take(uint32_t *words, size_t count, size_t *hand, const uint64_t *windows, size_t window_count, size_t want,
                      uint32_t *slots);
 
+/* Mark the slots that present words name as not free: sets free[slot] to 0, of slots below slot_count. */
+void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t slot_count);
 /* Empty the slots from `first_slot` on, whatever is in them: present words that name one are set to absent, pinned ones too, unless a
  * window covers them. Returns how many are left: call it again. Nothing may be loading into such a slot. */
 size_t np_slots_vacate(uint32_t *words, size_t count, uint32_t first_slot, const uint64_t *windows, size_t window_count);

@@ -39,6 +39,15 @@ static uint32_t passed(uint32_t value)
     return uses ? value - NP_ENTRY_USE : NP_ENTRY_ABSENT;
 }
 
+void np_slots_mark(const uint32_t *words, size_t count, uint8_t *free, size_t slot_count)
+{
+    for (size_t id = 0; id < count; id++) {
+        const uint32_t value = __atomic_load_n(&words[id], __ATOMIC_SEQ_CST), slot = value & NP_ENTRY_SLOT_MASK;
+        if ((value & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT && slot < slot_count)
+            free[slot] = 0;
+    }
+}
+
 /* One present word of a slot that is to be empty. C, P, S and E follow each other: a worker that looks after C must set the bit before
  * it reads, and then E fails; who looked before C has a read window that S sees. Returns whether the slot holds nothing now. */
 static int vacate(uint32_t *word, size_t id, const uint64_t *windows, size_t window_count)

@@ -156,13 +156,10 @@ class FreeSlots:
         self._left = 0  # free slots
         self._granted = 0  # since the reset
 
-    def restart(self, used: Iterable[int]) -> None:
-        """After a reset: every slot of the region that no present word names is free."""
-        self._free = bytearray(b"\1") * self.region.slots
-        for slot in used:
-            if slot < self.region.slots:
-                self._free[slot] = 0
-        self._next, self._left, self._granted = 0, self._free.count(1), 0
+    def restart(self, free: bytearray) -> None:
+        """After a reset. free: of every slot of the region 1 where no present word names it, else 0; taken over."""
+        self._free = free
+        self._next, self._left, self._granted = 0, free.count(1), 0
 
     def resize(self, slots: int, pinned: Counts) -> None:
         """The region has so many slots from now on. New ones are free; of fewer, a reset follows before any is asked

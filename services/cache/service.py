@@ -20,6 +20,7 @@ from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.links import CACHE
 from neuronpipe.protocol.messages.cache import Reserve, ResetDone, SlotCounts, Trimmed
 from neuronpipe.protocol.messages.loader import Grant, Reset, Trim, Warm
@@ -39,6 +40,8 @@ SETTLED_AFTER_S = 1.0  # by then the loader has done what it was asked to pin
 MAX_PINNED_AT_ONCE = 1024
 LOST_AFTER_S = 1.0
 NOBODY = 0xFFFFFFFF
+WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
+WORTH_WARMING = 64  # fewer new slots than a 64th fill by themselves
 NAMES = ("trigger_entries", "value_entries")
 PARTS: Final[tuple[Literal[0, 1], ...]] = (TRIGGER, VALUE)
 
@@ -130,6 +133,8 @@ class CacheService:
         self._generation_word = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "generation"))
         self._generation = 0
         self._settled = False
+        self._warms = True  # the loader is to be told what to warm up: it is new, or forgets it with a reset
+        self._flash = self._memory.view("board", "flash")
         self._reset_at = 0.0
         self._counts: SlotCounts | None = None
         self._hungry = False
@@ -177,12 +182,14 @@ class CacheService:
         for part, pinned in enumerate(self._pins.counts(self._following.entry)):
             self._regions[part].resize(slots[part], pinned)
         if self._resizing.vacates:
+            self._warms = bool(self._flash[WARM_UP_LEFT])
             self._reset()
             return
         if (number := self._resizing.answer()) is not None:
             self._service.answer(Reserved(number=number))
         if slots != before:
             self._settle_pins(self._following.entry)
+        if sum(slots) - sum(before) > sum(slots) // WORTH_WARMING:
             self._warm_all()
 
     def _vacate(self) -> bool:
@@ -241,19 +248,24 @@ class CacheService:
                 self._resizing.trimmed()
                 self._resize()
         elif message.generation == 0 and (self._settled or time.monotonic() - self._reset_at > LOST_AFTER_S):
+            self._warms = True
             self._reset()  # another loader than the one that was reset; or the reset was lost with an earlier one
 
     def _start(self) -> None:
         """Every slot is either named by a present word or free. Then warm up: the pinned clusters first."""
         self._settled = True
-        for region, entries in zip(self._regions, self._entries, strict=True):
-            state, slot = lib.NP_ENTRY_STATE_MASK, lib.NP_ENTRY_SLOT_MASK
-            region.restart(entry & slot for entry in entries if entry & state == lib.NP_ENTRY_PRESENT)
+        for part, slots in enumerate(self._resizing.slots):
+            free = bytearray(b"\1") * slots
+            with ffi.from_buffer(free, require_writable=True) as marked:
+                lib.np_slots_mark(self._pointers[part], len(self._entries[part]), marked, slots)
+            self._regions[part].restart(free)
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
-        self._warm_all()
+        if self._warms:
+            self._warm_all()
         if self._pins.entries > 1 or self._resizing.vacates:  # words may be pinned for another entry, or for more slots
             self._settle_pins(self._following.entry)
         self._service.become_available()
+        self._resize()  # what was asked for meanwhile
 
     def _warm_all(self) -> None:
         for warm in warm_ups(self._regions[TRIGGER].region, self._regions[VALUE].region):

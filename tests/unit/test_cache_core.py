@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from array import array
+from collections.abc import Iterable
 from typing import Literal
 
 from hypothesis import given
@@ -26,6 +27,13 @@ def region(
     slots: int, reserve: int = 2, pinned: tuple[int, ...] = (1, 1, 1), part: Literal[0, 1] = 0, clusters: int = 12
 ) -> Region:
     return Region(part=part, slots=slots, reserve=reserve, clusters=clusters, pinned=pinned)
+
+
+def free_but(used: Iterable[int], slots: int) -> bytearray:
+    free = bytearray(b"\1") * slots
+    for slot in used:
+        free[slot] = 0
+    return free
 
 
 def nothing_to_evict(want: int) -> array[int]:
@@ -80,7 +88,7 @@ def test_every_part_worth_having_is_asked_for_once_and_pairs_together(triggers: 
 
 def test_after_a_reset_a_slot_is_either_named_by_a_word_or_free() -> None:
     slots = FreeSlots(region(slots=6))
-    slots.restart(used=[1, 4])
+    slots.restart(free_but([1, 4], slots.region.slots))
     assert list(slots.take(0)) == []
     assert list(slots.take(99)) == [0, 2, 3, 5]
 
@@ -94,14 +102,14 @@ def test_what_memory_has_besides_the_pins_is_warmed_up_alike_where_little_stays(
 @given(used=st.sets(st.integers(0, 29)), counts=st.lists(st.integers(0, 9)))
 def test_free_slots_are_taken_once_each_from_the_lowest_on(used: set[int], counts: list[int]) -> None:
     slots = FreeSlots(region(slots=30))
-    slots.restart(used)
+    slots.restart(free_but(used, slots.region.slots))
     taken = [slot for count in counts for slot in slots.take(count)]
     assert taken == [slot for slot in range(30) if slot not in used][: sum(counts)]
 
 
 def test_grants_fill_the_stock_and_what_waits_and_free_slots_go_before_evictions() -> None:
     slots = FreeSlots(region(slots=6))
-    slots.restart(used=[0, 1, 2])
+    slots.restart(free_but([0, 1, 2], slots.region.slots))
     assert list(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == [3, 4]
     granted = slots.grant(free=0, waiting=2, received=2, evict=lambda want: array("I", [0, 1, 2][:want]))
     assert list(granted) == [5, 0, 1, 2]
@@ -109,14 +117,14 @@ def test_grants_fill_the_stock_and_what_waits_and_free_slots_go_before_evictions
 
 def test_what_is_on_its_way_is_not_granted_twice() -> None:
     slots = FreeSlots(region(slots=6))
-    slots.restart(used=[])
+    slots.restart(free_but([], slots.region.slots))
     assert len(slots.grant(free=0, waiting=1, received=0, evict=nothing_to_evict)) == 3
     assert not slots.grant(free=0, waiting=1, received=0, evict=nothing_to_evict)
 
 
 def test_a_region_that_holds_everything_is_granted_at_once_and_never_evicts() -> None:
     slots = FreeSlots(region(slots=12, reserve=0, pinned=(4, 4, 4)))
-    slots.restart(used=[])
+    slots.restart(free_but([], slots.region.slots))
     assert list(slots.grant(free=0, waiting=0, received=0, evict=nothing_to_evict)) == list(range(12))
     assert not list(slots.grant(free=0, waiting=5, received=12, evict=nothing_to_evict))
 
@@ -126,7 +134,7 @@ def test_the_bookkeeping_takes_a_byte_per_slot_and_a_message_at_a_time() -> None
     whole = region(slots=count, reserve=0, clusters=count, pinned=(count,))
     tracemalloc.start()
     slots = FreeSlots(whole)
-    slots.restart(used=range(0, count, 7))
+    slots.restart(free_but(range(0, count, 7), slots.region.slots))
     granted = sum(len(piece) for piece in packed(slots.take(count))) // 4
     (warm,) = warm_ups(whole, dataclasses.replace(whole, part=1))
     asked = sum(len(piece) for piece in packed(warm)) // 4
@@ -167,3 +175,21 @@ def test_a_batch_that_flickers_or_rests_changes_nothing() -> None:
 
 def test_a_cache_that_starts_in_the_middle_takes_what_the_batch_has() -> None:
     assert [Following((1, 2, 4), texts).entry for texts in (0, 1, 2, 3, 4, 9)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_new_slots_are_free_and_those_that_are_to_go_are_granted_to_nobody() -> None:
+    slots = FreeSlots(region(slots=6, reserve=0))
+    slots.restart(free_but([0, 1, 2, 3, 4, 5], 6))
+    slots.resize(9, (1, 1, 1))
+    assert list(slots.take(9)) == [6, 7, 8]
+    slots.resize(4, (1, 1, 1))
+    granted = slots.grant(free=0, waiting=4, received=3, evict=lambda want: array("I", [5, 3, 8, 1][:want]))
+    assert list(granted) == [3, 1]
+
+
+def test_a_region_that_had_everything_keeps_a_few_slots_free_when_it_has_not() -> None:
+    slots = FreeSlots(region(slots=1200, reserve=0, clusters=1200, pinned=(400, 400, 400)))
+    slots.resize(1000, (300, 300, 300))
+    assert slots.region.reserve == 1000 // 64
+    slots.resize(1200, (400, 400, 400))
+    assert slots.region.holds_everything
