@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.plan import Compute, Memory
+from neuronpipe.plans.plan.plan import Compute, Memory, MemoryBudget
 from neuronpipe.plans.plan.sizes import RunShape, own_layouts
 
 GRANTS = 16  # a text that fills its context asks so often at most
 SHORT_PROMPT_TOKENS = 64  # prompts beside other texts come in steps of so many; more take the whole stage
+UNLENT_BYTES = 1 << 20
 KV_BYTES = 2  # of a key's or a value's component
 
 
@@ -97,6 +98,11 @@ class Lendable:
         shared_bytes = PAGE_BYTES if all_bytes % PAGE_BYTES else 0
         heads = self.manifest.model.layers * self.manifest.model.key_heads * 2
         return heads * (-(-used_bytes // PAGE_BYTES) * PAGE_BYTES + shared_bytes)
+
+
+def lent_at_most(budget: MemoryBudget) -> int:
+    """Bytes of lent slots. Not all of it: what processes take was measured with some of it unused."""
+    return max(0, budget.kv_bytes + budget.prefill_stage_bytes - UNLENT_BYTES)
 
 
 def lent_slots(memory: Memory, lendable: Lendable, reserved_bytes: int) -> tuple[int, int]:

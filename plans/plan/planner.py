@@ -16,6 +16,7 @@ from neuronpipe.plans.plan.budget import MIB, Budgets, accelerator_bytes, least_
 from neuronpipe.plans.plan.firing import has_hints, rates, unmeasured_predictor
 from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.held import Accelerator, held_reasons, most_held
+from neuronpipe.plans.plan.lending import lent_at_most
 from neuronpipe.plans.plan.plan import (
     ACCELERATOR,
     GATEWAY,
@@ -363,7 +364,7 @@ class _Planning:
             whole=read.bundle,
             cache="cache" not in wanted.without,
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
-            lendable_bytes=0 if wanted.ffn_resident_share else others.kv_bytes + others.prefill_stage_bytes,
+            lendable_bytes=0 if wanted.ffn_resident_share else lent_at_most(others),
         )
         if regions is not None:
             return self._behind_held(regions)

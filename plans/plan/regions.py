@@ -13,7 +13,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.allocation import Slots, allocate
 from neuronpipe.plans.plan.firing import Rates, touched
 from neuronpipe.plans.plan.pins import Pins
-from neuronpipe.plans.plan.plan import Compute, Mode
+from neuronpipe.plans.plan.plan import Mode
 
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
 MIN_STOCK = 64
@@ -24,21 +24,6 @@ MAX_STOCK = 1 / 32
 # others there is always something to evict.
 OPEN_LAYER_FROM = 4
 NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
-
-
-def open_clusters(manifest: Manifest, compute: Compute) -> int:
-    """How many clusters may be open at once, of either part: all that a step holds in place while it computes."""
-    layout, experts = manifest.layout, manifest.model.experts
-    return max(
-        # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
-        experts * layout.clusters
-        if window_blocks == experts * layout.blocks
-        else min(manifest.clusters, participants * window_blocks * layout.block_clusters)
-        for participants, window_blocks in (
-            (len(compute.decode_workers()), compute.decode_window_blocks),
-            (compute.prefill_threads, compute.prefill_window_blocks),
-        )
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

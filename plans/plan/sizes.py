@@ -84,6 +84,21 @@ def _alike(layout: ClusterLayout, blocks: int) -> int:
     return -(-blocks // products)
 
 
+def open_clusters(manifest: Manifest, compute: Compute) -> int:
+    """How many clusters may be open at once, of either part: all that a step holds in place while it computes."""
+    layout, experts = manifest.layout, manifest.model.experts
+    return max(
+        # Participants meet between layers: block windows of a whole layer are one; of experts, one for each.
+        experts * layout.clusters
+        if window_blocks == experts * layout.blocks
+        else min(manifest.clusters, participants * window_blocks * layout.block_clusters)
+        for participants, window_blocks in (
+            (len(compute.decode_workers()), compute.decode_window_blocks),
+            (compute.prefill_threads, compute.prefill_window_blocks),
+        )
+    )
+
+
 def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     """The layout of every segment of a run, by name. Slots have places for the lent ones, too: pages that nobody uses
     take no memory."""

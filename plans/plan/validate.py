@@ -24,9 +24,8 @@ from neuronpipe.plans.plan.firing import has_hints
 from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.pins import read_counts
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, backend_of
-from neuronpipe.plans.plan.regions import open_clusters
 from neuronpipe.plans.plan.runtimes import runtime_of
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, open_clusters, slots_layout
 from neuronpipe.protocol.errors import UserError, quoted
 
 ENGINES = ("io_uring", "threads")

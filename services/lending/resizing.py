@@ -17,7 +17,7 @@ from __future__ import annotations
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.lending import Lendable, lent_slots
 from neuronpipe.plans.plan.plan import Compute, Memory
-from neuronpipe.plans.plan.regions import open_clusters
+from neuronpipe.plans.plan.sizes import open_clusters
 
 Slots = tuple[int, int]
 """Triggers and values."""

@@ -17,8 +17,7 @@ from neuronpipe.plans.plan.lending import SHORT_PROMPT_TOKENS, Lendable, lent_sl
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.planner import Wanted, plan
-from neuronpipe.plans.plan.regions import open_clusters
-from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts
+from neuronpipe.plans.plan.sizes import RunShape, fixed_layouts, open_clusters
 from neuronpipe.plans.plan.speed import expected
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
