@@ -259,10 +259,10 @@ static void ring_collect(np_reader *reader, uint32_t least, uint32_t most_us)
         enter_until(state, least, most_us * 1000ll);
 }
 
-static int ring_watch(np_reader *reader)
+static int ring_watch(np_reader *reader, int event)
 {
     const ring_state *state = reader->engine;
-    return syscall(SYS_io_uring_register, state->ring, IORING_REGISTER_EVENTFD, &reader->event, 1) < 0 ? errno : 0;
+    return syscall(SYS_io_uring_register, state->ring, IORING_REGISTER_EVENTFD, &event, 1) < 0 ? errno : 0;
 }
 
 const np_reader_engine_calls np_engine_io_uring = {

@@ -11,26 +11,18 @@
  *   word -> arrivals                    release; a waiter reads arrivals (acquire) before it looks at words
  *   slot free -> slot written           the cache took it after no read window covered it (residency/clock.c); its grant comes after */
 #include <errno.h>
-#include <string.h>
-#include <sys/uio.h>
 
+#include "flash/fill.h"
 #include "flash/loader.h"
 #include "flash/reader.h"
 
 enum {
     MAX_ANNOUNCED = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
+    MAX_LANDED_BYTES = 1 << 20, /* then it is time to look what else flash could read: half a millisecond of checksums and copies */
+    MAX_LANDINGS = 8, /* of so many bytes in a turn */
     MAX_ERRORS = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
     MAX_DAMAGED = 2, /* a bit may have flipped on the way here, not only in the file */
-    MAX_RUN = 128,      /* parts that are brought into slots together */
-    MIN_WRITTEN = 4,   /* as many of them are worth a system call */
 };
-
-/* Parts whose slots follow each other, on their way from staging to there. */
-typedef struct {
-    uint32_t count;
-    const np_claim *claims[MAX_RUN];
-    struct iovec parts[MAX_RUN]; /* of each the bytes that its slot holds */
-} slot_run;
 
 /* A part could not be had: take the slot back and ask for it again, as a demand, or mark it failed. */
 static void land_failure(np_loader *loader, const np_claim *landed, int was_read)
@@ -49,75 +41,51 @@ static void land_failure(np_loader *loader, const np_claim *landed, int was_read
     np_loader_fail(loader, word);
 }
 
-/* Bring a run into its slots. A slot that is touched for the first time costs a page fault where it is mapped, twice as much
- * as the same bytes written to the file. */
-static void fill_slots(const np_loader_part *config, const slot_run *run)
+/* Tell of what a read brought, once it is in its slots; or failed to bring. */
+static void publish(np_loader *loader, uint32_t index)
 {
-    const uint64_t place = (uint64_t)run->claims[0]->slot * config->slot_bytes;
-    const size_t bytes = (size_t)run->count * config->slot_bytes;
-    if (config->slots_file >= 0 && run->count >= MIN_WRITTEN &&
-        pwritev(config->slots_file, run->parts, (int)run->count, (off_t)(config->slots_file_offset + place)) == (ssize_t)bytes)
-        return;
-    for (uint32_t i = 0; i < run->count; i++)
-        memcpy(config->slots + place + (size_t)i * config->slot_bytes, run->parts[i].iov_base, config->slot_bytes);
-}
-
-/* Publish a run, and begin a new one. */
-static void land_run(np_loader *loader, np_part_state *part, slot_run *run)
-{
-    if (run->count)
-        fill_slots(&part->config, run);
-    for (uint32_t i = 0; i < run->count; i++) {
-        const np_claim *landed = run->claims[i];
+    const np_flight *flight = &loader->flights[index];
+    np_staging_pool *pool = &loader->pools[flight->pool];
+    for (uint32_t i = 0; i < flight->claim_count; i++) {
+        const np_claim *landed = &flight->claims[i];
+        np_part_state *part = &loader->parts[landed->part];
+        if (landed->warms_up)
+            loader->counters.warm_up_left_bytes -= part->config.part_bytes;
+        if (!landed->is_right) {
+            land_failure(loader, landed, flight->whole);
+            continue;
+        }
         uint32_t *word = &part->config.words[landed->id];
         loader->unannounced++;
         np_set_drop(part->ours, landed->slot);
         /* Unreferenced: a guess that nobody looks at is the first to go. A plain store: nobody else changes a word that is loading. */
         np_word_store(word, NP_ENTRY_PRESENT | landed->slot | (np_word_load(word) & NP_ENTRY_PINNED));
     }
-    run->count = 0;
-}
-
-/* One part of the clusters that a read brought, or failed to bring. */
-static void land_part(np_loader *loader, const np_flight *flight, int number, int whole)
-{
-    np_part_state *part = &loader->parts[number];
-    const np_loader_part *config = &part->config;
-    slot_run run = {0};
-    for (uint32_t i = 0; i < flight->claim_count; i++) {
-        const np_claim *landed = &flight->claims[i];
-        if (landed->part != number)
-            continue;
-        if (landed->warms_up)
-            loader->counters.warm_up_left_bytes -= config->part_bytes;
-        const uint64_t offset = config->base_offset + landed->id * config->stride_bytes + config->part_offset;
-        uint8_t *data = whole ? flight->staged + (offset - flight->offset) : NULL;
-        if (!data || np_crc32c(0, data, config->part_bytes) != config->checksums[(size_t)landed->id * config->checksum_stride]) {
-            land_failure(loader, landed, whole);
-            continue;
-        }
-        if (run.count == MAX_RUN || (run.count && run.claims[run.count - 1]->slot + 1 != landed->slot))
-            land_run(loader, part, &run);
-        run.parts[run.count] = (struct iovec){data, config->slot_bytes};
-        run.claims[run.count++] = landed;
-    }
-    land_run(loader, part, &run);
+    pool->free[pool->free_count++] = index;
 }
 
 /* A read has ended, with `result` bytes or -errno. */
 static void land_flight(np_loader *loader, uint32_t index, int32_t result)
 {
-    const np_flight *flight = &loader->flights[index];
-    np_staging_pool *pool = &loader->pools[flight->pool];
-    const int whole = result == (int32_t)flight->bytes;
+    np_flight *flight = &loader->flights[index];
+    flight->whole = result == (int32_t)flight->bytes;
     loader->counters.reads++;
-    if (whole) {
+    if (flight->whole) {
         loader->counters.bytes += flight->bytes;
         loader->counters.gap_bytes += flight->gap_bytes;
     }
-    for (int number = 0; number < NP_LOADER_PARTS; number++)
-        land_part(loader, flight, number, whole);
-    pool->free[pool->free_count++] = index;
+    if (np_filler_take(loader->filler, index))
+        return;
+    np_fill_slots(loader, flight);
+    publish(loader, index);
+}
+
+/* Publish what the other thread has brought into slots. */
+static void land_filled(np_loader *loader)
+{
+    uint32_t index;
+    while (np_filler_next(loader->filler, &index))
+        publish(loader, index);
 }
 
 /* Tell the workers of what landed since the last time. Returns how many. */
@@ -132,26 +100,48 @@ static int announce(np_loader *loader)
     return landed;
 }
 
-/* Wait for `least` reads, land all that are done, and tell the workers. Returns how many clusters were published or failed. */
-static int land_some(np_loader *loader, size_t least, int timeout_ms)
+/* How many reads land before the workers hear of them. */
+static size_t landing_at_once(const np_loader *loader)
 {
+    const np_staging_pool *longest = &loader->pools[NP_POOL_LONG];
+    if (longest->free_count == longest->count)
+        longest = &loader->pools[NP_POOL_ORDINARY];
+    const uint32_t most = MAX_LANDED_BYTES / longest->read_bytes;
+    return most < 1 ? 1 : most < MAX_ANNOUNCED ? most : MAX_ANNOUNCED;
+}
+
+/* Wait for `least` reads, land what is done, and tell the workers; adds to *ended how many clusters were published or failed. Returns 1
+ * when there may be more: flash should have other reads to do meanwhile. */
+static int land_some(np_loader *loader, size_t least, int timeout_ms, int *ended)
+{
+    const size_t most = landing_at_once(loader);
+    const uint64_t bytes_before = loader->counters.bytes;
     np_completion done[MAX_ANNOUNCED];
-    int ended = 0, count;
+    int count;
     do {
-        count = np_reader_reap(loader->reader, done, least, MAX_ANNOUNCED, timeout_ms);
+        land_filled(loader);
+        count = np_reader_reap(loader->reader, done, least, most, timeout_ms);
         for (int i = 0; i < count; i++)
             land_flight(loader, (uint32_t)done[i].tag, done[i].result);
-        ended += announce(loader);
+        *ended += announce(loader);
         least = 0;
         timeout_ms = 0;
-    } while (count == MAX_ANNOUNCED);
-    return ended;
+    } while (count == (int)most && loader->counters.bytes - bytes_before < MAX_LANDED_BYTES);
+    return count == (int)most;
 }
 
 void np_loader_land_all(np_loader *loader)
 {
-    while (np_reader_in_flight(loader->reader))
-        land_some(loader, 1, -1);
+    int ended = 0;
+    while (np_loader_in_flight(loader)) {
+        land_some(loader, 1, -1, &ended);
+        np_filler_wait(loader->filler, -1);
+    }
+}
+
+uint32_t np_loader_in_flight(const np_loader *loader)
+{
+    return np_reader_in_flight(loader->reader) + np_filler_held(loader->filler);
 }
 
 int np_loader_grant(np_loader *loader, int part, const uint32_t *slots, size_t count)
@@ -217,16 +207,27 @@ static void submit(np_loader *loader)
         land_flight(loader, loader->batch[i], -EBUSY);
 }
 
+/* Land what is done, and read what is asked for; again and again, but leave in time for the caller to look for messages. */
+static int land_and_submit(np_loader *loader, size_t least, int timeout_ms)
+{
+    int ended = 0;
+    for (int i = 0; i == 0 || (loader->has_more && (i < MAX_LANDINGS || !ended)); i++) {
+        /* Landing comes first, so that what it makes room for is submitted by one call. */
+        loader->has_more = land_some(loader, i ? 0 : least, i ? 0 : timeout_ms, &ended);
+        np_loader_drain(loader);
+        submit(loader);
+    }
+    return ended;
+}
+
 int np_loader_turn(np_loader *loader, int timeout_ms)
 {
     np_loader_forgive(loader);
-    int ended = land_some(loader, 0, 0); /* first, so that what they make room for is submitted by one call */
-    np_loader_drain(loader);
-    submit(loader);
-    if (!ended && !loader->unannounced && timeout_ms != 0 && np_reader_in_flight(loader->reader)) {
-        ended = land_some(loader, 1, timeout_ms);
-        np_loader_drain(loader);
-        submit(loader); /* the flash stays busy while the caller looks for messages */
+    int ended = land_and_submit(loader, 0, 0);
+    if (!ended && !loader->unannounced && timeout_ms != 0 && np_loader_in_flight(loader)) {
+        if (!np_reader_in_flight(loader->reader))
+            np_filler_wait(loader->filler, timeout_ms);
+        ended = land_and_submit(loader, 1, timeout_ms); /* the flash stays busy while the caller looks for messages */
     }
     ended += announce(loader);
     if (loader->in_flight)
@@ -285,5 +286,5 @@ void np_loader_read_state(const np_loader *loader, np_loader_state *out)
         out->free_slots[i] = loader->parts[i].free_count;
         out->waiting[i] = np_loader_count_waiting(loader, i);
     }
-    out->in_flight = np_reader_in_flight(loader->reader);
+    out->in_flight = np_loader_in_flight(loader);
 }

@@ -58,6 +58,7 @@ typedef struct {
     uint32_t id, slot;
     uint8_t part, failures;
     uint8_t warms_up; /* it was one of those to warm up */
+    uint8_t is_right; /* what came is what was written, and in its slot */
 } np_claim;
 
 /* Staging buffers of one size: one read at a time goes into each. */
@@ -76,9 +77,12 @@ typedef struct {
     uint64_t offset;
     uint32_t bytes, gap_bytes, claim_count;
     uint32_t pool;
+    int whole;        /* all of its bytes came */
     uint8_t *staged;  /* [pool.read_bytes] */
     np_claim *claims; /* [pool.claims_most] */
 } np_flight;
+
+typedef struct np_filler np_filler; /* fill.h */
 
 /* Clusters to load while nothing more urgent waits: a bit for each. A bit is cleared when the cluster is claimed for any reason, so a
  * cluster whose bit is set is absent. */
@@ -106,6 +110,7 @@ struct np_loader {
     uint64_t *offsets, *tags; /* [depth] the batch as the reader wants it, like the next two */
     uint32_t *bytes;
     void **targets;
+    np_filler *filler;        /* or NULL: this thread fills all slots itself */
     np_ring *rings;           /* [ring_count] */
     uint32_t ring_count;
     uint64_t *board;          /* [NP_LOADER_BOARD] or NULL */
@@ -113,6 +118,7 @@ struct np_loader {
     uint32_t *in_flight;      /* or NULL: where workers see whether flash is idle */
     uint32_t forgiven;        /* the epoch's low bits when failed words were last looked through */
     int has_failed;           /* there may be failed words */
+    int has_more;             /* reads may have ended that did not land yet, and will not signal it again */
     const np_trace *trace;    /* or NULL */
     uint32_t unannounced;     /* clusters published or failed since `arrivals` was last advanced */
     np_loader_state counters; /* its gauges are filled in by np_loader_read_state */
@@ -128,6 +134,8 @@ uint32_t np_loader_gather(np_loader *loader);
 int np_loader_settled(uint32_t *word, uint32_t flags);
 /* Wait for everything in flight and tell the workers. */
 void np_loader_land_all(np_loader *loader);
+/* Reads that are not published: in flight, or on their way from staging into slots. */
+uint32_t np_loader_in_flight(const np_loader *loader);
 /* Clusters that wait for a part; of those to warm up the ones that will stay, for which room must be made. */
 uint32_t np_loader_count_waiting(const np_loader *loader, int part);
 

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "flash/fill.h"
 #include "flash/loader.h"
 #include "flash/reader.h"
 
@@ -165,6 +166,8 @@ np_loader *np_loader_create(np_reader *reader, const np_loader_part *parts, cons
     }
     for (int i = 0; i < NP_LOADER_PARTS; i++)
         inherit(&parts[i]);
+    if (reading->warm_up_reads)
+        loader->filler = np_filler_start(loader);
     return loader;
 }
 
@@ -174,6 +177,7 @@ void np_loader_destroy(np_loader *loader)
         return;
     if (loader->flights && loader->free_flights && loader->claims)
         np_loader_land_all(loader); /* the reads write into staging */
+    np_filler_stop(loader->filler);
     for (int kind = 0; kind < NP_LOADER_KINDS; kind++)
         for (int priority = 0; priority < NP_LOADER_PRIORITIES; priority++)
             free(loader->queues[kind][priority].entries);

@@ -166,13 +166,14 @@ int np_reader_event_fd(np_reader *reader)
 {
     if (reader->event >= 0)
         return reader->event;
-    reader->event = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK); /* starts signalled: something may be there already */
-    if (reader->event < 0)
+    const int event = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK); /* starts signalled: something may be there already */
+    if (event < 0)
         return -errno;
-    const int error = reader->calls->watch(reader);
-    if (error == 0)
-        return reader->event;
-    close(reader->event);
-    reader->event = -1;
-    return -error;
+    const int error = reader->calls->watch(reader, event);
+    if (error) {
+        close(event);
+        return -error;
+    }
+    __atomic_store_n(&reader->event, event, __ATOMIC_RELEASE); /* another thread may signal it, too (fill.c) */
+    return event;
 }

@@ -25,7 +25,7 @@ typedef struct {
     int (*take)(np_reader *reader, uint32_t *request, int32_t *result); /* 1 and a finished piece, or 0 */
     void (*wait)(np_reader *reader, int timeout_ms);    /* until there may be a piece to take; may return early */
     void (*collect)(np_reader *reader, uint32_t least, uint32_t most_us); /* wait until so many pieces may be taken. NULL: it cannot */
-    int (*watch)(np_reader *reader);                    /* from now on signal reader->event; 0 or errno */
+    int (*watch)(np_reader *reader, int event);         /* from now on signal this eventfd; 0 or errno */
     int (*keep)(np_reader *reader);                     /* reader->memory is what reads go to; 1 if that helps. NULL: it never does */
 } np_reader_engine_calls;
 

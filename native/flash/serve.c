@@ -92,7 +92,7 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         const int ended = np_loader_turn(loader, 0);
         if (loader->trace && loader->counters.bytes != bytes_before)
             np_trace_put(loader->trace, NP_SPAN_READ, 0, (uint32_t)(loader->counters.bytes - bytes_before), 0, reading_since);
-        if (ended || np_reader_in_flight(loader->reader) == 0)
+        if (ended || np_loader_in_flight(loader) == 0)
             reading_since = np_trace_now();
         if (has_moved(loader, before))
             return 1;
@@ -109,14 +109,14 @@ int np_loader_serve(np_loader *loader, const int32_t *descriptors, uint32_t coun
         if (collecting)
             loader->reader->calls->collect(loader->reader, in_flight / 2 < MAX_COLLECT ? in_flight / 2 : MAX_COLLECT, COLLECT_US);
         /* What ends after this turn signals the event again, so there is no need for another turn before sleeping. */
-        int wait_ms = collecting || spinning || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
+        int wait_ms = collecting || spinning || loader->has_more || now >= end ? 0 : (int)((end - now + 999999u) / 1000000u);
         if (wait_ms && first) {
             __atomic_store_n(first->asleep, 1, __ATOMIC_SEQ_CST);
             __atomic_thread_fence(__ATOMIC_SEQ_CST);
             if (np_loader_is_asked(loader))
                 wait_ms = 0;
         }
-        if (wait_ms && in_flight == 0 && map_some_slots(loader))
+        if (wait_ms && np_loader_in_flight(loader) == 0 && map_some_slots(loader))
             wait_ms = 0;
         const int ready = poll(watched, 2 + count, wait_ms);
         if (first)

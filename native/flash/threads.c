@@ -27,7 +27,7 @@ typedef struct {
     uint32_t *queue, queue_from, queue_count; /* ring of [depth] requests */
     piece_result *results;                    /* ring of [depth] */
     uint32_t results_from, results_count;
-    int stop, watched;
+    int stop, event; /* event: -1 until asked for */
     np_reader *reader;
 } pool_state;
 
@@ -57,8 +57,8 @@ static void *run_thread(void *argument)
         pthread_mutex_lock(&state->lock);
         state->results[(state->results_from + state->results_count++) % reader->depth] = (piece_result){index, result};
         pthread_cond_signal(&state->done);
-        if (state->watched)
-            eventfd_write(reader->event, 1); /* fails only when the counter is full, which is readable as well */
+        if (state->event >= 0)
+            eventfd_write(state->event, 1); /* fails only when the counter is full, which is readable as well */
     }
     pthread_mutex_unlock(&state->lock);
     return NULL;
@@ -111,7 +111,7 @@ static int pool_open(np_reader *reader)
         free(results);
         return ENOMEM;
     }
-    *state = (pool_state){.queue = queue, .results = results, .reader = reader};
+    *state = (pool_state){.queue = queue, .results = results, .event = -1, .reader = reader};
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -177,11 +177,11 @@ static void pool_wait(np_reader *reader, int timeout_ms)
     pthread_mutex_unlock(&state->lock);
 }
 
-static int pool_watch(np_reader *reader)
+static int pool_watch(np_reader *reader, int event)
 {
     pool_state *state = reader->engine;
     pthread_mutex_lock(&state->lock);
-    state->watched = 1;
+    state->event = event;
     pthread_mutex_unlock(&state->lock);
     return 0;
 }

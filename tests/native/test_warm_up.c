@@ -1,7 +1,10 @@
 /* Warming up: everything arrives in long reads, what will stay first, and a demand in between does not break the reads up. */
 #include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
 
 #include "bundles.h"
+#include "sync/clock.h"
 
 enum { NEAR = 4, FAR = 16 }; /* clusters of an ordinary and of a long read */
 
@@ -183,6 +186,68 @@ static void test_long_reads_that_contradict_the_reader_are_refused(void)
     np_reader_close(reader);
 }
 
+static int warmed_pipe[2];
+
+/* Somebody to whom the loader's words are all that he sees. Tells it when everything is there, or after 20 seconds. */
+static void *watch_words(void *argument)
+{
+    const uint64_t end = np_clock_ns() + 20000000000u;
+    uint32_t there = 0;
+    while (there < 64 && np_clock_ns() < end) {
+        there = 0;
+        for (uint32_t id = 8; id < 40; id++)
+            for (int part = 0; part < 2; part++)
+                there += (np_word_load(&words[part][id]) & NP_ENTRY_STATE_MASK) == NP_ENTRY_PRESENT;
+        usleep(200);
+    }
+    *(uint32_t *)argument = there;
+    REQUIRE_EQUAL(write(warmed_pipe[1], "", 1), 1);
+    return NULL;
+}
+
+/* Another thread fills the slots of long reads; the loader must not sleep on what that one has done. */
+static void test_a_sleeping_loader_hears_that_slots_are_filled(const char *engine)
+{
+    np_loader *loader = start_with_slots(engine, SLOTS);
+    pthread_t watcher;
+    uint32_t there = 0;
+    REQUIRE(pipe(warmed_pipe) == 0);
+    REQUIRE_EQUAL(np_loader_serve(loader, warmed_pipe, 1, 1, 0), 0); /* asleep once: the event is there, and quiet */
+    warm(loader, both, 8, 32, NP_ENTRY_PINNED);
+    REQUIRE(pthread_create(&watcher, NULL, watch_words, &there) == 0);
+    const uint64_t began = np_clock_ns();
+    struct pollfd told = {.fd = warmed_pipe[0], .events = POLLIN};
+    while (poll(&told, 1, 0) == 0) /* it returns when slots run low, too */
+        REQUIRE_EQUAL(np_loader_serve(loader, warmed_pipe, 1, 20000, 0), 1);
+    REQUIRE(np_clock_ns() - began < 10000000000u);
+    pthread_join(watcher, NULL);
+    REQUIRE_EQUAL(there, 64);
+    require_all(8, 32);
+    REQUIRE_EQUAL(state_of(loader).in_flight, 0);
+    close(warmed_pipe[0]);
+    close(warmed_pipe[1]);
+    stop(loader);
+}
+
+/* What is on its way into slots belongs to nobody else until it is published, and the loader waits for it. */
+static void test_an_end_or_a_reset_waits_for_slots_that_are_being_filled(const char *engine)
+{
+    for (int round = 0; round < 50; round++) {
+        np_loader *loader = start_with_slots(engine, SLOTS);
+        warm(loader, both, 8, 32, 0);
+        while (state_of(loader).reads < 1)
+            np_loader_turn(loader, 0);
+        if (round % 2) {
+            np_loader_reset(loader);
+            REQUIRE(state_of(loader).in_flight == 0 && state_of(loader).free_slots[0] == 0);
+            for (uint32_t id = 0; id < CLUSTERS; id++)
+                if (words[0][id] != NP_ENTRY_ABSENT)
+                    require_present(0, id);
+        }
+        stop(loader);
+    }
+}
+
 static void run_all(void)
 {
     static const char *const engines[] = {"io_uring", "threads"};
@@ -197,6 +262,8 @@ static void run_all(void)
         test_warms_up_in_long_reads(engines[i]);
         test_a_demand_brings_the_neighbours_that_are_to_be_loaded(engines[i]);
         test_damage_spoils_one_cluster(engines[i]);
+        test_a_sleeping_loader_hears_that_slots_are_filled(engines[i]);
+        test_an_end_or_a_reset_waits_for_slots_that_are_being_filled(engines[i]);
     }
     test_what_stays_comes_first();
     test_a_demand_outside_is_read_alone();
