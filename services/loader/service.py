@@ -27,6 +27,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings, RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
+from neuronpipe.services.worker.pinning import unpinned
 
 UNKNOWN_GENERATION_MS = 50
 SPIN_US = 0  # cores are for the workers; an interrupt reports a read
@@ -198,7 +199,8 @@ class LoaderService:
         self._context = open_context()
         self._service = Service(self._context, job, slots=0, available=False)
         self._cache = Listener(self._context, CACHE, job.endpoints["cache"])
-        load_fixed(job.package, self._memory.segments["fixed"])
+        with unpinned():  # it reads and hashes at once
+            load_fixed(job.package, self._memory.segments["fixed"])
         self._core = Core(job, self._memory)
         loaded = ffi.from_buffer("uint32_t[]", self._memory.view("residency", "loaded"))
         lib.np_word_store(loaded, 1)

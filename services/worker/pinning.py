@@ -6,8 +6,10 @@ cores off. Who sits badly is slow; who insisted would be dead.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 _told: set[int] = set()  # once is enough: prompts ask for every stretch of tokens
@@ -25,3 +27,18 @@ def pin(core: int | None) -> bool:
             _told.add(core)
         return False
     return True
+
+
+@contextlib.contextmanager
+def unpinned() -> Iterator[None]:
+    """While this lasts, this thread and those that it starts may run wherever the process's parent may: for work of
+    several threads in a process that has one core. Where the system does not let them, all stays as it is."""
+    before: set[int] = set()
+    with contextlib.suppress(OSError):
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)

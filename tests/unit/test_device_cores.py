@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +14,18 @@ from neuronpipe.plans.device.cores import Core, assign_cores, classify, default_
 # Capacities by core id: a phone of 2023 (2 little, 5 mid, 1 prime), one without little cores (6 mid, 2 prime).
 PRIME_1_MID_5_LITTLE_2 = {0: 325, 1: 325, 2: 830, 3: 830, 4: 830, 5: 900, 6: 900, 7: 1024}
 PRIME_2_MID_6 = {**dict.fromkeys(range(6), 780), 6: 1024, 7: 1024}
+
+CONFINED = """
+import os
+from neuronpipe.services.worker.pinning import pin, unpinned
+
+def cores(): print(len(os.sched_getaffinity(0)))
+
+pin(min(os.sched_getaffinity(0)))
+cores()
+with unpinned(): cores()
+cores()
+"""
 
 
 def cores_of(capacities: dict[int, int], allowed: set[int] | None = None) -> tuple[Core, ...]:
@@ -97,3 +113,10 @@ def test_only_allowed_cores_are_named_and_none_twice_while_there_are_enough(
     assert {core for core in roles.values() if core is not None} <= allowed
     decode = [roles[f"decode.{i}"] for i in range(workers)]
     assert len(set(decode)) == min(workers, len(allowed))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_a_process_with_one_core_may_use_its_parents_for_a_while() -> None:
+    """Fixed tensors are read and hashed at once, in a process that the plan gave one core."""
+    seen = subprocess.run([sys.executable, "-c", CONFINED], check=True, capture_output=True, text=True).stdout
+    assert seen.split() == ["1", str(len(os.sched_getaffinity(0))), "1"]
