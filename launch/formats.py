@@ -109,6 +109,13 @@ def show_bytes(size: float) -> str:
     return f"{size:.2f} GiB"
 
 
+def show_left(seconds: float) -> str:
+    """`3 s left`, `2 min left`."""
+    if seconds < 120:
+        return f"{math.ceil(seconds)} s left"
+    return f"{math.ceil(seconds / 60)} min left"
+
+
 def as_typed(text: str) -> str:
     """A text for a person, whose commands in backticks begin as this one was typed. Whoever writes such a text, further
     down, knows `neuronpipe` only."""

@@ -7,17 +7,18 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
-from neuronpipe.launch.progress import Elapsed
+from neuronpipe.launch.progress import SILENT_S, Elapsed
 from neuronpipe.launch.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import RANGES, Generate
 
 MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
@@ -74,12 +75,18 @@ def generate(
     """Stream the text to a person, or print the JSON object, with the fields of `beside`. stderr says what the first
     token waits for."""
     prompt_tokens = 0
+    cold: list[WarmUp] = []  # how far memory was warmed up before, if it was not
+    began = time.monotonic()
 
     def quiet(status: Status | None) -> None:
         elapsed.say(_awaited(status, prompt_tokens))
 
+    def seen_before(status: Status) -> None:
+        if status.warm_up is not None and not status.warm_up.done:
+            cold.append(status.warm_up)
+
     with _Answer(ask.prompt or "", arguments.json, beside or {}) as answer, Elapsed(plain=arguments.json) as elapsed:
-        for message in client.request(ask, quiet):
+        for message in client.request(ask, quiet, seen_before):
             if isinstance(message, Accepted):
                 prompt_tokens = message.prompt_tokens
             elif isinstance(message, Token):
@@ -88,6 +95,15 @@ def generate(
             elif isinstance(message, Finished):
                 elapsed.end()
                 answer.finish(message)
+    if cold and not arguments.json and time.monotonic() - began > SILENT_S:
+        print(f"neuronpipe: {_was_cold(cold[0], client.status().warm_up)}", file=sys.stderr)
+
+
+def _was_cold(before: WarmUp, after: WarmUp | None) -> str:
+    """What a text waited for that was asked while memory warmed up."""
+    share = 100 * before.loaded_bytes // max(1, before.total_bytes)
+    now = "it is warm now" if after is None or after.done else f"now {show_warm_up(after)}"
+    return f"memory was warming up when this was asked, {share} % of it; {now}. The next text takes less time"
 
 
 def _awaited(status: Status | None, prompt_tokens: int) -> str:

@@ -13,6 +13,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TextIO
 
+from neuronpipe.launch.formats import show_bytes, show_left
+
 if TYPE_CHECKING:
     from rich.progress import Progress as ProgressBar
 
@@ -49,6 +51,8 @@ class Progress:
         self._began = time.monotonic()
         self._said_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
         self._done, self._total, self._tenths = 0, 0, 0
+        self._first: tuple[float, int] | None = None  # when it was called first, and how much was done then
+        self._said = False
         self._bar: ProgressBar | None = None
         self._drawn_at = float("-inf")
         self._lock = threading.Lock()
@@ -59,6 +63,8 @@ class Progress:
         """`done` of `total` is done."""
         with self._lock:
             self._done, self._total = done, total
+            if self._first is None or done < self._first[1]:
+                self._first = time.monotonic(), done
             self._show()
 
     def print(self, line: str) -> None:
@@ -85,10 +91,30 @@ class Progress:
     def _line(self) -> None:
         now, tenths = time.monotonic(), 10 * self._done // self._total if self._total else 0
         if tenths > self._tenths or now - self._said_at > QUIET_S:
-            self._tenths, self._said_at = tenths, now
+            self._tenths, self._said_at, self._said = tenths, now, True
             share = f"{100 * self._done // self._total} %, " if self._total else ""
-            amount = f"{self._done:,} of {self._total:,} {self._unit}, " if self._total else ""
+            amount = f"{self._amount(now)}, " if self._total else ""
             print(f"neuronpipe: {self._what}: {share}{amount}{now - self._began:.0f} s", file=self._stream, flush=True)
+
+    def _amount(self, now_s: float) -> str:
+        """How much of it is done; of bytes, which come evenly, how fast, and when the rest will have come."""
+        if self._unit != "bytes":
+            return f"{self._done:,} of {self._total:,} {self._unit}"
+        pace = self._pace(now_s)
+        return f"{show_bytes(self._done)} of {show_bytes(self._total)}{pace and f', {pace}'}"
+
+    def _pace(self, now_s: float) -> str:
+        """Of bytes, since the first call, which may have found some done; empty: nothing has come since."""
+        if self._unit != "bytes" or self._first is None or now_s <= self._first[0] or self._done == self._first[1]:
+            return ""
+        speed = (self._done - self._first[1]) / (now_s - self._first[0])
+        left = f", {show_left((self._total - self._done) / speed)}" if self._total else ""
+        return f"{show_bytes(speed)}/s{left}"
+
+    @property
+    def was_shown(self) -> bool:
+        """Whether it took so long that something was said."""
+        return self._bar is not None or self._said
 
     def _draw(self) -> None:
         if time.monotonic() - self._drawn_at < REDRAW_S:
@@ -100,7 +126,8 @@ class Progress:
             self._line()
             return
         self._bar = bar
-        bar.update(bar.task_ids[0], completed=self._done, total=self._total or None)
+        pace = self._pace(self._drawn_at)
+        bar.update(bar.task_ids[0], completed=self._done, total=self._total or None, pace=pace)
         bar.start()  # again, after a line for stdout
         bar.refresh()
 
@@ -131,10 +158,14 @@ def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
         columns.append(progress.BarColumn(bar_width=None))
     if unit == "bytes":
         columns.append(progress.DownloadColumn(binary_units=True))
+        if wide:
+            columns.append(progress.TextColumn("{task.fields[pace]}"))
     else:
         columns += [progress.MofNCompleteColumn(), unit]
     if wide:
-        columns += [progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+        columns.append(progress.TimeElapsedColumn())
+    if wide and unit != "bytes":
+        columns.append(progress.TimeRemainingColumn())
     bar = progress.Progress(
         *columns,
         console=console,
@@ -145,7 +176,7 @@ def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
         expand=wide,
         get_time=time.monotonic,
     )
-    bar.add_task(what, total=None)
+    bar.add_task(what, total=None, pace="")
     bar.tasks[0].start_time = began
     return bar
 

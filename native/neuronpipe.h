@@ -364,6 +364,7 @@ typedef struct {
     uint64_t gap_bytes;       /* read between clusters, for nobody */
     uint64_t waited_for_slot; /* demands that found no free slot */
     uint64_t warm_up_bytes, warm_up_left_bytes; /* to warm up since the last reset, and what of it has not arrived */
+    uint64_t warm_up_ns;      /* for how long something of it was left */
     uint64_t already_there;
     uint32_t free_slots[2], waiting[2], in_flight, unused;
 } np_loader_state;
@@ -391,7 +392,7 @@ int np_loader_warm_up(np_loader *loader, int parts, const uint32_t *ids, size_t 
  * NP_LOADER_BOARD counters of the state are stored after every turn. epoch: NULL, or the run's; every turn in a new one makes words absent
  * that failed in another. in_flight: NULL, or where every turn stores how many reads are in flight. trace: NULL, or where np_loader_serve puts a span for every batch of
  * reads, from their submission or the batch before. Copies `rings`. Returns NP_OK, NP_E_ARGUMENT or NP_E_MEMORY. */
-enum { NP_LOADER_BOARD = 10 };
+enum { NP_LOADER_BOARD = 11 };
 int np_loader_attach(np_loader *loader, const np_requests *rings, uint32_t count, uint64_t *board,
                      const uint32_t *epoch, uint32_t *in_flight, const np_trace *trace);
 /* Turn, and sleep while there is nothing to do, until the caller is needed: returns 1 when one of `descriptors` (at most 8) can be

@@ -230,13 +230,14 @@ int np_loader_turn(np_loader *loader, int timeout_ms)
         ended = land_and_submit(loader, 1, timeout_ms); /* the flash stays busy while the caller looks for messages */
     }
     ended += announce(loader);
+    np_warm_up_count_time(loader);
     if (loader->in_flight)
         np_word_store(loader->in_flight, np_reader_in_flight(loader->reader));
     if (loader->board) {
         const np_loader_state *state = &loader->counters;
         const uint64_t shown[NP_LOADER_BOARD] = {state->reads,   state->bytes,   state->checksum_failures, state->io_errors,
                                                  state->refused, state->dropped, state->gap_bytes,         state->waited_for_slot,
-                                                 state->warm_up_bytes, state->warm_up_left_bytes};
+                                                 state->warm_up_bytes, state->warm_up_left_bytes, state->warm_up_ns};
         for (int i = 0; i < NP_LOADER_BOARD; i++)
             __atomic_store_n(&loader->board[i], shown[i], __ATOMIC_RELAXED);
     }

@@ -89,6 +89,7 @@ typedef struct np_filler np_filler; /* fill.h */
 typedef struct {
     uint64_t *wanted[NP_LOADER_PARTS], *pinned[NP_LOADER_PARTS]; /* [cluster_count / 64, rounded up]; pinned is a part of wanted */
     uint32_t wanted_count[NP_LOADER_PARTS], pinned_count[NP_LOADER_PARTS];
+    uint64_t since_ns; /* something is left since then, by np_clock_ns; 0: nothing is */
     uint32_t next; /* the cluster from which the search goes on: reading follows the file, and a step that runs ahead */
 } np_warm_up;
 
@@ -151,6 +152,8 @@ int np_warm_up_stays(const np_loader *loader, int part, uint32_t id);
 int np_warm_up_take(np_loader *loader, int part, uint32_t id);
 /* Memory is full: of this part only what will stay is still warmed up. */
 void np_warm_up_give_up(np_loader *loader, int part);
+/* Count the time while something is left. */
+void np_warm_up_count_time(np_loader *loader);
 /* Nothing is to be warmed up. */
 void np_warm_up_forget(np_loader *loader);
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "flash/loader.h"
+#include "sync/clock.h"
 
 static const uint32_t part_bits[NP_LOADER_PARTS] = {NP_REQUEST_TRIGGER, NP_REQUEST_VALUE};
 
@@ -89,7 +90,20 @@ void np_warm_up_forget(np_loader *loader)
         warm->wanted_count[part] = warm->pinned_count[part] = 0;
     }
     warm->next = 0;
-    loader->counters.warm_up_bytes = loader->counters.warm_up_left_bytes = 0;
+    warm->since_ns = 0;
+    loader->counters.warm_up_bytes = loader->counters.warm_up_left_bytes = loader->counters.warm_up_ns = 0;
+}
+
+void np_warm_up_count_time(np_loader *loader)
+{
+    np_warm_up *warm = &loader->warm_up;
+    const int is_left = loader->counters.warm_up_left_bytes > 0;
+    if (!is_left && !warm->since_ns)
+        return;
+    const uint64_t now = np_clock_ns();
+    if (warm->since_ns)
+        loader->counters.warm_up_ns += now - warm->since_ns;
+    warm->since_ns = is_left ? now : 0;
 }
 
 static void want(np_loader *loader, int part, uint32_t id, uint32_t flags)

@@ -23,9 +23,11 @@ BOARD_FLASH = (
     "waited_for_slot",
     "warm_up_bytes",
     "warm_up_left_bytes",
+    "warm_up_ns",
 )
 """The 64-bit words of the board's flash lines, in this order: what the loader did since it was started; what the cache
-has asked it to warm up since the last reset, and what of that has not arrived."""
+has asked it to warm up since the last reset, what of that has not arrived, and for how long something had not; 0 where
+the loader does not tell."""
 
 TRACE_SPANS = 4096
 """Spans of a ring: a dozen tokens of a 7B model. A power of two."""

@@ -193,17 +193,27 @@ class WarmUp(Message):
 
     loaded_bytes: loaded so far, also by requests
     total_bytes: all of it
+    bytes_per_s: how fast, on average since it began; 0 where it is not known
+    left_s: how long the rest takes at that speed; nil where it is not known
     """
 
     loaded_bytes: int
     total_bytes: int
+    bytes_per_s: float = 0.0
+    left_s: float | None = None
 
     @classmethod
     def on_board(cls, flash: Sequence[int]) -> WarmUp | None:
         """As the loader says in the board's `flash`; None before it was asked."""
-        total = int(flash[BOARD_FLASH.index("warm_up_bytes")])
-        left = int(flash[BOARD_FLASH.index("warm_up_left_bytes")])
-        return cls(loaded_bytes=max(0, total - left), total_bytes=total) if total else None
+        total, left, took_ns = (
+            int(flash[BOARD_FLASH.index(name)]) for name in ("warm_up_bytes", "warm_up_left_bytes", "warm_up_ns")
+        )
+        if not total:
+            return None
+        loaded = max(0, total - left)
+        speed = 1e9 * loaded / took_ns if took_ns else 0.0
+        left_s = round(left / speed, 3) if speed else None
+        return cls(loaded_bytes=loaded, total_bytes=total, bytes_per_s=round(speed), left_s=left_s)
 
     @property
     def done(self) -> bool:

@@ -299,6 +299,10 @@ def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
     assert page["warm-up-bar"].get_attribute("value") == "42"
     page.server.snapshot = loaded(40.1e6, 80e6)
     assert page.eventually(lambda: page["warm-up"].text == "Warming up: 50 %, 40 of 80 MB")
+    told = {"loaded_bytes": 1.8e9, "total_bytes": 4.2e9, "bytes_per_s": 1.2e9, "left_s": 1.6}
+    page.server.snapshot = run_snapshot(warm_up=told)
+    whole = "Warming up: 42 %, 1.8 of 4.2 GB, 1.2 GB/s, 2 s left"
+    assert page.eventually(lambda: page["warm-up"].text == whole)
     for snapshot in (
         run_snapshot(warm_up=None),
         loaded(0, 0),

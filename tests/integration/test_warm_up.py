@@ -1,5 +1,6 @@
 """Warm-up of a real run: it is shown while it lasts, and a text that comes meanwhile does not break its reads up."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -7,6 +8,7 @@ import time
 from neuronpipe.launch.client import show_warm_up
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.messages.client import WarmUp
 
 from tests.pipeline import PATIENCE_S, Run, Shell, eventually
@@ -22,7 +24,11 @@ def test_up_waits_for_warm_memory_when_asked_to(shell: Shell) -> None:
     with shell.up(DEMO, "--warm") as run:
         status = run.status()
         bundles_bytes = package.bundles_path.stat().st_size
-        assert status.warm_up == WarmUp(loaded_bytes=bundles_bytes, total_bytes=bundles_bytes)
+        assert status.warm_up is not None
+        assert (status.warm_up.loaded_bytes, status.warm_up.total_bytes) == (bundles_bytes, bundles_bytes)
+        assert status.warm_up.left_s == 0
+        shown = shell.json("status", "--run", run.path)["warm_up"]
+        assert shown["bytes_per_s"] == status.warm_up.bytes_per_s > 0  # it ends with warm-up
         assert status.flash_bytes == bundles_bytes  # the file was read once, from end to end
         answer = run.ask("def f(x):", 8)
         assert (answer["flash"]["bytes"], answer["flash"]["miss_rate"]) == (0, 0)
@@ -67,4 +73,17 @@ def test_nothing_to_warm_up_is_not_waited_for(shell: Shell) -> None:
 
 def test_it_is_shown_in_part() -> None:
     assert show_warm_up(WarmUp(loaded_bytes=1 << 30, total_bytes=4 << 30)) == "25 %, 1.00 GiB of 4.00 GiB"
+    told = WarmUp(loaded_bytes=1 << 30, total_bytes=4 << 30, bytes_per_s=1.5 * (1 << 30), left_s=2.1)
+    assert show_warm_up(told) == "25 %, 1.00 GiB of 4.00 GiB, 1.50 GiB/s, 3 s left"
+    assert show_warm_up(dataclasses.replace(told, left_s=300)).endswith(", 5 min left")
     assert show_warm_up(None) == "not begun"
+
+
+def test_speed_and_time_are_what_the_loader_tells() -> None:
+    board = [0] * 16
+    assert WarmUp.on_board(board) is None
+    for name, value in (("warm_up_bytes", 4000), ("warm_up_left_bytes", 3000)):
+        board[BOARD_FLASH.index(name)] = value
+    assert WarmUp.on_board(board) == WarmUp(loaded_bytes=1000, total_bytes=4000)  # a loader that does not
+    board[BOARD_FLASH.index("warm_up_ns")] = 2_000_000_000
+    assert WarmUp.on_board(board) == WarmUp(loaded_bytes=1000, total_bytes=4000, bytes_per_s=500, left_s=6.0)

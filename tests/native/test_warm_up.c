@@ -46,6 +46,10 @@ static void test_warms_up_in_long_reads(const char *engine)
     state = state_of(loader);
     REQUIRE_EQUAL(state.reads, 2);
     REQUIRE(state.warm_up_bytes == 32 * STRIDE && state.warm_up_left_bytes == 0 && state.gap_bytes == 0);
+    REQUIRE(state.warm_up_ns > 0 && state.warm_up_ns < 1000000000000u);
+    usleep(2000);
+    np_loader_turn(loader, 0);
+    REQUIRE_EQUAL(state_of(loader).warm_up_ns, state.warm_up_ns); /* it is over */
     warm(loader, both, 8, 32, 0); /* there already */
     REQUIRE_EQUAL(state_of(loader).warm_up_left_bytes, 0);
     stop(loader);

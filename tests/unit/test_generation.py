@@ -15,7 +15,7 @@ from neuronpipe.launch.client import Client
 from neuronpipe.launch.generation import generate
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token
+from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import Generate
 
 ASK = Generate(request="1", prompt="the rain", max_tokens=4)
@@ -29,6 +29,8 @@ FINISHED = Finished(
     tbt_ms={}, memory={"peak_bytes": 0, "limit_bytes": 0}, flash={"bytes": 0, "reads": 0, "miss_rate": 0.0},
     prefill={}, decode={}, plan="p", mode="exact",
 )  # fmt: skip
+COLD = dataclasses.replace(STATUS, warm_up=WarmUp(loaded_bytes=1 << 30, total_bytes=4 << 30))
+WARM = dataclasses.replace(STATUS, warm_up=WarmUp(loaded_bytes=4 << 30, total_bytes=4 << 30))
 Quiet = Callable[[Status | None], None]
 
 
@@ -37,12 +39,17 @@ def token(index: int, text: str) -> Token:
 
 
 class Scripted:
-    """A client whose run says what the test says. A status stands for a moment in which nothing comes."""
+    """A client whose run says what the test says. A status stands for a moment in which nothing comes. before, after:
+    how the run is when it is asked, and when the text has come."""
 
-    def __init__(self, *said: Message | BaseException | None) -> None:
-        self._said = said
+    def __init__(self, *said: Message | BaseException | None, before: Status, after: Status) -> None:
+        self._said, self._before, self._after = said, before, after
 
-    def request(self, ask: Generate, quiet: Quiet) -> Iterator[Message]:
+    def status(self) -> Status:
+        return self._after
+
+    def request(self, ask: Generate, quiet: Quiet, seen_before: Callable[[Status], None]) -> Iterator[Message]:
+        seen_before(self._before)
         for one in self._said:
             if isinstance(one, BaseException):
                 raise one
@@ -52,8 +59,11 @@ class Scripted:
                 yield one
 
 
-def shown(*said: Message | BaseException | None, **options: Any) -> None:
-    generate(cast(Client, Scripted(*said)), argparse.Namespace(**{"json": False, **options}), ASK)
+def shown(
+    *said: Message | BaseException | None, before: Status = STATUS, after: Status = STATUS, **options: Any
+) -> None:
+    client = Scripted(*said, before=before, after=after)
+    generate(cast(Client, client), argparse.Namespace(**{"json": False, **options}), ASK)
 
 
 def test_the_prompt_comes_with_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +81,25 @@ def test_an_error_does_not_stand_behind_the_text_on_one_line(capsys: pytest.Capt
         with pytest.raises(type(error)):
             shown(ACCEPTED, token(0, " falls"), error)
         assert capsys.readouterr().out == "the rain falls\n"
+
+
+def test_a_text_that_waited_for_cold_memory_says_so_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(**how: Any) -> list[str]:
+        shown(ACCEPTED, token(0, " falls"), FINISHED, **how)
+        return [line for line in capsys.readouterr().err.splitlines() if "warming up" in line]
+
+    assert said(before=COLD, after=WARM) == []  # it did not take long
+    monkeypatch.setattr("neuronpipe.launch.generation.SILENT_S", -1.0)
+    whole = "memory was warming up when this was asked, 25 % of it"
+    assert said(before=COLD, after=WARM) == [f"neuronpipe: {whole}; it is warm now. The next text takes less time"]
+    (line,) = said(
+        before=COLD, after=dataclasses.replace(COLD, warm_up=WarmUp(loaded_bytes=2 << 30, total_bytes=4 << 30))
+    )
+    assert line == f"neuronpipe: {whole}; now 50 %, 2.00 GiB of 4.00 GiB. The next text takes less time"
+    assert said(before=WARM, after=WARM) == []
+    assert said(before=COLD, after=WARM, json=True) == []
 
 
 def test_a_slow_model_is_not_said_to_give_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:

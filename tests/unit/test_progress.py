@@ -46,6 +46,32 @@ def test_a_log_gets_a_line_at_first_and_one_per_tenth(monkeypatch: pytest.Monkey
     assert lines[3] == "neuronpipe: converting: 30 %, 300 of 1,000 tokens, 0 s"
 
 
+def test_bytes_come_with_their_speed_and_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before it began to look says nothing about the speed."""
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for columns, stream in (("200", io.StringIO()), ("200", Terminal()), ("40", Terminal())):
+        monkeypatch.setenv("COLUMNS", columns)
+        with Progress("warming up", "bytes", stream=stream) as progress:
+            assert not progress.was_shown
+            for second in range(9):
+                now += 1.0
+                progress((2 + second) << 30, 12 << 30)
+            assert progress.was_shown
+            said = stream.getvalue()
+        if not stream.isatty():
+            assert "\x1b" not in said
+            assert (
+                said.splitlines()[-1]
+                == "neuronpipe: warming up: 83 %, 10.00 GiB of 12.00 GiB, 1.00 GiB/s, 2 s left, 9 s"
+            )
+        elif columns == "200":
+            assert " 1.00 GiB/s, 2 s left " in said
+        else:
+            assert "10.0/12.0 GiB" in said
+            assert "GiB/s" not in said
+
+
 def test_a_terminal_gets_a_bar_that_is_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 0.0)
     stream = Terminal()

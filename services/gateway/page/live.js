@@ -101,7 +101,8 @@ function warmUp({ warm_up: warmed }) {
   const [unit, size, digits] = total < GB ? ["MB", MB, 0] : ["GB", GB, 1];
   const [some, all] = [Math.min(loaded, total), total].map((one) => (one / size).toFixed(digits));
   element("warm-up-bar").value = percent;
-  put("warm-up-text", `Warming up: ${percent} %, ${some} of ${all} ${unit}`);
+  const left = warmed.left_s == null ? "" : `, ${(warmed.bytes_per_s / size).toFixed(digits)} ${unit}/s, ${Math.ceil(warmed.left_s)} s left`;
+  put("warm-up-text", `Warming up: ${percent} %, ${some} of ${all} ${unit}${left}`);
 }
 
 function figures(run) {
