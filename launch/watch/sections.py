@@ -70,7 +70,9 @@ def memory(shot: Snapshot, columns: int) -> RenderableType:
     if shot.withheld_bytes:
         rows.add_row("", Text(f"memory is short: {show_bytes(shot.withheld_bytes)} given back", COLOURS["flash"]))
     if shot.warm_up is not None and not shot.warm_up.done:
-        rows.add_row("warm-up", Text(show_warm_up(shot.warm_up), COLOURS["flash"]))
+        share = shot.warm_up.loaded_bytes / max(1, shot.warm_up.total_bytes)
+        rows.add_row("warm-up", bar([(COLOURS["reading flash"], share)], max(10, room - 2)))
+        rows.add_row("", listed(show_warm_up(shot.warm_up).split(", "), room, ", "))
     rows.add_row("flash", _traffic(shot.flash_bytes_per_s, shot.flash_bytes_per_token, room))
     reads = f"{shot.flash_reads_per_s:,.0f} reads/s"
     queue = (f"{shot.flash_in_flight} in flight", f"{shot.flash_waiting} waiting")

@@ -10,6 +10,7 @@ import pytest
 from neuronpipe.launch.watch.charts import listed
 from neuronpipe.launch.watch.pager import LEAVES, Pager
 from neuronpipe.launch.watch.screen import View, render
+from neuronpipe.protocol.messages.client import WarmUp
 from neuronpipe.protocol.messages.snapshot import ProcessView, Region, Snapshot, StripRow
 from neuronpipe.services.monitor.groups import GROUPS
 from rich.console import Console, Group
@@ -91,6 +92,26 @@ def test_what_is_waited_for_stands_where_the_run_will_be() -> None:
     console = Console(width=40, file=io.StringIO(), record=True)
     console.print(render([View("tcp://192.0.2.7:7000", awaits="no watch server answers there")], 40))
     assert "tcp://192.0.2.7:7000  no watch server" in console.export_text()
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_warm_up_has_a_bar_until_it_is_done(columns: int) -> None:
+    def lines(loaded_bytes: int) -> list[str]:
+        view = View("/run/user/1000/neuronpipe-0a1b2c3d")
+        warm_up = WarmUp(loaded_bytes=loaded_bytes, total_bytes=4 << 30, bytes_per_s=2e9, left_s=1.5)
+        view.show(dataclasses.replace(SHOT, warm_up=warm_up))
+        console = Console(width=columns, file=io.StringIO(), record=True)
+        console.print(render([view], columns))
+        return console.export_text().splitlines()
+
+    shown = lines(2 << 30)
+    (number,) = [number for number, line in enumerate(shown) if "warm-up" in line]
+    half = shown[number].partition("warm-up")[2]
+    assert abs(half.count("█") - half.count("·")) <= 1
+    below = " ".join(shown[number + 1 : number + 4])
+    for said in ("50 %,", "2.00 GiB of 4.00 GiB,", "1.86 GiB/s,", "2 s left"):
+        assert said in below
+    assert not any("warm-up" in line for line in lines(4 << 30))
 
 
 def test_a_list_takes_as_many_lines_as_it_needs() -> None:
