@@ -19,6 +19,8 @@
 enum {
     MAX_ANNOUNCED = 16, /* reads that are announced together: few, since the first one's waiter is woken after the last one's checksum */
     MAX_LANDED_BYTES = 1 << 20, /* then it is time to look what else flash could read: half a millisecond of checksums and copies */
+    MAX_FETCHED_BYTES = 8192,
+    CACHE_LINE_BYTES = 64, /* of larger ones some are named twice */
     MAX_LANDINGS = 8, /* of so many bytes in a turn */
     MAX_ERRORS = 3,  /* this many make a cluster failed, for the epoch; fewer may pass */
     MAX_DAMAGED = 2, /* a bit may have flipped on the way here, not only in the file */
@@ -100,6 +102,21 @@ static int announce(np_loader *loader)
     return landed;
 }
 
+/* Flash put these bytes into memory, or another core's cache. Have the first of them come nearer while another read lands: where reads are
+ * short, waiting for them is most of what a checksum takes. */
+static void fetch_staged(const np_loader *loader, const np_flight *flight)
+{
+    const uint32_t bytes = flight->bytes < MAX_FETCHED_BYTES ? flight->bytes : MAX_FETCHED_BYTES;
+    for (uint32_t i = 0; i < flight->claim_count && i < NP_LOADER_PARTS; i++) {
+        const np_claim *claim = &flight->claims[i];
+        const np_loader_part *config = &loader->parts[claim->part].config;
+        __builtin_prefetch(&config->checksums[(size_t)claim->id * config->checksum_stride]);
+        __builtin_prefetch(&config->words[claim->id], 1);
+    }
+    for (uint32_t at = 0; at < bytes; at += CACHE_LINE_BYTES)
+        __builtin_prefetch(flight->staged + at);
+}
+
 /* How many reads land before the workers hear of them. */
 static size_t landing_at_once(const np_loader *loader)
 {
@@ -121,8 +138,11 @@ static int land_some(np_loader *loader, size_t least, int timeout_ms, int *ended
     do {
         land_filled(loader);
         count = np_reader_reap(loader->reader, done, least, most, timeout_ms);
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
+            if (i + 1 < count)
+                fetch_staged(loader, &loader->flights[done[i + 1].tag]);
             land_flight(loader, (uint32_t)done[i].tag, done[i].result);
+        }
         *ended += announce(loader);
         least = 0;
         timeout_ms = 0;
