@@ -47,14 +47,15 @@ static void quieten(int descriptor)
 }
 
 /* Slots that were written as a file, as while memory warmed up, are not mapped yet: each page would cost a fault in the middle of a
- * read that somebody waits for. With nothing else to do, map some. Returns 0 when all are, or the kernel cannot. */
+ * read that somebody waits for. With nothing else to do, map some. Returns 0 when all are, or the kernel cannot. Where there is a slot for
+ * every cluster none is written twice, and mapping them would only take time from the first texts. */
 static int map_some_slots(np_loader *loader)
 {
 #ifdef MADV_POPULATE_WRITE
     for (int i = 0; i < NP_LOADER_PARTS; i++) {
         np_part_state *part = &loader->parts[i];
         const size_t all = (size_t)part->config.slot_count * part->config.slot_bytes;
-        if (part->config.slots_file < 0 || part->mapped_bytes >= all)
+        if (part->config.slots_file < 0 || part->mapped_bytes >= all || part->config.slot_count >= part->config.cluster_count)
             continue;
         const size_t some = all - part->mapped_bytes < MAPPED_AT_ONCE ? all - part->mapped_bytes : MAPPED_AT_ONCE;
         const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), place = (uintptr_t)part->config.slots + part->mapped_bytes;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 from neuronpipe.launch.planning import DEMO
@@ -23,3 +24,11 @@ def test_the_loader_maps_its_slots_while_nobody_asks_and_workers_lock_what_they_
         slots_bytes = read_plan(run.path / "plan.json").memory.slots_bytes
         assert eventually(lambda: _bytes(run.pid("loader"), "RssShmem") >= slots_bytes)
         assert _bytes(run.pid("decode"), "VmLck") >= slots_bytes
+
+
+def test_slots_that_nobody_writes_again_are_not_mapped(shell: Shell) -> None:
+    """Mapping them all took a core from the texts that were asked of memory that had just become warm."""
+    with shell.up(DEMO, "--warm") as run:
+        slots_bytes = read_plan(run.path / "plan.json").memory.slots_bytes
+        time.sleep(0.5)
+        assert _bytes(run.pid("loader"), "RssShmem") < slots_bytes / 2
