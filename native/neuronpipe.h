@@ -72,10 +72,17 @@ typedef struct {
     size_t row_bytes;          /* from the row's start on; more than the row where what lies behind it is wanted next */
     const void *const *beside; /* [rows] something elsewhere, beside_bytes of it; or NULL */
     size_t beside_bytes;
+    size_t scale_bytes;        /* from the row's scales on; more than the row's where others behind them are wanted next */
 } np_fetch;
 void np_dot_scattered(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n,
                       const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
                       size_t out_stride);
+
+/* The same of those (row, token) pairs alone that are wanted: bit t of wanted[r], of 16 tokens at most. A row is read once for all tokens that want it.
+ * Where a pair is not wanted `out` holds anything. wanted may be NULL: all are. */
+void np_dot_wanted(int type, const void *const *quants, const void *const *scales, const uint16_t *wanted, size_t rows, size_t n,
+                   const np_fetch *fetch, const void *activations, size_t activation_stride_bytes, size_t tokens, float *out,
+                   size_t out_stride);
 
 /* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and the list (rows and factors, in order), and on nothing else; a list
  * cut in two may give others. On avx512 the factors of q8 and q4 rows are rounded: in each 32 rows and group by half a 32639th of the

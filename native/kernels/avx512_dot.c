@@ -87,14 +87,14 @@ NP_INLINE NP_AVX512 __m512 q4_block(const uint8_t *w, const uint16_t *scales, si
 typedef __m512 block_function(const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
                               const np_activation *x, __m512 sum);
 
-/* The 16 sums of row r; zeroes where there is none. */
-NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const size_t group_bytes, const np_rows *rows, size_t r, const np_block *end,
-                                    const np_activation *x) {
+/* The 16 sums of row r; zeroes where there is none, or it is not wanted. */
+NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const size_t group_bytes, const np_rows *rows, size_t r, int wanted,
+                                    const np_block *end, const np_activation *x) {
     const np_block whole = np_block_of(NP_BLOCK_GROUPS, group_bytes);
     const size_t groups = rows->n / NP_GROUP;
     __m512 sum = _mm512_setzero_ps();
     size_t g = 0;
-    if (r >= rows->rows) return sum;
+    if (!wanted) return sum;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
@@ -104,16 +104,19 @@ NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const size_t group_byte
     return g < groups ? dot(row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;
 }
 
+/* Whether there is a row r, and this token wants it. */
+NP_INLINE int is_wanted(const np_dot_job *job, size_t r, size_t token) { return r < job->rows.rows && np_wanted_of(job, r, token, 1); }
+
 NP_INLINE NP_AVX512 void lane_rows(block_function *dot, const size_t group_bytes, const np_dot_job *job, const np_rows *rows,
                                    size_t token) {
     const np_block end = np_block_of(rows->n / NP_GROUP % NP_BLOCK_GROUPS, group_bytes);
     const np_activation x = np_activation_at(job->activations + token * job->activation_stride_bytes, rows->n);
     for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
         /* Named: arguments may be worked out from the last to the first, and rows read backwards arrive half as fast. */
-        const __m512 a = lane_row(dot, group_bytes, rows, r, &end, &x);
-        const __m512 b = lane_row(dot, group_bytes, rows, r + 1, &end, &x);
-        const __m512 c = lane_row(dot, group_bytes, rows, r + 2, &end, &x);
-        const __m512 d = lane_row(dot, group_bytes, rows, r + 3, &end, &x);
+        const __m512 a = lane_row(dot, group_bytes, rows, r, is_wanted(job, r, token), &end, &x);
+        const __m512 b = lane_row(dot, group_bytes, rows, r + 1, is_wanted(job, r + 1, token), &end, &x);
+        const __m512 c = lane_row(dot, group_bytes, rows, r + 2, is_wanted(job, r + 2, token), &end, &x);
+        const __m512 d = lane_row(dot, group_bytes, rows, r + 3, is_wanted(job, r + 3, token), &end, &x);
         np_put_four(job, r, token, a, b, c, d);
     }
 }

@@ -87,14 +87,14 @@ NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_b
     }
 }
 
-/* The 16 sums of row r with each token; zeroes where there is no such row. */
-NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, const np_block *end, const np_activation *x,
+/* The 16 sums of row r with each token that wants it; zeroes of others, and where there is no such row. */
+NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, unsigned wanted, const np_block *end, const np_activation *x,
                                  const turned_activation *turned, size_t blocks, const size_t tokens, __m512 *sums) {
     const size_t group_bytes = type == NP_Q4 ? 16 : 32, groups = rows->n / NP_GROUP;
     const np_block whole = np_block_of(NP_BLOCK_GROUPS, group_bytes);
     __m512 sum[NP_TOKEN_BLOCK];
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t] = _mm512_setzero_ps();
-    if (r >= rows->rows) return;
+    if (!wanted) return;
     const size_t ahead = np_ahead_bytes(rows, r);
     const np_row row = np_row_at(rows, r);
     np_prefetch_beside(rows, r);
@@ -104,6 +104,7 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
         __m512i weights[STEPS];
         turn_block(type, row.quants + g * group_bytes, block, ahead, weights);
         for (size_t t = 0; t < tokens; t++) {
+            if (!(wanted >> t & 1)) continue;
             const turned_activation *own = &turned[t * blocks];
             __m512i dots = own->owed;
             for (size_t j = 0; j < STEPS; j++) dots = _mm512_dpbusd_epi32(dots, weights[j], own->quants[j]);
@@ -111,6 +112,11 @@ NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, 
         }
     }
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t];
+}
+
+/* Which of the tokens want row r; nobody, where there is none. */
+NP_INLINE unsigned wanted_of(const np_dot_job *job, size_t r, size_t token, size_t tokens) {
+    return r < job->rows.rows ? np_wanted_of(job, r, token, tokens) : 0;
 }
 
 NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t token, const size_t tokens) {
@@ -125,10 +131,10 @@ NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t 
     }
     for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
         __m512 a[NP_TOKEN_BLOCK], b[NP_TOKEN_BLOCK], c[NP_TOKEN_BLOCK], d[NP_TOKEN_BLOCK];
-        few_row(type, rows, r, &end, x, turned, blocks, tokens, a);
-        few_row(type, rows, r + 1, &end, x, turned, blocks, tokens, b);
-        few_row(type, rows, r + 2, &end, x, turned, blocks, tokens, c);
-        few_row(type, rows, r + 3, &end, x, turned, blocks, tokens, d);
+        few_row(type, rows, r, wanted_of(job, r, token, tokens), &end, x, turned, blocks, tokens, a);
+        few_row(type, rows, r + 1, wanted_of(job, r + 1, token, tokens), &end, x, turned, blocks, tokens, b);
+        few_row(type, rows, r + 2, wanted_of(job, r + 2, token, tokens), &end, x, turned, blocks, tokens, c);
+        few_row(type, rows, r + 3, wanted_of(job, r + 3, token, tokens), &end, x, turned, blocks, tokens, d);
         for (size_t t = 0; t < tokens; t++) np_put_four(job, r, token + t, a[t], b[t], c[t], d[t]);
     }
 }

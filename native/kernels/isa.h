@@ -11,6 +11,9 @@
 enum { NP_GROUP = 32 };      /* weights that share a scale */
 enum { NP_TOKEN_BLOCK = 4 }; /* tokens computed together, so that a row's weights are unpacked once for all of them */
 
+/* Whether these of NP_TOKEN_BLOCK tokens take less time together with the others than by themselves. */
+NP_INLINE int np_want_together(unsigned wanted) { return __builtin_popcount(wanted) >= NP_TOKEN_BLOCK - 1; }
+
 /* Rows of weights: one after the other from quants and scales on, or wherever the addresses in quants_at and scales_at say. */
 typedef struct {
     const uint8_t *quants, *scales;
@@ -37,7 +40,14 @@ typedef struct {
     const float *bias; /* or NULL */
     float *out;
     size_t out_stride;
+    const uint16_t *wanted; /* [rows] bit t: the product with token t is wanted, of 16 at most; the others may be anything. NULL: all */
 } np_dot_job;
+
+/* Bit i: row r's product with token first + i, of so many, is wanted. */
+NP_INLINE unsigned np_wanted_of(const np_dot_job *job, size_t r, size_t first, size_t tokens) {
+    const unsigned all = (1u << tokens) - 1;
+    return job->wanted ? job->wanted[r] >> first & all : all;
+}
 
 typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows alone. */
@@ -110,7 +120,8 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
     for (size_t i = rows->quant_bytes; i < rows->fetch.row_bytes; i += 64) __builtin_prefetch(quants + i, 0, 2);
     for (size_t i = 0; rows->fetch.beside && i < rows->fetch.beside_bytes; i += 64)
         __builtin_prefetch((const uint8_t *)rows->fetch.beside[r + NP_AHEAD_ROWS] + i, 0, 2);
-    for (size_t i = 0; i < rows->scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
+    const size_t scale_bytes = rows->scale_bytes > rows->fetch.scale_bytes ? rows->scale_bytes : rows->fetch.scale_bytes;
+    for (size_t i = 0; i < scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
 }
 
 /* Define the np_dot_function NAME from ROW(quants, scales, n, ahead, activation, stride_bytes, tokens, sums), an always-inlined
@@ -123,18 +134,21 @@ NP_INLINE void np_prefetch_beside(const np_rows *rows, size_t r) {
             const np_row row = np_row_at(&job->rows, r);                                            \
             const size_t ahead = np_ahead_bytes(&job->rows, r);                                     \
             const float bias = job->bias ? job->bias[r] : 0.0f;                                     \
-            const uint8_t *activation = job->activations;                                           \
-            float sums[NP_TOKEN_BLOCK], *out = job->out + r;                                        \
-            size_t left = job->tokens;                                                              \
             np_prefetch_beside(&job->rows, r);                                                      \
-            for (; left >= NP_TOKEN_BLOCK; left -= NP_TOKEN_BLOCK) {                                \
-                ROW(row.quants, row.scales, n, ahead, activation, stride, NP_TOKEN_BLOCK, sums);    \
-                activation += NP_TOKEN_BLOCK * stride;                                              \
-                for (int t = 0; t < NP_TOKEN_BLOCK; t++, out += job->out_stride) *out = sums[t] + bias; \
-            }                                                                                       \
-            for (; left; left--, activation += stride, out += job->out_stride) {                    \
-                ROW(row.quants, row.scales, n, ahead, activation, stride, 1, sums);                 \
-                *out = sums[0] + bias;                                                              \
+            for (size_t first = 0; first < job->tokens;) {                                          \
+                const size_t left = job->tokens - first;                                            \
+                const uint8_t *activation = job->activations + first * stride;                      \
+                float sums[NP_TOKEN_BLOCK], *out = job->out + first * job->out_stride + r;          \
+                if (left >= NP_TOKEN_BLOCK && np_want_together(np_wanted_of(job, r, first, NP_TOKEN_BLOCK))) { \
+                    ROW(row.quants, row.scales, n, ahead, activation, stride, NP_TOKEN_BLOCK, sums); \
+                    for (int t = 0; t < NP_TOKEN_BLOCK; t++) out[t * job->out_stride] = sums[t] + bias; \
+                    first += NP_TOKEN_BLOCK;                                                        \
+                    continue;                                                                       \
+                }                                                                                   \
+                if (np_wanted_of(job, r, first++, 1)) {                                             \
+                    ROW(row.quants, row.scales, n, ahead, activation, stride, 1, sums);             \
+                    *out = sums[0] + bias;                                                          \
+                }                                                                                   \
             }                                                                                       \
         }                                                                                           \
     }

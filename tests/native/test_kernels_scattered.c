@@ -50,6 +50,33 @@ static void check_dot(const scattered *s, const char *isa) {
     free(x), free(activation);
 }
 
+/* Some rows by some tokens: what is wanted has the bits of np_dot_rows, whatever else is. */
+static void check_wanted(const scattered *s, const char *isa) {
+    enum { TOKENS = 16 };
+    const size_t stride = (np_activation_bytes(s->type, s->n) + 63) / 64 * 64;
+    float *x = malloc(4 * s->n), out[TOKENS][ROWS + 1], one;
+    uint8_t *activations = aligned_alloc(64, TOKENS * stride);
+    uint16_t wanted[ROWS];
+    for (int t = 0; t < TOKENS; t++) {
+        for (size_t j = 0; j < s->n; j++) x[j] = random_float();
+        np_activation_prepare(s->type, x, s->n, activations + t * stride);
+    }
+    for (size_t tokens = 1; tokens <= TOKENS; tokens += tokens < 6 ? 1 : 5) {
+        for (int r = 0; r < ROWS; r++) wanted[r] = (uint16_t)(r % 4 ? random_bits() & (r % 4 == 1 ? random_bits() : 0xffff) : r % 8 ? 0xffff : 0);
+        for (size_t t = 0; t < TOKENS; t++) out[t][ROWS] = 77.0f;
+        np_dot_wanted(s->type, as_rows(s->quants), as_rows(s->scales), wanted, ROWS, s->n, NULL, activations, stride, tokens, out[0], ROWS + 1);
+        for (size_t t = 0; t < tokens; t++)
+            for (int r = 0; r < ROWS; r++) {
+                if (!(wanted[r] >> t & 1)) continue;
+                np_dot_rows(s->type, s->quants[r], s->scales[r], 1, s->n, activations + t * stride, 0, 1, NULL, &one, 1);
+                CHECK(memcmp(&out[t][r], &one, 4) == 0, "%s type %d n=%zu: row %d, token %zu of %zu: %g, want %g", isa, s->type, s->n, r, t,
+                      tokens, out[t][r], one);
+            }
+        for (size_t t = 0; t < TOKENS; t++) CHECK(out[t][ROWS] == 77.0f, "%s type %d n=%zu: written behind the rows", isa, s->type, s->n);
+    }
+    free(x), free(activations);
+}
+
 /* Factors of very different sizes: those of avx512 are rounded against the largest of 32 rows. */
 static float factor_of(size_t r) { return r == 3 ? 0.0f : (r % 5 == 1 ? 3.0f : 0.1f) * random_float(); }
 
@@ -125,6 +152,7 @@ static void test_isa(const char *isa) {
         for (size_t i = 0; i < (type == NP_F16 ? 10 : 8); i++) {
             scattered s = make_rows(type, lengths[i]);
             check_dot(&s, isa);
+            check_wanted(&s, isa);
             check_add(&s, isa);
             check_add_bits(&s, isa);
             if (lengths[i] < 500) check_not_finite_shows(&s, isa);
