@@ -67,10 +67,12 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
     for (int part = 0; part < NP_PARTS; part++)
         engine->found[part] = aligned_zeros((size_t)engine->open_groups * shape->clusters * sizeof(uint32_t));
     engine->pending = aligned_zeros((size_t)engine->open_groups * shape->blocks * sizeof(uint32_t));
+    engine->open = aligned_zeros(shape->block_neurons / shape->cluster_neurons * sizeof(uint32_t));
     engine->list.quants = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.scales = aligned_zeros(shape->block_neurons * sizeof(void *));
-    engine->list.beside = aligned_zeros((shape->block_neurons + 1) * sizeof(void *));
+    engine->list.beside = aligned_zeros(shape->block_neurons * sizeof(void *));
     engine->list.values = aligned_zeros(shape->block_neurons * sizeof(float));
+    engine->list.wanted = aligned_zeros(shape->block_neurons * sizeof(uint16_t));
     engine->list.neurons = aligned_zeros(shape->block_neurons * sizeof(uint32_t));
     engine->asked = aligned_zeros(groups * shape->clusters * sizeof(uint32_t));
     engine->groups = aligned_zeros(groups * sizeof(np_group));
@@ -88,7 +90,8 @@ np_engine *np_engine_create(const np_shape *shape, const np_fixed *fixed, const 
                                engine->list.beside,   engine->list.values,      engine->list.neurons,    engine->asked,
                                engine->groups,        engine->pair_token,       engine->pair_weight,     engine->token_pairs,
                                engine->shares,        engine->expert_counts,    engine->expert_values,   engine->guesses,
-                               engine->guessed};
+                               engine->guessed,       engine->open,
+                               engine->list.wanted};
     int complete = vectors_create(&engine->vectors, shape->type, longest, tokens);
     for (size_t i = 0; i < sizeof allocated / sizeof *allocated; i++)
         complete &= allocated[i] != NULL;
@@ -128,10 +131,12 @@ void np_engine_destroy(np_engine *engine)
     for (int part = 0; part < NP_PARTS; part++)
         free(engine->found[part]);
     free(engine->pending);
+    free(engine->open);
     free(engine->list.quants);
     free(engine->list.scales);
     free(engine->list.beside);
     free(engine->list.values);
+    free(engine->list.wanted);
     free(engine->list.neurons);
     free(engine->asked);
     free(engine->groups);

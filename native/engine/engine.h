@@ -4,6 +4,8 @@
 #include "neuronpipe.h"
 #include "sync/clock.h"
 
+#include <string.h>
+
 typedef struct {
     uint32_t from, to;
 } np_range;
@@ -23,6 +25,7 @@ typedef struct {
     const void **quants, **scales; /* [block_neurons] */
     const void **beside;           /* [block_neurons] what to fetch with each row */
     float *values;                 /* [block_neurons] in or out */
+    uint16_t *wanted;              /* [block_neurons] bit t: by token t */
     uint32_t *neurons;             /* [block_neurons] whose rows they are */
     uint32_t count;
 } np_row_list;
@@ -119,6 +122,8 @@ struct np_engine {
     uint32_t *slot[NP_PARTS];
     uint32_t *pending;         /* [open_groups*blocks] group * blocks + block: claimed, and not done for want of clusters */
     uint32_t pending_count;
+    uint32_t *open;            /* [clusters of a block] of the block in work, those that are not done */
+    uint32_t open_count;
     np_row_list list;
     uint32_t *asked;           /* [G*clusters] requests for the loader */
     np_outside outside;
@@ -174,6 +179,13 @@ static inline void np_scale(float *x, size_t n, float factor)
 static inline int np_is_anothers(const np_engine *engine, uint32_t matrix)
 {
     return (engine->held_matrices & matrix) != 0 && !engine->config.held;
+}
+
+/* Up to eight bytes, the first of them the lowest of the word; behind the `left` that there are, bytes of `rest`. */
+static inline uint64_t np_eight_bytes(const uint8_t *from, size_t left, uint64_t rest)
+{
+    memcpy(&rest, from, left < sizeof rest ? left : sizeof rest); /* all processors here are little endian */
+    return rest;
 }
 
 /* A step's two ends: take its arguments over, if they are in range; and, when all layers are done or one ended with an error, compute
@@ -256,14 +268,16 @@ int np_predicts(const np_engine *engine, int reads);
 int np_predictor_has_input(const np_shape *shape);
 void np_predict_ranks(np_engine *engine, const np_norm *norm);
 int np_predict_scores(np_engine *engine);
-int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t);
-int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster); /* for any token */
+/* Bit t: the predictor, which decides, names the neuron for token first + t of the group, of 16; first: a multiple of 8. */
+uint32_t np_predicted_for(const np_engine *engine, uint32_t neuron, uint32_t first);
+/* Of a range of clusters, those that are predicted for any token, ascending. Returns how many. */
+uint32_t np_list_predicted(const np_engine *engine, np_range clusters, uint32_t *list);
 int np_was_hinted(const np_engine *engine, uint32_t cluster); /* its value part was asked for because of a hint */
 
 /* Whether steps of few tokens keep a whole layer of a mixture in place (ffn.c). */
 int np_may_open_layers(const np_engine *engine);
 
-/* Neurons (neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
+/* Neurons (triggers.c, neurons.c), of a range of clusters inside one block. The two that find return how many parts are still to come, or an
  * error; the two that compute do what is there. */
 int np_find_triggers(np_engine *engine, np_range clusters);
 void np_compute_triggers(np_engine *engine, np_range clusters);

@@ -5,7 +5,7 @@
  *   a cluster    looked  ->  triggered (fired or not)  ->  done   its two parts may arrive at any time, in any order
  *   a block      claimed ->  pending, while some cluster of it is not done  ->  done: its rows of Down are added
  *
- * The promise of equal bits rests on three rules kept here and in neurons.c: a gate or up value is one whole row product; the
+ * The promise of equal bits rests on three rules kept here, in triggers.c and in neurons.c: a gate or up value is one whole row product; the
  * neurons of a block add to the block's partial sum in index order; block sums meet in a fixed tree (np_sum_tree). When a cluster
  * arrives, and who computes a block, changes nothing. A token's experts are added to its residual stream one after the other, by number. */
 #include <string.h>

@@ -34,9 +34,10 @@ static uint8_t *predictions(const np_engine *engine, uint32_t neuron)
     return engine->shared.predicted + (group * engine->layer_neurons + neuron) * engine->mask_bytes;
 }
 
-int np_is_predicted(const np_engine *engine, uint32_t neuron, uint32_t t)
+uint32_t np_predicted_for(const np_engine *engine, uint32_t neuron, uint32_t first)
 {
-    return !np_decides(engine) || predictions(engine, neuron)[t / 8] >> t % 8 & 1;
+    const uint8_t *mask = predictions(engine, neuron) + first / 8;
+    return mask[0] | (uint32_t)(first / 8 + 1 < engine->mask_bytes ? mask[1] : 0) << 8;
 }
 
 static int is_named(const np_engine *engine, uint32_t cluster)
@@ -48,9 +49,22 @@ static int is_named(const np_engine *engine, uint32_t cluster)
     return 0;
 }
 
-int np_cluster_is_predicted(const np_engine *engine, uint32_t cluster)
+uint32_t np_list_predicted(const np_engine *engine, np_range clusters, uint32_t *list)
 {
-    return !np_decides(engine) || is_named(engine, cluster);
+    const size_t each = engine->shape.cluster_neurons * engine->mask_bytes, bytes = (clusters.to - clusters.from) * each;
+    const uint8_t *mask = predictions(engine, clusters.from * engine->shape.cluster_neurons);
+    uint32_t count = 0;
+    for (size_t at = 0; at < bytes;) {
+        const uint64_t word = np_eight_bytes(mask + at, bytes - at, 0);
+        if (!word) {
+            at += sizeof word;
+            continue;
+        }
+        const size_t cluster = (at + (size_t)__builtin_ctzll(word) / 8) / each;
+        list[count++] = clusters.from + (uint32_t)cluster;
+        at = (cluster + 1) * each;
+    }
+    return count;
 }
 
 int np_was_hinted(const np_engine *engine, uint32_t cluster)
@@ -128,10 +142,9 @@ static uint32_t foresee(np_engine *engine, uint32_t block, uint32_t count)
 {
     const np_range clusters = np_clusters_of(engine, block, block + 1);
     const uint32_t parts = engine->config.bundle ? NP_REQUEST_TRIGGER | NP_REQUEST_VALUE : NP_REQUEST_TRIGGER;
-    for (uint32_t cluster = clusters.from; cluster < clusters.to; cluster++) {
-        if (!np_cluster_is_predicted(engine, cluster))
-            continue;
-        const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, cluster, parts);
+    engine->open_count = np_list_predicted(engine, clusters, engine->open);
+    for (uint32_t i = 0; i < engine->open_count; i++) {
+        const uint32_t lacking = np_lacking(engine, engine->layer, engine->group->expert, engine->open[i], parts);
         engine->counters.foreseen++;
         if (lacking & NP_REQUEST_TRIGGER) { /* of a neuron whose trigger is there, that decides whether the value part is read */
             engine->asked[count++] = lacking;

@@ -108,23 +108,23 @@ class Neurons:
         all_of_it = random.Random(block).sample(self.whole_block(block), self.block_neurons)
         return sorted(all_of_it[turn * count : (turn + 1) * count])
 
-    def rows(self, matrix: int, neurons: Iterable[int], *, with_values: bool = False) -> Rows:
-        """Rows of a matrix (0: gate, 1: up, 2: down). with_values: the value parts are fetched beside, as the engine
-        does for predicted neurons."""
+    def rows(self, matrix: int, neurons: Iterable[int]) -> Rows:
+        """Rows of a matrix (0: gate, 1: up, 2: down). As the engine does it, the rows of Down are fetched with those of
+        Up."""
         place, per_cluster = self._layout.matrices[matrix], self._layout.cluster_neurons
+        down = self._layout.matrices[2]
         quants, scales, beside = array("Q"), array("Q"), array("Q")
         for neuron in neurons:
             cluster, row = divmod(neuron, per_cluster)
             quants.append(self._slot(place.part, cluster) + place.quants + row * self._quant_bytes)
             scales.append(self._slot(place.scales_part, cluster) + place.scales + row * self._scale_bytes)
-            beside.append(self._slot("value", cluster))
-        whole = with_values and self._own_slot
+            beside.append(self._slot(down.part, cluster) + down.quants + row * self._quant_bytes)
         fetch = ffi.new(
             "np_fetch *",
             {
-                "row_bytes": self._slot_bytes[place.part] if self._own_slot else 0,
-                "beside": _pointers(beside) if whole else ffi.NULL,
-                "beside_bytes": self._slot_bytes["value"],
+                "row_bytes": self._slot_bytes[place.part] if self._own_slot and matrix == 0 else 0,
+                "beside": _pointers(beside) if matrix == 1 else ffi.NULL,
+                "beside_bytes": self._quant_bytes,
             },
         )
         return Rows(_pointers(quants), _pointers(scales), len(quants), fetch, (quants, scales, beside))

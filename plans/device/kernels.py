@@ -2,7 +2,7 @@
 them: a block's triggers, then the value rows of the neurons that fired.
 
     exact       all triggers of a block; then Up and Down rows of a share of its neurons
-    predicted   triggers of a share of its neurons, whose value parts are fetched with them; then their Ups and Downs
+    predicted   triggers of a share of its neurons; then their Ups, with which the rows of Down are fetched; then Downs
     matrix      a matrix from end to end
     panel       a block's triggers times many tokens
     reused      value rows that the token before has left in the cache
@@ -172,7 +172,7 @@ class _Bench:
 
     def _predicted(self, neurons: Neurons, share: float) -> Calls:
         lists = [
-            (neurons.rows(0, chosen, with_values=True), neurons.rows(1, chosen), neurons.rows(2, chosen))
+            (neurons.rows(0, chosen), neurons.rows(1, chosen), neurons.rows(2, chosen))
             for chosen in self._choices(neurons, share)
         ]
         return self._block_calls(neurons, lists)

@@ -1,0 +1,127 @@
+/* Neurons of many tokens in one step: each token gets the bits that it gets by itself, whoever else wants the same rows; and nobody who is not
+ * predicted has a value. The feed-forward of one layer, with weights at random, in every layout, with a predictor and without. */
+#include "engine/engine.h"
+#include "isa_loop.h"
+#include "kernels/half.h"
+
+#include <stdlib.h>
+
+enum { WIDTH = 64, NEURONS = 40, BLOCK = 8, BLOCKS = NEURONS / BLOCK, TOKENS = 21, SLOT = 4 * WIDTH * 2 + 64 };
+
+typedef struct {
+    np_shape shape;
+    float residual[TOKENS][WIDTH], hidden[TOKENS][NEURONS], partials[TOKENS][BLOCKS][WIDTH], ranks[TOKENS][32];
+    uint8_t predicted[NEURONS * ((TOKENS + 7) / 8)];
+    uint8_t slots[2][NEURONS * SLOT];
+    uint32_t entries[2][NEURONS], claims[64], words[16], epoch;
+    uint64_t window;
+    np_engine_counters counters;
+} stage;
+
+static float at_first[TOKENS][WIDTH];
+static uint32_t wants[NEURONS]; /* bit t: token t, of all */
+
+static uint32_t of_slot(const np_shape *s, uint32_t rows, int is_scales) {
+    const size_t each = s->cluster_neurons;
+    return (uint32_t)(rows * each * (np_quant_bytes(s->type, WIDTH) + (is_scales ? np_scale_bytes(s->type, WIDTH) : 0)));
+}
+
+/* As a package has it: quants, and in the trigger part the scales of all rows behind them. */
+static np_shape shape_of(int type, uint32_t each, int gated, int activation, int decides) {
+    np_shape s = {
+        .width = WIDTH, .neurons = NEURONS, .layers = 1, .query_heads = 1, .key_heads = 1, .head_width = WIDTH, .vocabulary = 1,
+        .context_tokens = 1, .experts = 1, .experts_per_token = 1, .norm_epsilon = 1e-5f, .rotary = 1, .type = type,
+        .activation = activation, .embedding_scale = 1, .logit_scale = 1, .attention_scale = 1, .residual_scale = 1, .gated = gated,
+        .predictor_rank = decides ? 32 : 0, .predictor_type = type, .predictor_reads = NP_READS_ATTENTION, .cluster_neurons = each,
+        .clusters = NEURONS / each, .block_neurons = BLOCK, .blocks = BLOCKS, .slot_bytes = {SLOT * each, SLOT * each},
+    };
+    const uint32_t row = of_slot(&s, 1, 0), scales = (uint32_t)np_scale_bytes(type, WIDTH) * each;
+    s.gate = (np_matrix_place){NP_TRIGGER, 0, NP_TRIGGER, row};
+    s.up = gated ? (np_matrix_place){NP_VALUE, 0, NP_TRIGGER, row + scales} : s.gate;
+    s.down = (np_matrix_place){NP_VALUE, gated ? row : 0, NP_TRIGGER, row + (gated ? 2 : 1) * scales};
+    return s;
+}
+
+static void fill(stage *s, const np_shape *shape) {
+    memset(s, 0, sizeof *s);
+    s->shape = *shape;
+    for (int part = 0; part < 2; part++)
+        for (size_t i = 0; i < sizeof s->slots[part]; i += 2) { /* halves of a size that also serves as scale and as weight */
+            const uint16_t bits = np_float_to_half(0.1f * random_float());
+            memcpy(s->slots[part] + i, &bits, 2);
+        }
+    for (uint32_t part = 0; part < 2; part++)
+        for (uint32_t c = 0; c < shape->clusters; c++) s->entries[part][c] = NP_ENTRY_PRESENT | (shape->clusters - 1 - c);
+    for (uint32_t i = 0; i < NEURONS; i++) wants[i] = i % 5 == 0 ? 0 : i % 5 == 1 ? (1u << TOKENS) - 1 : random_bits() & random_bits() & ((1u << TOKENS) - 1);
+}
+
+/* Feed-forward of `count` tokens from `first` on. */
+static void compute(stage *s, uint32_t first, uint32_t count) {
+    static const int32_t zeros[TOKENS];
+    static float ones[WIDTH];
+    for (int j = 0; j < WIDTH; j++) ones[j] = 1.0f;
+    const size_t mask_bytes = (count + 7) / 8;
+    memset(s->predicted, 0, sizeof s->predicted);
+    memset(s->claims, 0, sizeof s->claims);
+    memset(s->hidden, 0x7f, sizeof s->hidden); /* of the step before */
+    for (uint32_t i = 0; i < NEURONS; i++)
+        for (uint32_t t = 0; t < count; t++)
+            if (wants[i] >> (first + t) & 1) s->predicted[i * mask_bytes + t / 8] |= (uint8_t)(1u << t % 8);
+    memcpy(s->residual, at_first[first], count * sizeof s->residual[0]);
+    const np_layer layer = {.ffn_norm = {ones, NULL}};
+    const np_fixed fixed = {.layers = &layer};
+    const np_shared shared = {
+        .residual = s->residual[0], .hidden = s->hidden[0], .partials = s->partials[0][0], .ranks = s->ranks[0], .predicted = s->predicted,
+        .claims = s->claims, .slots = {s->slots[0], s->slots[1]}, .entries = {s->entries[0], s->entries[1]}, .window = &s->window,
+        .arrivals = s->words, .epoch = &s->epoch,
+    };
+    const np_engine_config config = {.sequences = TOKENS, .max_tokens = count, .logit_rows = 1, .window_blocks = BLOCKS, .partial_tokens = count,
+                                     .pipeline = 1};
+    const np_step step = {.participants = 1, .sharers = 1, .end_block = BLOCKS, .count = count, .sequences = zeros, .positions = zeros, .tokens = zeros};
+    const char *wrong = NULL;
+    np_engine *engine = np_engine_create(&s->shape, &fixed, &shared, &config, &wrong);
+    CHECK(engine != NULL, "refused: %s", wrong ? wrong : "memory");
+    if (!engine) exit(checks_report());
+    CHECK(np_engine_take_step(engine, &step) == NP_OK, "%u tokens", count);
+    CHECK(np_engine_feed_forward(engine, 0) >= 0, "%u tokens", count);
+    np_engine_read_counters(engine, &s->counters);
+    np_engine_destroy(engine);
+}
+
+static void compare(stage *s, stage *alone, const char *isa, uint32_t count) {
+    np_engine_counters sum = {0};
+    compute(s, 0, count);
+    for (uint32_t t = 0; t < count; t++) {
+        compute(alone, t, 1);
+        sum.predicted += alone->counters.predicted, sum.fired += alone->counters.fired, sum.active += alone->counters.active;
+        sum.gate_rows += alone->counters.gate_rows, sum.up_rows += alone->counters.up_rows, sum.down_rows += alone->counters.down_rows;
+        CHECK(memcmp(s->hidden[t], alone->hidden[0], sizeof s->hidden[t]) == 0 && memcmp(s->residual[t], alone->residual[0], sizeof s->residual[t]) == 0,
+              "%s type %d, clusters of %u, %u tokens: token %u has other bits than by itself", isa, s->shape.type, s->shape.cluster_neurons, count, t);
+        for (uint32_t i = 0; s->shape.predictor_rank && i < NEURONS; i++)
+            CHECK((wants[i] >> t & 1) || s->hidden[t][i] == 0.0f, "%s: neuron %u is not predicted for token %u", isa, i, t);
+    }
+    const np_engine_counters *c = &s->counters;
+    CHECK(c->predicted == sum.predicted && c->fired == sum.fired && c->active == sum.active && c->fired > 0, "%s: what %u tokens did", isa, count);
+    CHECK(c->gate_rows == sum.gate_rows && c->up_rows == sum.up_rows && c->down_rows == sum.down_rows, "%s: rows of %u tokens", isa, count);
+}
+
+static void test_isa(const char *isa) {
+    static const uint32_t counts[] = {1, 2, 4, 7, 15, 16, TOKENS};
+    static stage s, alone;
+    for (int type = NP_F16; type <= NP_Q4; type++)
+        for (uint32_t each = 1; each <= 4; each *= 2)
+            for (int kind = 0; kind < 6; kind++) {
+                const int gated = kind % 3 < 2;
+                const np_shape shape = shape_of(type, each, gated, kind % 3 == 0 ? NP_DRELU : kind % 3 == 1 ? NP_RELU : NP_RELU2, kind < 3);
+                fill(&s, &shape);
+                alone = s;
+                for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) compare(&s, &alone, isa, counts[i]);
+            }
+}
+
+int main(void) {
+    for (uint32_t t = 0; t < TOKENS; t++)
+        for (int j = 0; j < WIDTH; j++) at_first[t][j] = random_float();
+    for_each_isa(test_isa);
+    return checks_report();
+}
