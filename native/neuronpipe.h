@@ -339,13 +339,16 @@ int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
 
 /* ---- loader core (flash/loader.c) -------------------------------------------------------------------------- */
 /* Takes cluster ids, claims their words, reads them, verifies checksums, copies them into free slots, publishes them, wakes waiters.
- * One part of one bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots + s*slot_bytes. */
+ * One part of one bundle file: offset(id) = base + id*stride + part_offset; slot s lies at slots + s*slot_bytes. A slot holds the first bytes
+ * of its part. With moved_bytes, slots of part 1 hold so many bytes of part 0 as well, at their end: both are then read, and checked,
+ * as one, so that nobody needs part 0 for what is part 1's. */
 typedef struct np_loader np_loader;
 typedef struct {
     uint64_t base_offset, stride_bytes; /* of the bundle file */
     uint64_t part_offset;               /* within a cluster */
     uint32_t part_bytes;                /* multiple of the reader's alignment */
-    uint32_t slot_bytes;                /* of these the first, which a slot holds */
+    uint32_t slot_bytes;                /* of these the first, and moved_bytes behind them */
+    uint32_t moved_from, moved_bytes;   /* within part 0: 0 bytes but in part 1 */
     uint32_t slot_count;
     uint32_t demand_slots;              /* this many free slots are for demands alone */
     uint8_t *slots;

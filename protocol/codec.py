@@ -31,6 +31,8 @@ HELD_MINOR = 1
 """From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
 LENDING_MINOR = 2
 """From this minor version on a cache answers `Reserve`, and a prefill worker `Release`."""
+MOVED_MINOR = 2
+"""From this minor version on who fills or reads slots knows that value slots may hold the scales of their rows."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from neuronpipe.protocol.segments import Segment
 def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -> RunSummary:
     """The summary of a run of this plan."""
     manifest, compute, memory = package.manifest, plan.compute, plan.memory
-    model = manifest.model
+    model, slots = manifest.model, manifest.slots(moved=plan.memory.are_scales_moved)
     return RunSummary(
         model=manifest.name,
         mode=compute.mode,
@@ -26,8 +26,8 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
         participants=segments["residency"].layout["windows"].shape[0],
         trigger_slots=memory.trigger_slots,
         value_slots=memory.value_slots,
-        trigger_slot_bytes=manifest.trigger_slot_bytes,
-        value_slot_bytes=manifest.value_slot_bytes,
+        trigger_slot_bytes=slots.trigger_bytes,
+        value_slot_bytes=slots.value_bytes,
         fixed_bytes=segments["fixed"].layout["file"].total_bytes + segments["fixed"].layout["predictor"].total_bytes,
         kv_bytes=segments["kv"].layout["kv"].total_bytes,
         step_bytes=step_bytes(package, predicts=compute.mode == "predicted" or compute.hints),

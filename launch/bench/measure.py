@@ -220,9 +220,9 @@ def _share(part: float, whole: float) -> float:
 
 def _resident_share(manifest: Manifest, plan: Plan) -> float:
     """Of the bytes of all neurons, those that have slots."""
-    sizes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
-    resident = plan.memory.trigger_slots * sizes[0] + plan.memory.value_slots * sizes[1]
-    return resident / (manifest.clusters * sum(sizes))
+    memory, slots = plan.memory, manifest.slots(moved=plan.memory.are_scales_moved)
+    resident = memory.trigger_slots * slots.trigger_bytes + memory.value_slots * slots.value_bytes
+    return resident / (manifest.clusters * slots.both_bytes)
 
 
 def _neurons(package: Package) -> int:

@@ -30,44 +30,62 @@ enum {
 
 /* Parts whose slots follow each other, on their way from staging to there. */
 typedef struct {
-    uint32_t count, first_slot;
-    struct iovec parts[MAX_RUN]; /* of each the bytes that its slot holds */
+    uint32_t count, first_slot, piece_count;
+    struct iovec pieces[2 * MAX_RUN]; /* of each the bytes that its slot holds: of its part, and what was moved there */
 } slot_run;
 
 /* Bring a run into its slots, and begin a new one. A slot that is touched for the first time costs a page fault where it is mapped, twice
  * as much as the same bytes written to the file. */
 static void bring(const np_loader_part *config, slot_run *run)
 {
-    const uint32_t count = run->count;
+    const uint32_t count = run->count, piece_count = run->piece_count;
     const uint64_t place = (uint64_t)run->first_slot * config->slot_bytes;
     const size_t bytes = (size_t)count * config->slot_bytes;
-    run->count = 0;
+    run->count = run->piece_count = 0;
     if (config->slots_file >= 0 && count >= MIN_WRITTEN &&
-        pwritev(config->slots_file, run->parts, (int)count, (off_t)(config->slots_file_offset + place)) == (ssize_t)bytes)
+        pwritev(config->slots_file, run->pieces, (int)piece_count, (off_t)(config->slots_file_offset + place)) == (ssize_t)bytes)
         return;
-    for (uint32_t i = 0; i < count; i++)
-        memcpy(config->slots + place + (size_t)i * config->slot_bytes, run->parts[i].iov_base, config->slot_bytes);
+    uint8_t *to = config->slots + place;
+    for (uint32_t i = 0; i < piece_count; to += run->pieces[i++].iov_len)
+        memcpy(to, run->pieces[i].iov_base, run->pieces[i].iov_len);
+}
+
+/* A cluster's part where its read has put it, or NULL when it is damaged. */
+static uint8_t *sound_part(const np_loader *loader, const np_flight *flight, int number, uint32_t id)
+{
+    const np_loader_part *config = &loader->parts[number].config;
+    uint8_t *data = flight->staged + (config->base_offset + id * config->stride_bytes + config->part_offset - flight->offset);
+    return np_crc32c(0, data, config->part_bytes) == config->checksums[(size_t)id * config->checksum_stride] ? data : NULL;
+}
+
+static void add_piece(slot_run *run, void *data, size_t bytes)
+{
+    run->pieces[run->piece_count++] = (struct iovec){data, bytes};
 }
 
 /* One part of the clusters that a read brought. */
-static void fill_part(const np_loader_part *config, np_flight *flight, int number)
+static void fill_part(const np_loader *loader, np_flight *flight, int number)
 {
+    const np_loader_part *config = &loader->parts[number].config;
     slot_run run;
-    run.count = 0;
+    run.count = run.piece_count = 0;
     for (uint32_t i = 0; i < flight->claim_count; i++) {
         np_claim *claim = &flight->claims[i];
         if (claim->part != number)
             continue;
-        const uint64_t offset = config->base_offset + claim->id * config->stride_bytes + config->part_offset;
-        uint8_t *data = flight->staged + (offset - flight->offset);
-        claim->is_right = np_crc32c(0, data, config->part_bytes) == config->checksums[(size_t)claim->id * config->checksum_stride];
+        uint8_t *data = sound_part(loader, flight, number, claim->id);
+        uint8_t *moved = data && config->moved_bytes ? sound_part(loader, flight, NP_TRIGGER, claim->id) : NULL;
+        claim->is_right = data && (moved || !config->moved_bytes);
         if (!claim->is_right)
             continue;
         if (run.count == MAX_RUN || (run.count && run.first_slot + run.count != claim->slot))
             bring(config, &run);
         if (!run.count)
             run.first_slot = claim->slot;
-        run.parts[run.count++] = (struct iovec){data, config->slot_bytes};
+        run.count++;
+        add_piece(&run, data, config->slot_bytes - config->moved_bytes);
+        if (moved)
+            add_piece(&run, moved + config->moved_from, config->moved_bytes);
     }
     if (run.count)
         bring(config, &run);
@@ -78,7 +96,7 @@ void np_fill_slots(const np_loader *loader, np_flight *flight)
     for (uint32_t i = 0; !flight->whole && i < flight->claim_count; i++)
         flight->claims[i].is_right = 0;
     for (int number = 0; flight->whole && number < NP_LOADER_PARTS; number++)
-        fill_part(&loader->parts[number].config, flight, number);
+        fill_part(loader, flight, number);
 }
 
 /* Both rings have room for every flight. What the loader's thread alone uses: taken, given. */

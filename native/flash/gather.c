@@ -49,11 +49,13 @@ int np_loader_settled(uint32_t *word, uint32_t flags)
     }
 }
 
-/* The bytes of the file that hold these parts of a cluster. */
+/* The bytes of the file that hold these parts of a cluster, and what their slots hold of another part. */
 static void range_of(const np_loader *loader, uint32_t entry, uint64_t *first, uint64_t *end)
 {
     *first = UINT64_MAX;
     *end = 0;
+    if (entry & NP_REQUEST_VALUE && loader->parts[NP_VALUE].config.moved_bytes)
+        entry |= NP_REQUEST_TRIGGER;
     for (int part = 0; part < NP_LOADER_PARTS; part++) {
         if (!(entry & part_bits[part]))
             continue;

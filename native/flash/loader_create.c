@@ -12,11 +12,22 @@ static int is_part(const np_loader_part *part, uint32_t alignment)
 {
     const uint64_t places = part->base_offset | part->stride_bytes | part->part_offset | part->part_bytes;
     return part->part_bytes > 0 && part->part_bytes <= INT32_MAX && places % alignment == 0 && part->slot_bytes > 0 &&
-           part->slot_bytes <= part->part_bytes && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
+           part->moved_bytes < part->slot_bytes && part->slot_bytes - part->moved_bytes <= part->part_bytes && part->slot_count <= NP_ENTRY_SLOT_MASK + 1u &&
            (part->slots || !part->slot_count) && (!part->cluster_count || (part->words && part->checksums && part->checksum_stride)) &&
            part->cluster_count <= NP_REQUEST_CLUSTER_MASK + 1u &&
            part->stride_bytes <= (uint64_t)INT64_MAX / 2 / (part->cluster_count + 1ull) &&
            part->base_offset < INT64_MAX / 4 && part->part_offset < INT64_MAX / 8;
+}
+
+/* Whether what is moved into slots of part 1 lies in part 0, and one read holds both. */
+static int is_moving(const np_loader_reading *reading, const np_loader_part *parts)
+{
+    const np_loader_part *to = &parts[NP_VALUE], *from = &parts[NP_TRIGGER];
+    if (from->moved_bytes || !to->moved_bytes)
+        return !from->moved_bytes;
+    return from->base_offset == to->base_offset && from->part_offset + from->part_bytes <= to->part_offset &&
+           to->part_offset + to->part_bytes - from->part_offset <= reading->most_read_bytes &&
+           (uint64_t)to->moved_from + to->moved_bytes <= from->part_bytes;
 }
 
 /* Whether a staging buffer holds either part, and both parts are of the same clusters. */
@@ -27,7 +38,8 @@ static int is_reading(const np_loader_reading *reading, const np_loader_part *pa
                                    reading->warm_up_read_bytes > INT32_MAX || reading->warm_up_read_bytes % reader->alignment != 0))
         return 0;
     return reading->most_read_bytes >= longer && reading->most_read_bytes <= INT32_MAX && reading->most_read_bytes % reader->alignment == 0 &&
-           parts[0].cluster_count == parts[1].cluster_count && parts[0].stride_bytes == parts[1].stride_bytes;
+           parts[0].cluster_count == parts[1].cluster_count && parts[0].stride_bytes == parts[1].stride_bytes &&
+           is_moving(reading, parts);
 }
 
 static int create_queue(np_queue *line, uint32_t capacity, uint32_t reserve)

@@ -8,7 +8,7 @@ there is no Gate) and the value part (the others).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PAGE_BYTES = 4096
@@ -53,6 +53,26 @@ class MatrixPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """Where a cluster's bytes lie in its two memory slots: offsets of `matrices` are within a slot.
+
+    moved_from, moved_bytes: of the trigger part in bundles.bin, what the value slot holds at its end: the scales of the
+    value part's matrices. With 0 bytes each slot holds the first bytes of its part, and nothing else.
+    """
+
+    trigger_bytes: int
+    value_bytes: int
+    matrices: tuple[MatrixPlace, ...]
+    moved_from: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def both_bytes(self) -> int:
+        """Of a cluster that is resident."""
+        return self.trigger_bytes + self.value_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The layout of every cluster; `clusters` and `blocks` count per (layer, expert), offsets are within a part.
 
@@ -90,6 +110,10 @@ class Layout:
         """Where a part starts within its cluster."""
         return self.trigger_part_bytes if part == "value" else 0
 
+    def value_read_bytes(self, *, moved: bool) -> int:
+        """Bytes of a read that brings a value part; with the trigger part where the slot holds some of that."""
+        return self.cluster_stride_bytes if moved else self.value_part_bytes
+
     def pieces(self, quantization: Quantization, width: int) -> Iterator[tuple[Part, str, int, int]]:
         """(part, what, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes."""
         quants = self.cluster_neurons * quant_bytes(quantization, width)
@@ -101,8 +125,39 @@ class Layout:
     def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
         """Bytes of a memory slot for this part: up to the end of its last piece, in whole cache lines. Offsets within
         a slot are those within the part; the part's padding is not kept."""
-        end = max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part)
-        return -(-end // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        return _in_lines(max(offset + size for of, _, offset, size in self.pieces(quantization, width) if of == part))
+
+    def slots(self, quantization: Quantization, width: int, *, moved: bool = False) -> SlotPlaces:
+        """The slots of this layout. moved: the scales of the value part's matrices, where they lie behind the trigger's
+        rows in bundles.bin, are in the value slot: a resident trigger takes no more than its own rows."""
+        trigger, value = self.slot_bytes("trigger", quantization, width), self.slot_bytes("value", quantization, width)
+        own_end, start, end = self._trigger_part(quantization, width)
+        size = _in_lines(end - start)
+        lies_behind = own_end <= start and start + size <= self.trigger_part_bytes
+        if not moved or not size or not lies_behind or _in_lines(own_end) + size > trigger:
+            return SlotPlaces(trigger, value, self.matrices)
+        matrices = tuple(
+            place
+            if place.part == "trigger"
+            else replace(place, scales_part="value", scales=value + place.scales - start)
+            for place in self.matrices
+        )
+        return SlotPlaces(_in_lines(own_end), value + size, matrices, start, size)
+
+    def _trigger_part(self, quantization: Quantization, width: int) -> tuple[int, int, int]:
+        """Of the trigger part: where its own rows end; from where and to where it has other matrices' scales."""
+        own_end, others = 0, []
+        for part, what, offset, size in self.pieces(quantization, width):
+            if part == "trigger" and what.startswith(f"{self.matrices[0].name}."):
+                own_end = max(own_end, offset + size)
+            elif part == "trigger" and size:
+                others.append((offset, offset + size))
+        return own_end, min((a for a, _ in others), default=0), max((b for _, b in others), default=0)
+
+
+def _in_lines(size_bytes: int) -> int:
+    """Whole cache lines that hold so many bytes, in bytes."""
+    return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 def _pages(quantization: Quantization, width: int, count: int, matrices: int) -> tuple[int, int, Part]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
 from neuronpipe.plans.package.activity import ActivityProfile, ProfileMode, profiles_as_json
-from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization
+from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
 from neuronpipe.plans.package.npu import NpuProfile
 
 FORMAT = "neuronpipe-package"
@@ -211,6 +211,18 @@ class Manifest:
     def value_slot_bytes(self) -> int:
         """Bytes of a memory slot for a value part."""
         return self.layout.slot_bytes("value", self.quantization, self.model.width)
+
+    def slots(self, *, moved: bool = False) -> SlotPlaces:
+        """The memory slots of a run; moved: as in `Layout.slots`."""
+        return self._moved_slots if moved else self._plain_slots
+
+    @cached_property
+    def _plain_slots(self) -> SlotPlaces:
+        return self.layout.slots(self.quantization, self.model.width)
+
+    @cached_property
+    def _moved_slots(self) -> SlotPlaces:
+        return self.layout.slots(self.quantization, self.model.width, moved=True)
 
     def profile(self, mode: ProfileMode) -> ActivityProfile | None:
         """What was measured of the neurons in this mode."""

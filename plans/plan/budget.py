@@ -119,7 +119,8 @@ def held_bytes(manifest: Manifest, plan: Plan, *, texts: int, text_tokens: int, 
 
 def _lent_bytes(manifest: Manifest, plan: Plan, lendable: Lendable, reserved_bytes: int) -> int:
     triggers, values = lent_slots(plan.memory, lendable, reserved_bytes)
-    return triggers * manifest.trigger_slot_bytes + values * manifest.value_slot_bytes
+    places = manifest.slots(moved=plan.memory.are_scales_moved)
+    return triggers * places.trigger_bytes + values * places.value_bytes
 
 
 def _used_bytes(manifest: Manifest, plan: Plan, texts: int, text_tokens: int, prompt_tokens: int) -> int:

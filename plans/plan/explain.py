@@ -49,6 +49,7 @@ def explain(plan: Plan) -> str:
     lines.append(
         f"  neurons resident: {m.slots_bytes / m.ffn_bytes:.0%} of {_size(m.ffn_bytes).strip()}: "
         f"{m.trigger_slots} gate slots, {m.value_slots} up/down slots"
+        + (" with their scales" if m.are_scales_moved else "")
     )
     if m.lends:
         lines.append(

@@ -136,6 +136,8 @@ class Memory(MemoryBudget):
     accelerator_bytes: int  # what the accelerator holds in its device, whosever memory that is
     pins: tuple[Pins, ...]  # which clusters stay, by how many texts a step computes, with all lent slots; the first
     # entry is for one; see pins_within for fewer slots
+    moved_scales_from: int = 0  # of a trigger part in bundles.bin: from here on,
+    moved_scales_bytes: int = 0  # so many bytes lie at the end of a value slot; 0: all that is used is in trigger slots
 
     @property
     def lends(self) -> bool:
@@ -146,6 +148,11 @@ class Memory(MemoryBudget):
     def lent_bytes(self) -> int:
         """What the lent slots take at most."""
         return self.kv_bytes + self.prefill_stage_bytes if self.lends else 0
+
+    @property
+    def are_scales_moved(self) -> bool:
+        """Whether value slots hold the scales of their rows, which the trigger part has in bundles.bin."""
+        return self.moved_scales_bytes > 0
 
     def pins_for(self, texts: int) -> Pins:
         """What stays while steps compute so many texts."""

@@ -34,7 +34,7 @@ from neuronpipe.plans.plan.quality import mode_reason
 from neuronpipe.plans.plan.reading import Demand, Reading, reading
 from neuronpipe.plans.plan.regions import NOTHING_PINNED, Regions, fill
 from neuronpipe.plans.plan.runtimes import runtime_of
-from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape, slots_layout
+from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape
 from neuronpipe.plans.plan.speed import Measured, expected
 from neuronpipe.plans.plan.split import BestSplit
 from neuronpipe.protocol.errors import UserError
@@ -324,7 +324,7 @@ class _Planning:
         return reading(
             manifest.layout,
             self._device.flash,
-            demand=Demand.of(manifest, self._rates, slots_bytes),
+            demands=Demand.of(manifest, self._rates, slots_bytes, self._shape.mode),
             bundle=False if "bundle" in wanted.without else wanted.bundle,
             depth=wanted.depth,
             prefetch="prefetch" not in wanted.without,
@@ -362,6 +362,7 @@ class _Planning:
             texts=self._shape.sequences,
             budget=budget,
             whole=read.bundle,
+            moved=read.moved_scales,
             cache="cache" not in wanted.without,
             cache_tokens=0 if wanted.baseline is None else BASELINE_CACHE_TOKENS,
             lendable_bytes=0 if wanted.ffn_resident_share else lent_at_most(others),
@@ -388,15 +389,9 @@ class _Planning:
             **{field.name: getattr(others, field.name) for field in dataclasses.fields(MemoryBudget)},
             limit_bytes=self._limit_bytes,
             least_bytes=self._budgets.least_limit_bytes(self._shape),
-            trigger_slots=regions.triggers,
-            value_slots=regions.values,
-            slots_bytes=slots_layout(self._manifest, regions.triggers, regions.values).total_bytes,
-            lent_trigger_slots=regions.lent_triggers,
-            lent_value_slots=regions.lent_values,
-            moving_slots=regions.moving,
+            **regions.memory(self._manifest),
             follows=self._wanted.follows,
             ffn_bytes=self._budgets.ffn_bytes,
-            pins=regions.pins,
             accelerator_bytes=accelerator_bytes(self._manifest, self._shape),
         )
 

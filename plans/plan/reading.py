@@ -9,7 +9,7 @@ from neuronpipe.plans.device.device import FlashCurve
 from neuronpipe.plans.package.layout import PAGE_BYTES, Layout
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import MIN_DEPTH, largest_read_bytes
-from neuronpipe.plans.plan.firing import Rates, rates, touched
+from neuronpipe.plans.plan.firing import Rates, miss_rate, rates, touched
 from neuronpipe.plans.plan.plan import Mode
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
@@ -35,21 +35,35 @@ class Demand:
     triggers_stay: float = 0.0
     values_stay: float = 0.0
     pairs_stay: float = 0.0
+    moved: bool = False  # value slots hold the scales of their rows: more of both parts stays, and a value part is read
+    # with its trigger part
 
     @classmethod
-    def of(cls, manifest: Manifest, rates: Rates, slots_bytes: int) -> Demand:
-        """With so many bytes for slots, gates first or pairs."""
+    def of(cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode = "exact") -> tuple[Demand, ...]:
+        """With so many bytes for slots, gates first or pairs; one for each way to lay slots out that there is."""
         values_per_trigger = rates.value_read / rates.trigger_read if rates.trigger_read else 1.0
         if rates.trigger_read < 1.0:
-            return cls(in_order=False, values_per_trigger=values_per_trigger)
-        triggers_bytes = manifest.clusters * manifest.trigger_slot_bytes
-        values_bytes = manifest.clusters * manifest.value_slot_bytes
+            return (cls(in_order=False, values_per_trigger=values_per_trigger),)
+        per_trigger = touched(values_per_trigger, manifest.layout.cluster_neurons)
+        ways = (False, True) if manifest.slots(moved=True).moved_bytes else (False,)
+        return tuple(cls._gates_first(manifest, rates, slots_bytes, mode, per_trigger, moved) for moved in ways)
+
+    @classmethod
+    def _gates_first(
+        cls, manifest: Manifest, rates: Rates, slots_bytes: int, mode: Mode, values_per_trigger: float, moved: bool
+    ) -> Demand:
+        places = manifest.slots(moved=moved)
+        triggers_bytes = manifest.clusters * places.trigger_bytes
+        values_bytes = manifest.clusters * places.value_bytes
+        share = min(1.0, max(0, slots_bytes - triggers_bytes) / values_bytes)
         return cls(
             in_order=True,
-            values_per_trigger=touched(values_per_trigger, manifest.layout.cluster_neurons),
+            values_per_trigger=values_per_trigger,
             triggers_stay=min(1.0, slots_bytes / triggers_bytes),
-            values_stay=rates.activations_within(max(0, slots_bytes - triggers_bytes) / values_bytes),
+            # What the hottest make if they stay, or what the cache finds: a plan takes the better of both.
+            values_stay=max(rates.activations_within(share), 1 - miss_rate(manifest, mode, share)),
             pairs_stay=min(1.0, slots_bytes / (triggers_bytes + values_bytes)),
+            moved=moved,
         )
 
 
@@ -70,7 +84,11 @@ class Cost:
         """By the curve, with so many reads at once."""
         both, trigger, value = (
             _read_us(curve, size, depth)
-            for size in (layout.cluster_stride_bytes, layout.trigger_part_bytes, layout.value_part_bytes)
+            for size in (
+                layout.cluster_stride_bytes,
+                layout.trigger_part_bytes,
+                layout.value_read_bytes(moved=demand.moved),
+            )
         )
         in_plane = trigger
         if demand.in_order:  # of long reads each cluster takes its share, and gates bring what lies between them
@@ -104,6 +122,7 @@ class Reading:
 
     depth: int
     bundle: bool
+    moved_scales: bool  # value slots hold the scales of their rows
     merge_gap_bytes: int
     most_read_bytes: int
     prefetch_depth: int
@@ -123,17 +142,19 @@ def reading(
     layout: Layout,
     curve: FlashCurve | None,
     *,
-    demand: Demand,
+    demands: tuple[Demand, ...],
     bundle: bool | None,
     depth: int | None,
     prefetch: bool,
     staging_most_bytes: int,
 ) -> Reading:
-    """bundle: whether both parts are read together; None: where the curve says that it pays.
+    """demands: as `Demand.of` makes them; with slots laid out as the one that takes flash the least time.
+    bundle: whether both parts are read together; None: where the curve says that it pays.
     depth: reads at once at most; None: as many as the curve says that it takes.
     staging_most_bytes: at least MIN_DEPTH times the longest read of one cluster."""
     reasons = []
     knee = _knee_depth(curve, layout.value_part_bytes) if curve else UNMEASURED_DEPTH
+    demand = demands[-1] if curve is None else _laid_out(layout, curve, demands, knee, bundle)
     if curve:
         cost = Cost.of(layout, curve, demand, knee)
         bundle = cost.whole if bundle is None else bundle
@@ -141,7 +162,9 @@ def reading(
             reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
-    least = largest_read_bytes(layout, bundle=bundle)
+    if bundle:
+        demand = demands[0]
+    least = largest_read_bytes(layout, bundle=bundle or demand.moved)
     long = curve is not None and bundle and demand.in_order
     if curve and long:  # neighbours come together: fewer and longer reads
         knee = _knee_depth(curve, _longest(curve))
@@ -162,6 +185,7 @@ def reading(
     return Reading(
         depth=depth,
         bundle=bundle,
+        moved_scales=demand.moved,
         merge_gap_bytes=gap,
         most_read_bytes=most,
         prefetch_depth=max(1, int(PREFETCH_SHARE * depth)) if prefetch else 0,
@@ -170,6 +194,15 @@ def reading(
         set_aside_bytes=min(staging_most_bytes, depth * max(least, wanted) + WARM_UP_READS * MAX_READ_BYTES),
         reasons=tuple(reasons),
     )
+
+
+def _laid_out(
+    layout: Layout, curve: FlashCurve, demands: tuple[Demand, ...], depth: int, bundle: bool | None
+) -> Demand:
+    """The one whose reads take the least time, the first of equals. Read whole, a cluster is as large in any."""
+    if bundle:
+        return demands[0]
+    return min(demands, key=lambda demand: Cost.of(layout, curve, demand, depth).apart_us)
 
 
 def _reason(cost: Cost, demand: Demand) -> str:
@@ -243,7 +276,8 @@ def units(manifest: Manifest, curve: FlashCurve) -> list[dict[str, Any]]:
     for mode in modes:
         wanted = rates(manifest, mode)
         for share in RESIDENT_SHARES if wanted.trigger_read == 1.0 else (0.0,):
-            demand = Demand.of(manifest, wanted, int(share * slots_bytes))
+            demands = Demand.of(manifest, wanted, int(share * slots_bytes), mode)
+            demand = _laid_out(manifest.layout, curve, demands, depth, None)
             cost = Cost.of(manifest.layout, curve, demand, depth)
             whole = "feed-forward" if demand.in_order else "cluster"
             rows.append(

@@ -8,12 +8,15 @@ mode a neuron is wanted whole or not at all: both parts get as many slots.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from neuronpipe.plans.package.layout import PAGE_BYTES, SlotPlaces
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.allocation import Slots, allocate
 from neuronpipe.plans.plan.firing import Rates, touched
 from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.plans.plan.sizes import slots_layout
 
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
 MIN_STOCK = 64
@@ -32,6 +35,7 @@ class Regions:
 
     triggers: int
     values: int
+    places: SlotPlaces  # what a slot of either part holds
     pins: tuple[Pins, ...]  # what stays, by how many texts a step computes
     moving: int  # slots of either part that are for what is open or on its way
     window_blocks: int  # the block window: blocks of a feed-forward, or all of a layer's, that are open at once
@@ -40,6 +44,21 @@ class Regions:
     reasons: tuple[str, ...]
     lent_triggers: int = 0  # more of them, in memory that is lent
     lent_values: int = 0
+
+    def memory(self, manifest: Manifest) -> dict[str, Any]:
+        """What a plan's memory says of them, by its fields."""
+        moved = self.places.moved_bytes > 0
+        return {
+            "trigger_slots": self.triggers,
+            "value_slots": self.values,
+            "slots_bytes": slots_layout(manifest, self.triggers, self.values, moved=moved).total_bytes,
+            "lent_trigger_slots": self.lent_triggers,
+            "lent_value_slots": self.lent_values,
+            "moving_slots": self.moving,
+            "pins": self.pins,
+            "moved_scales_from": self.places.moved_from,
+            "moved_scales_bytes": self.places.moved_bytes,
+        }
 
 
 def fill(
@@ -51,18 +70,24 @@ def fill(
     texts: int,
     budget: int,
     whole: bool,
+    moved: bool = False,
     cache: bool,
     cache_tokens: int,
     lendable_bytes: int = 0,
 ) -> Regions | None:
     """Share `budget` bytes out between trigger and value slots; None when it is too small for one block per worker.
 
-    texts: most that a step computes. whole: both parts of a cluster are read together. cache: False keeps only what a
-    step needs. cache_tokens: keep no more than so many tokens use (0: whatever fits). lendable_bytes: what may be lent
-    to slots besides.
+    texts: most that a step computes. whole: both parts of a cluster are read together. moved: value slots hold the
+    scales of their rows. cache: False keeps only what a step needs. cache_tokens: keep no more than so many tokens use
+    (0: whatever fits). lendable_bytes: what may be lent to slots besides.
     """
-    filling = _Filling(manifest, rates, mode, workers, texts, whole, lendable_bytes)
-    return filling.fill(budget, cache=cache, cache_tokens=cache_tokens)
+    for places in (manifest.slots(moved=True), manifest.slots()) if moved else (manifest.slots(),):
+        filling = _Filling(manifest, rates, mode, workers, texts, whole, places, lendable_bytes)
+        # Value slots begin with a page; larger than one, the last of them may end in another than the budget does.
+        left = budget - PAGE_BYTES if places.moved_bytes else budget
+        if (made := filling.fill(left, cache=cache, cache_tokens=cache_tokens)) is not None:
+            return made
+    return None
 
 
 class _Filling:
@@ -74,9 +99,11 @@ class _Filling:
         workers: int,
         texts: int,
         whole: bool,
+        places: SlotPlaces,
         lendable_bytes: int,
     ) -> None:
         self._manifest, self._layout, self._rates, self._mode = manifest, manifest.layout, rates, mode
+        self._places = places
         self._workers, self._texts, self._lendable_bytes = workers, texts, lendable_bytes
         self._ffns, self._experts, self._mixture = (
             manifest.model.ffns,
@@ -86,8 +113,8 @@ class _Filling:
         # A neuron is wanted whole or not at all: it was predicted, or every neuron fires; or both parts come anyway.
         self._whole = whole or mode == "predicted" or rates.value_read >= rates.trigger_read
         self._all = manifest.clusters
-        self._trigger_bytes, self._value_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
-        self._both_bytes = self._trigger_bytes + self._value_bytes
+        self._trigger_bytes, self._value_bytes = places.trigger_bytes, places.value_bytes
+        self._both_bytes = places.both_bytes
 
     def fill(self, budget: int, *, cache: bool, cache_tokens: int) -> Regions | None:
         if cache and not cache_tokens and budget >= self._all * self._both_bytes:
@@ -141,6 +168,7 @@ class _Filling:
         return Regions(
             triggers=triggers,
             values=values,
+            places=self._places,
             pins=pins,
             moving=moving,
             window_blocks=window_blocks,
@@ -170,6 +198,7 @@ class _Filling:
         return Regions(
             triggers=self._all,
             values=self._all,
+            places=self._places,
             pins=(Pins(texts=1, triggers=str(self._layout.clusters), values=str(self._layout.clusters)),),
             moving=0,
             window_blocks=self._experts * self._layout.blocks,

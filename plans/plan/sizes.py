@@ -104,7 +104,7 @@ def run_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     take no memory."""
     others, memory = fixed_layouts(manifest, RunShape.of(plan.compute)), plan.memory
     triggers, values = memory.trigger_slots + memory.lent_trigger_slots, memory.value_slots + memory.lent_value_slots
-    return others | {"slots": slots_layout(manifest, triggers, values)}
+    return others | {"slots": slots_layout(manifest, triggers, values, moved=memory.are_scales_moved)}
 
 
 def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
@@ -112,13 +112,14 @@ def private_layouts(manifest: Manifest, plan: Plan) -> dict[str, Layout]:
     return own_layouts(manifest, RunShape.of(plan.compute), plan.compute.prefill_chunk_tokens)
 
 
-def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int) -> Layout:
-    """The segment of the neurons, with so many slots of either part."""
+def slots_layout(manifest: Manifest, trigger_slots: int, value_slots: int, *, moved: bool = False) -> Layout:
+    """The segment of the neurons, with so many slots of either part. moved: as in `Layout.slots`."""
+    places = manifest.slots(moved=moved)
     return layouts.slots(
         trigger_slots=trigger_slots,
-        trigger_slot_bytes=manifest.trigger_slot_bytes,
+        trigger_slot_bytes=places.trigger_bytes,
         value_slots=value_slots,
-        value_slot_bytes=manifest.value_slot_bytes,
+        value_slot_bytes=places.value_bytes,
     )
 
 

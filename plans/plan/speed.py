@@ -282,7 +282,8 @@ class _Run:
                 reads, read_bytes = reads + alone, read_bytes + alone * layout.value_part_bytes
             return [Reads(first, reads, read_bytes, hidden_ms)]
         trigger_reads, trigger_bytes = self._reads(triggers.missed, layout.trigger_part_bytes)
-        value_reads, value_bytes = self._reads(values.missed, layout.value_part_bytes)
+        moved = self.memory.are_scales_moved
+        value_reads, value_bytes = self._reads(values.missed, layout.value_read_bytes(moved=moved))
         if not all_triggers:
             return [Reads(first, trigger_reads + value_reads, trigger_bytes + value_bytes, hidden_ms)]
         return [

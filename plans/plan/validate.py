@@ -146,7 +146,8 @@ class _Check:
             self._fail("flash.engine", f"{quoted(flash.engine)} is not one of {', '.join(ENGINES)}")
         self._within("flash.depth", flash.depth, 1, MAX_DEPTH)
         self._within("flash.prefetch_depth", flash.prefetch_depth, 0, flash.depth)
-        least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle)
+        moved = self._plan.memory.are_scales_moved  # then a read for a value part is of both
+        least = largest_read_bytes(self._manifest.layout, bundle=flash.bundle or moved)
         self._within("flash.most_read_bytes", flash.most_read_bytes, least, MAX_READ_BYTES)
         if flash.most_read_bytes % PAGE_BYTES:
             self._fail("flash.most_read_bytes", f"{flash.most_read_bytes} is not a number of whole pages")
@@ -188,8 +189,9 @@ class _Check:
             ("value", memory.value_slots, memory.lent_value_slots),
         ):
             self._within(f"memory.lent_{part}_slots", lent, 0, manifest.clusters - slots)
-        lent_bytes = memory.lent_trigger_slots * manifest.trigger_slot_bytes
-        lent_bytes += memory.lent_value_slots * manifest.value_slot_bytes
+        places = manifest.slots(moved=memory.are_scales_moved)
+        lent_bytes = memory.lent_trigger_slots * places.trigger_bytes
+        lent_bytes += memory.lent_value_slots * places.value_bytes
         lendable_bytes = memory.kv_bytes + memory.prefill_stage_bytes
         if lent_bytes > lendable_bytes:
             self._fail(
@@ -226,8 +228,11 @@ class _Check:
             staging_bytes=flash.staging_bytes,
         )
         slots, clusters = (memory.trigger_slots, memory.value_slots), self._manifest.clusters
+        places = self._manifest.slots(moved=memory.are_scales_moved)
         expected = dataclasses.asdict(others) | {
-            "slots_bytes": slots_layout(self._manifest, *slots).total_bytes,
+            "moved_scales_from": places.moved_from,
+            "moved_scales_bytes": places.moved_bytes,
+            "slots_bytes": slots_layout(self._manifest, *slots, moved=memory.are_scales_moved).total_bytes,
             "ffn_bytes": slots_layout(self._manifest, clusters, clusters).total_bytes,
             "least_bytes": Budgets(self._manifest).least_limit_bytes(shape),
             "accelerator_bytes": accelerator_bytes(self._manifest, shape),

@@ -106,7 +106,8 @@ class PlannedCosts:
         computed = model.layers * model.experts_per_token * model.neurons
         triggers, values = computed * read.trigger_read, computed * read.down_read
         values += computed * read.value_read if model.gated else 0.0
-        self.parts = Parts(layout.trigger_part_bytes, layout.value_part_bytes)
+        moved = plan.memory.are_scales_moved
+        self.parts = Parts(layout.trigger_part_bytes, layout.value_read_bytes(moved=moved))
         self.rows, self.value_rows = triggers / max(1.0, looked), values / self._matrices / max(1.0, fire)
         self.whole = plan.flash.bundle
         self._clusters = layout.clusters * model.experts_per_token

@@ -19,7 +19,8 @@ def fixed(*, file_bytes: int, predictor_bytes: int) -> Layout:
 
 
 def slots(*, trigger_slots: int, trigger_slot_bytes: int, value_slots: int, value_slot_bytes: int) -> Layout:
-    """Neuron slots: what is resident of bundles.bin, of each part the bytes that are used, in whole cache lines."""
+    """Neuron slots: what is resident of bundles.bin, of each part the bytes that are used, in whole cache lines. Scales
+    that the plan moves lie in value slots."""
     fields = Fields(
         "slots",
         2,

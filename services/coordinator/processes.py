@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
-from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, minor_of
+from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, MOVED_MINOR, minor_of
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
@@ -163,6 +163,11 @@ class WorkerProcesses:
             return None
         self._leaving_seen = leaving
         return frozenset(name for name, line in self._lines.items() if self._leaving[line])
+
+
+def is_too_old_for_moved_scales(role: str, protocol: str) -> bool:
+    """Whether a process fills or reads slots, and speaks a version in which scales always lie with triggers."""
+    return role in ("loader", "decode", "prefill") and minor_of(protocol) < MOVED_MINOR
 
 
 class Workers:

@@ -55,7 +55,11 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
-from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
+from neuronpipe.services.coordinator.processes import (
+    WorkerProcess,
+    WorkerProcesses,
+    is_too_old_for_moved_scales,
+)
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
@@ -206,6 +210,10 @@ class CoordinatorService:
             return
         if process.role in BACKEND_ROLES and not hello.numerics:
             self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
+            return
+        if self._job.plan.memory.are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
+            why = f"{process.peer}: speaks {hello.protocol!r}, and looks for scales where this run has none"
+            self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))

@@ -38,7 +38,7 @@ typedef struct {
 typedef struct {
     uint32_t *words;
     uint8_t *slots;
-    size_t slot_bytes, slot_count, part_bytes, part_offset;
+    size_t slot_bytes, slot_count, part_bytes, part_offset, moved_from, moved_bytes; /* moved: see SPEC.md, "Moved scales" */
     uint32_t *free_slots;
     size_t free_count, granted;
     queue demands, guesses, warm, pinned;
@@ -101,6 +101,20 @@ static uint32_t crc32c(const uint8_t *bytes, size_t count)
     return ~sum;
 }
 
+/* Put a part that was read, and what goes with it, into a slot. Returns 0 when its bytes are not the package's. */
+static int fill(int number, uint32_t cluster, uint32_t slot)
+{
+    const part *p = &parts[number];
+    const uint8_t *own = staging + (p->moved_bytes ? p->part_offset : 0);
+    uint8_t *to = p->slots + slot * p->slot_bytes, *end = to + p->slot_bytes - p->moved_bytes;
+    for (int n = p->moved_bytes ? 0 : number; n <= number; n++)
+        if (crc32c(n == number ? own : staging, parts[n].part_bytes) != sums[2 * cluster + (uint32_t)n])
+            return 0;
+    memcpy(to, own, (size_t)(end - to));
+    memcpy(end, staging + p->moved_from, p->moved_bytes);
+    return 1;
+}
+
 /* Bring one part of a cluster into a slot. Returns 0 when there is no slot for it. */
 static int load(int number, uint32_t cluster, uint32_t flags)
 {
@@ -115,16 +129,16 @@ static int load(int number, uint32_t cluster, uint32_t flags)
         return 0;
     const uint32_t slot = p->free_slots[--p->free_count];
     __atomic_store_n(word, LOADING | slot, __ATOMIC_RELEASE);
-    const off_t place = (off_t)(cluster * stride_bytes + p->part_offset);
+    const size_t before = p->moved_bytes ? 0 : p->part_offset, bytes = p->part_offset + p->part_bytes - before;
+    const off_t place = (off_t)(cluster * stride_bytes + before);
     for (int io_errors = 0, wrong_sums = 0;;) {
-        if (pread(bundles, staging, p->part_bytes, place) != (ssize_t)p->part_bytes) {
+        if (pread(bundles, staging, bytes, place) != (ssize_t)bytes) {
             __atomic_add_fetch(&board[BOARD_IO_ERRORS], 1, __ATOMIC_RELAXED);
             io_errors++;
         } else {
             __atomic_add_fetch(&board[BOARD_READS], 1, __ATOMIC_RELAXED);
-            __atomic_add_fetch(&board[BOARD_BYTES], p->part_bytes, __ATOMIC_RELAXED);
-            if (crc32c(staging, p->part_bytes) == sums[2 * cluster + (uint32_t)number]) {
-                memcpy(p->slots + slot * p->slot_bytes, staging, p->slot_bytes);
+            __atomic_add_fetch(&board[BOARD_BYTES], bytes, __ATOMIC_RELAXED);
+            if (fill(number, cluster, slot)) {
                 __atomic_store_n(word, PRESENT | slot | flags, __ATOMIC_RELEASE);
                 return 1;
             }
@@ -174,19 +188,14 @@ static int read_some(void)
 {
     int done = 0;
     for (int number = 0; number < 2; number++)
-        for (queue *q = &parts[number].demands; q->count && done < BATCH; done++) {
-            if (!load(number, q->clusters[q->from], 0))
-                break; /* they wait for a grant */
-            queue_take(q);
-        }
+        for (queue *q = &parts[number].demands; q->count && done < BATCH && load(number, q->clusters[q->from], 0); done++)
+            queue_take(q); /* the others wait for a grant */
     for (int number = 0; number < 2 && !done; number++) {
         part *p = &parts[number];
         const size_t spare = p->slot_count < word_count ? SPARE_SLOTS : 0;
         queue *q = p->guesses.count ? &p->guesses : p->pinned.count ? &p->pinned : &p->warm;
-        if (q->count && p->free_count > spare) {
-            const uint32_t cluster = queue_take(q);
-            done += load(number, cluster, q == &p->pinned ? PINNED : 0);
-        }
+        if (q->count && p->free_count > spare)
+            done += load(number, queue_take(q), q == &p->pinned ? PINNED : 0);
     }
     if (done) {
         __atomic_add_fetch(arrivals, 1, __ATOMIC_ACQ_REL);
@@ -200,9 +209,7 @@ static void tell_slot_counts(int idle)
 {
     static uint64_t told[7], told_at;
     static int told_fd = -1;
-    const uint64_t figures[7] = {generation,
-                                 parts[0].free_count, parts[1].free_count,
-                                 parts[0].demands.count, parts[1].demands.count,
+    const uint64_t figures[7] = {generation,       parts[0].free_count, parts[1].free_count, parts[0].demands.count, parts[1].demands.count,
                                  parts[0].granted, parts[1].granted};
     if (!cache.open)
         return;
@@ -235,9 +242,9 @@ static void reset(uint64_t to)
     generation = to;
     for (int number = 0; number < 2; number++) {
         parts[number].free_count = parts[number].granted = 0;
-        queue_empty(&parts[number].guesses);
-        queue_empty(&parts[number].warm);
-        queue_empty(&parts[number].pinned);
+        queue *const forgotten[] = {&parts[number].guesses, &parts[number].warm, &parts[number].pinned};
+        for (int n = 0; n < 3; n++)
+            queue_empty(forgotten[n]);
     }
     answer("ResetDone");
     life_become_available(&alive);
@@ -334,7 +341,7 @@ static void load_fixed(const char *run_file, const char *package, const char *ma
     wake(loaded);
 }
 
-static void open_part(int number, const segment *slots, const segment *residency, const char *manifest)
+static void open_part(int number, const segment *slots, const segment *residency, const char *manifest, const char *plan)
 {
     part *p = &parts[number];
     size_t shape[2];
@@ -345,13 +352,15 @@ static void open_part(int number, const segment *slots, const segment *residency
     word_count = shape[0];
     p->part_bytes = json_number(manifest, number ? "layout/value_part_bytes" : "layout/trigger_part_bytes");
     p->part_offset = number ? parts[0].part_bytes : 0;
+    p->moved_from = number ? json_number(plan, "memory/moved_scales_from") : 0;
+    p->moved_bytes = number ? json_number(plan, "memory/moved_scales_bytes") : 0;
     p->free_slots = calloc(p->slot_count + 1, sizeof *p->free_slots);
-    if (!p->free_slots || p->part_bytes < p->slot_bytes)
+    if (!p->free_slots || p->slot_bytes < p->moved_bytes || p->part_bytes < p->slot_bytes - p->moved_bytes ||
+        p->moved_from > parts[0].part_bytes || p->moved_bytes > parts[0].part_bytes - p->moved_from)
         place_fail("loader", "the slots do not suit the package");
-    queue_create(&p->demands);
-    queue_create(&p->guesses);
-    queue_create(&p->warm);
-    queue_create(&p->pinned);
+    queue *const queues[] = {&p->demands, &p->guesses, &p->warm, &p->pinned};
+    for (int n = 0; n < 4; n++)
+        queue_create(queues[n]);
     for (size_t n = 0; n < word_count; n++) /* what a loader before us had begun */
         if ((__atomic_load_n(&p->words[n], __ATOMIC_ACQUIRE) & STATE) == LOADING)
             __atomic_store_n(&p->words[n], ABSENT, __ATOMIC_RELEASE);
@@ -362,6 +371,7 @@ static void open_all(const char *run, const char *package)
     char path[4096];
     size_t shape[2], bytes;
     const char *run_file = place_read(run, "run.json", NULL), *manifest = place_read(package, "manifest.json", NULL);
+    const char *plan = place_read(run, "plan.json", NULL);
     const segment residency = segment_open(run_file, "residency", 1), slots = segment_open(run_file, "slots", 1);
     const segment exchange = segment_open(run_file, "exchange", 0), boards = segment_open(run_file, "board", 1);
     for (uint32_t n = 0; n < 256; n++) {
@@ -379,8 +389,8 @@ static void open_all(const char *run, const char *package)
     requests = segment_field(&residency, "requests", shape);
     participants = shape[0];
     entries = shape[1];
-    open_part(0, &slots, &residency, manifest);
-    open_part(1, &slots, &residency, manifest);
+    open_part(0, &slots, &residency, manifest, plan);
+    open_part(1, &slots, &residency, manifest, plan);
     stride_bytes = parts[0].part_bytes + parts[1].part_bytes;
     sums = (uint32_t *)place_read(package, "checksums.bin", &bytes);
     verify(manifest, "checksums.bin", sums, bytes);

@@ -29,7 +29,8 @@ class Resizing:
 
     def __init__(self, manifest: Manifest, compute: Compute, memory: Memory) -> None:
         self._memory, self._lendable = memory, Lendable.of(manifest, compute, memory)
-        self._slot_bytes = manifest.trigger_slot_bytes, manifest.value_slot_bytes
+        places = manifest.slots(moved=memory.are_scales_moved)
+        self._slot_bytes = places.trigger_bytes, places.value_bytes
         self._reserved_bytes = self._withheld_bytes = 0
         # As many as may be open again, free or on their way.
         self.least = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))

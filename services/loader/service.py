@@ -68,12 +68,13 @@ class Core:
         checksums = ffi.from_buffer("uint32_t[]", job.package.checksums())  # of each cluster that of either part
         self._keep: list[Any] = [checksums]
         layout, memory_plan = manifest.layout, job.plan.memory
+        places = manifest.slots(moved=memory_plan.are_scales_moved)
         described = (
             (
                 "trigger",
                 0,
                 layout.trigger_part_bytes,
-                manifest.trigger_slot_bytes,
+                places.trigger_bytes,
                 memory_plan.trigger_slots,
                 memory_plan.lent_trigger_slots,
                 flash.reserved_triggers,
@@ -82,7 +83,7 @@ class Core:
                 "value",
                 layout.trigger_part_bytes,
                 layout.value_part_bytes,
-                manifest.value_slot_bytes,
+                places.value_bytes,
                 memory_plan.value_slots,
                 memory_plan.lent_value_slots,
                 flash.reserved_values,
@@ -97,6 +98,8 @@ class Core:
                     "part_offset": part_offset,
                     "part_bytes": part_bytes,
                     "slot_bytes": slot_bytes,
+                    "moved_from": places.moved_from if part == VALUE else 0,
+                    "moved_bytes": places.moved_bytes if part == VALUE else 0,
                     "slot_count": own_slots + lent_slots,
                     "demand_slots": reserve // 4 if own_slots < manifest.clusters else 0,
                     "slots": ffi.cast("uint8_t *", ffi.from_buffer(memory.view("slots", f"{name}_slots"))),

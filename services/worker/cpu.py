@@ -153,6 +153,7 @@ class CpuBackend:
             prefetch=compute.prefetch,
             pipeline=compute.pipeline,
             hints=hints,
+            moved_scales=plan.memory.are_scales_moved,
         )
 
     def _compute_together(self, work: StepWork) -> None:

@@ -106,14 +106,15 @@ class EngineConfig:
     prefetch: bool
     pipeline: bool
     hints: bool = False
+    moved_scales: bool = False  # value slots hold the scales of their rows
     outside: bool = False  # another computes the products of layers,
     product_blocks: int = 0  # each of so many blocks
     held: bool = False  # another, who holds their weights, computes this participant's blocks
 
 
-def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> Any:
-    """The package's shape and layout as the native library wants them."""
-    s, layout = manifest.model, manifest.layout
+def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, moved_scales: bool = False) -> Any:
+    """The package's shape and layout as the native library wants them. moved_scales: as the plan's memory says."""
+    s, layout, slots = manifest.model, manifest.layout, manifest.slots(moved=moved_scales)
     predictor = manifest.predictor if predicts else None
     places = {
         matrix.name: {
@@ -122,7 +123,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "scales_part": PARTS[matrix.scales_part],
             "scales": matrix.scales,
         }
-        for matrix in layout.matrices
+        for matrix in slots.matrices
     }
     return ffi.new(
         "np_shape *",
@@ -153,7 +154,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool) -> 
             "clusters": layout.clusters,
             "block_neurons": layout.block_neurons,
             "blocks": layout.blocks,
-            "slot_bytes": (manifest.trigger_slot_bytes, manifest.value_slot_bytes),
+            "slot_bytes": (slots.trigger_bytes, slots.value_bytes),
             **places,
             "predictor_rank": predictor.rank if predictor else 0,
             "predictor_type": TYPES[predictor.quantization] if predictor else 0,
@@ -187,7 +188,9 @@ class Participant:
             raise ValueError(
                 f"activity: {len(view.activity)} bytes, but the model has {neurons} neurons, padding included"
             )
-        shape = native_shape(manifest, config.context_tokens, predicts=config.predicts)
+        shape = native_shape(
+            manifest, config.context_tokens, predicts=config.predicts, moved_scales=config.moved_scales
+        )
         fixed = self._native_fixed(view.fixed)
         shared = self._native_shared(view)
         native_config = ffi.new(
@@ -195,7 +198,7 @@ class Participant:
             {
                 field.name: getattr(config, field.name)
                 for field in dataclasses.fields(EngineConfig)
-                if field.name not in ("context_tokens", "predicts", "thresholded")
+                if field.name not in ("context_tokens", "predicts", "thresholded", "moved_scales")
             },
         )
         self._engine = create_engine(shape, fixed, shared, native_config)

@@ -13,6 +13,7 @@ import pytest
 from neuronpipe.plans.package.reader import Package
 
 from tests.conformance.checkpoints import RECIPES, tokens
+from tests.moved_scales import move_scales
 from tests.pipeline import Shell, eventually
 
 Converted = Callable[..., Package]
@@ -36,6 +37,18 @@ def test_the_demo_says_the_same_with_half_of_its_neurons_resident(shell: Shell, 
     ours = shell.json(*words)
     theirs = shell.json(*words, "--use", f"loader=argv:{loader}")
     assert theirs["token_ids"] == ours["token_ids"]
+    assert theirs["flash"]["bytes"] > 0
+
+
+def test_it_puts_scales_where_the_plan_moves_them(shell: Shell, converted: Converted, loader: Path) -> None:
+    package, prompt, plan = converted("awkward", "q4"), tokens(RECIPES["awkward"], 9), shell.folder / "plan.json"
+    assert shell.call("plan", package.path, "--ffn-resident", "60%", "--without", "bundle", "-o", plan).code == 0
+    move_scales(plan, package.manifest)
+    with shell.up(package.path, "--plan", plan) as run:
+        ours = run.ask(prompt, 12)["token_ids"]
+        shell.json("swap", "loader", "--use", f"argv:{loader}", "--run", run.path)
+        theirs = run.ask(prompt, 12, share_prefix=False)
+    assert theirs["token_ids"] == ours
     assert theirs["flash"]["bytes"] > 0
 
 

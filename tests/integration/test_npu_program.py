@@ -21,6 +21,7 @@ from neuronpipe.protocol.run_directory import RunDirectory
 from tests.bench.npu_pipeline import prefill_figures
 from tests.conformance.specs import SPECS, write_package
 from tests.faults.kills import kill_in_a_step
+from tests.moved_scales import move_scales
 from tests.npu_device import DEVICE
 from tests.pipeline import SLOWER, Run, Shell, compiled_engine
 
@@ -92,8 +93,12 @@ def computed(shell: Shell, package: Path, plan: Path, prompt: Any, *options: str
         return keys_and_values(run), said, numerics
 
 
-def agree(shell: Shell, program: Path, package: Path, prompt: Any, provider: str = "cpu") -> None:
+def agree(
+    shell: Shell, program: Path, package: Path, prompt: Any, provider: str = "cpu", *, moved: bool = False
+) -> None:
     plan = planned(shell, package, "--backend", f"prefill=onnx:{provider}")
+    if moved:
+        move_scales(plan, Package.open(package).manifest)
     ours = computed(shell, package, plan, prompt)
     theirs = computed(shell, package, plan, prompt, "--use", words(program, shell.folder / "graphs", provider))
     assert theirs[1:] == ours[1:]
@@ -112,6 +117,12 @@ def test_every_shape_of_a_model_comes_out_alike(shell: Shell, program: Path, tmp
     """A step of 150 tokens is computed by a graph of 128 and one of 64."""
     package = write_package(tmp_path / "package", MODELS[name], "q4")
     agree(shell, program, package.path, np.random.default_rng(4).integers(1, 50, 150).tolist())
+
+
+def test_it_finds_scales_that_the_plan_moves(shell: Shell, program: Path, tmp_path: Path) -> None:
+    package = write_package(tmp_path / "package", MODELS["a mixture"], "q4")
+    prompt = np.random.default_rng(4).integers(1, 50, 150).tolist()
+    agree(shell, program, package.path, prompt, moved=True)
 
 
 def test_the_emulated_processor_gives_it_the_same_bits(shell: Shell, program: Path, tmp_path: Path) -> None:

@@ -320,6 +320,73 @@ static void test_a_pair_whose_one_part_finds_no_slot_does_not_keep_the_other_wai
     stop(loader);
 }
 
+/* A loader whose value slots end with `moved` bytes of the trigger part, from byte 2304 on. */
+static np_loader *start_moving(const char *engine, uint32_t moved, uint32_t most_read_bytes)
+{
+    int error = 0;
+    memset(words, 0, sizeof words);
+    reader = np_reader_open(path, engine, DEPTH, &error);
+    REQUIRE(reader != NULL);
+    np_loader_part parts[2];
+    describe(parts);
+    parts[1].moved_from = 2304;
+    parts[1].moved_bytes = moved;
+    const np_loader_reading reading = {.most_read_bytes = most_read_bytes, .prefetch_depth = DEPTH};
+    return np_loader_create(reader, parts, &reading, &arrivals, QUEUE);
+}
+
+static void test_what_is_moved_comes_with_the_value_part(const char *engine)
+{
+    enum { MOVED = 512, OWN = VALUE_BYTES - MOVED }; /* slots are as large as ever: they leave out the end of the part */
+    np_loader *loader = start_moving(engine, MOVED, STRIDE);
+    REQUIRE(loader != NULL);
+    grant(loader, 0, 0, SLOTS);
+    grant(loader, 1, 0, SLOTS);
+    const uint32_t alone[] = {7, 8, 9, 10, 40}, both[] = {11, 50};
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, alone, 5, 0, 0), 5);
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_TRIGGER | NP_REQUEST_VALUE, both, 2, 0, 0), 2);
+    REQUIRE_EQUAL(run_dry(loader), 9);
+    for (int i = 0; i < 7; i++) {
+        const uint32_t id = i < 5 ? alone[i] : both[i - 5];
+        const uint8_t *slot = slots[1] + (size_t)(words[1][id] & NP_ENTRY_SLOT_MASK) * slot_bytes[1];
+        REQUIRE_EQUAL(words[1][id] & NP_ENTRY_STATE_MASK, NP_ENTRY_PRESENT);
+        REQUIRE(memcmp(slot, part_of_file(1, id), OWN) == 0);
+        REQUIRE(memcmp(slot + OWN, part_of_file(0, id) + 2304, MOVED) == 0);
+        if (i < 5)
+            REQUIRE_EQUAL(words[0][id], NP_ENTRY_ABSENT); /* it was read, and nobody asked for it */
+        else
+            require_present(0, id);
+    }
+    REQUIRE(state_of(loader).bytes == 7 * STRIDE && state_of(loader).gap_bytes == 0);
+    stop(loader);
+}
+
+static void test_what_is_moved_is_checked(const char *engine)
+{
+    np_loader *loader = start_moving(engine, 512, STRIDE);
+    REQUIRE(loader != NULL);
+    grant(loader, 1, 0, 2);
+    const uint32_t ids[] = {50, 51};
+    checksums[0][51] ^= 1; /* of the part that its scales come from */
+    REQUIRE_EQUAL(np_loader_request(loader, NP_REQUEST_VALUE, ids, 2, 0, 0), 2);
+    REQUIRE_EQUAL(run_dry(loader), 2);
+    checksums[0][51] ^= 1;
+    REQUIRE_EQUAL(words[1][50] & NP_ENTRY_STATE_MASK, NP_ENTRY_PRESENT);
+    REQUIRE_EQUAL(words[1][51], NP_ENTRY_FAILED);
+    REQUIRE_EQUAL(state_of(loader).checksum_failures, 2);
+    stop(loader);
+}
+
+static void test_what_is_moved_lies_in_the_trigger_part_and_fits_a_read(void)
+{
+    const uint32_t wrong[][2] = {{VALUE_BYTES, STRIDE}, {TRIGGER_BYTES - 2304 + 1, STRIDE}, {512, VALUE_BYTES}};
+    for (int i = 0; i < 3; i++) {
+        REQUIRE(!start_moving("threads", wrong[i][0], wrong[i][1]));
+        np_reader_close(reader);
+    }
+    stop(start_moving("threads", TRIGGER_BYTES - 2304, STRIDE));
+}
+
 static void test_neighbours_are_read_together_over_gaps_that_are_cheaper_than_a_read(const char *engine)
 {
     const np_loader_reading merging = {.most_read_bytes = 4 * STRIDE, .merge_gap_bytes = STRIDE, .prefetch_depth = DEPTH};
@@ -405,6 +472,8 @@ int main(void)
         test_trouble_that_passes_costs_another_read(engines[i]);
         test_reset_leaves_no_word_loading(engines[i]);
         test_both_parts_of_a_cluster_are_one_read(engines[i]);
+        test_what_is_moved_comes_with_the_value_part(engines[i]);
+        test_what_is_moved_is_checked(engines[i]);
         test_neighbours_are_read_together_over_gaps_that_are_cheaper_than_a_read(engines[i]);
         test_neighbours_of_a_cluster_that_cannot_be_read_are_read_without_it(engines[i]);
     }
@@ -416,6 +485,7 @@ int main(void)
     test_guesses_leave_room_in_the_flash_and_slots_for_demands();
     test_waits_for_slots_and_takes_demands_first();
     test_full_queue_and_bad_arguments();
+    test_what_is_moved_lies_in_the_trigger_part_and_fits_a_read();
     remove_bundles();
     printf("loader: all passed\n");
     return 0;

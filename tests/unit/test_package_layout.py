@@ -80,6 +80,42 @@ def test_slots_hold_every_piece_in_whole_cache_lines(quantization: Quantization,
     assert slots["value"] <= layout.value_part_bytes
 
 
+def test_a_7b_gate_at_q4_takes_its_own_rows_alone_where_scales_are_moved() -> None:
+    layout = compute_layout("q4", 4096, 14336, GATED, "source")
+    slots = layout.slots("q4", 4096, moved=True)
+    assert (slots.trigger_bytes, slots.value_bytes) == (2304, 4608)
+    assert (slots.moved_from, slots.moved_bytes) == (2304, 512)
+    assert [(m.part, m.quants, m.scales_part, m.scales) for m in slots.matrices] == [
+        ("trigger", 0, "trigger", 2048),
+        ("value", 0, "value", 4096),
+        ("value", 2048, "value", 4352),
+    ]
+    assert layout.slots("q4", 4096).matrices == layout.matrices
+    assert [layout.value_read_bytes(moved=moved) for moved in (False, True)] == [4096, 8192]
+
+
+@given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000), st.sampled_from((GATED, GATED[1:])), st.booleans())
+def test_slots_hold_every_row_once_wherever_scales_are(
+    quantization: Quantization, width: int, neurons: int, matrices: tuple[str, ...], moved: bool
+) -> None:
+    layout = compute_layout(quantization, width, neurons, matrices, "source")
+    plain, slots = layout.slots(quantization, width), layout.slots(quantization, width, moved=moved)
+    rows = layout.cluster_neurons
+    pieces = [(m.part, m.quants, rows * quant_bytes(quantization, width)) for m in slots.matrices]
+    pieces += [(m.scales_part, m.scales, rows * scale_bytes(quantization, width)) for m in slots.matrices]
+    for part, most in (("trigger", slots.trigger_bytes), ("value", slots.value_bytes)):
+        ends = 0
+        for offset, size in sorted((offset, size) for of, offset, size in pieces if of == part and size):
+            assert offset >= ends
+            ends = offset + size
+        assert ends <= most
+        assert most % 64 == 0
+    assert slots.both_bytes <= plain.both_bytes
+    assert (slots.trigger_bytes < plain.trigger_bytes) == (slots.moved_bytes > 0)
+    assert slots.moved_from + slots.moved_bytes <= layout.trigger_part_bytes
+    assert slots.value_bytes - slots.moved_bytes <= layout.value_part_bytes
+
+
 @given(QUANTIZATIONS, WIDTHS, st.integers(1, 40_000))
 def test_blocks_hold_whole_clusters_and_cover_the_layer(quantization: Quantization, width: int, neurons: int) -> None:
     layout = compute_layout(quantization, width, neurons, GATED, "source")

@@ -19,7 +19,7 @@ from neuronpipe.plans.plan.validate import validate
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.worker.participant import create_engine, native_shape
 
-from tests.unit.test_planner import device, least_bytes, manifest
+from tests.unit.test_planner import device, least_bytes, manifest, seven_billion
 
 
 def made(workers: int = 2, **wanted: Any) -> Plan:
@@ -108,6 +108,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory.pins.0.values", "60", "memory.value_slots"),
     ("memory.private_bytes", 0, "memory.private_bytes"),
     ("memory.slots_bytes", -1, "memory.slots_bytes"),
+    ("memory.moved_scales_bytes", 64, "memory.moved_scales_bytes"),
+    ("memory.moved_scales_from", 64, "memory.moved_scales_from"),
     ("memory.least_bytes", 1, "memory.least_bytes"),
     ("memory.limit_bytes", 1, "memory.limit_bytes"),
 ]
@@ -132,6 +134,16 @@ def test_every_plan_of_the_planner_is_accepted(extra: int, workers: int, neurons
     )
     limit = least_bytes(package, facts) + extra
     validate(plan(package, facts, Wanted(memory_bytes=limit)), package, "plan.json")
+
+
+@settings(max_examples=50)
+@given(extra=st.integers(0, 200 * MIB), workers=st.integers(1, 3))
+def test_every_plan_of_slots_with_moved_scales_is_accepted(extra: int, workers: int) -> None:
+    package, facts = seven_billion(), device(workers)
+    facts = dataclasses.replace(
+        facts, processes=tuple(dataclasses.replace(process, core=None) for process in facts.processes)
+    )
+    validate(plan(package, facts, Wanted(memory_bytes=least_bytes(package, facts) + extra)), package, "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,42 @@ def thresholded(plain: Manifest, share: float) -> Manifest:
     )
 
 
+def seven_billion() -> Manifest:
+    """The shape of a 7B in q4: the scales of Up and Down lie in the trigger part."""
+    plain = manifest(width=4096, neurons=14336, layers=2, order="frequency")
+    layout = compute_layout("q4", 4096, 14336, plain.model.ffn_matrices, "frequency")
+    return dataclasses.replace(plain, quantization="q4", layout=layout).sealed()
+
+
+def test_where_gates_stay_scales_move_to_the_parts_they_belong_to() -> None:
+    m = seven_billion()
+    made = plan(m, device(), Wanted(ffn_resident_share=0.5))
+    assert (made.memory.moved_scales_from, made.memory.moved_scales_bytes) == (2304, 512)
+    assert made.memory.trigger_slots == m.clusters
+    assert made.memory.value_slots >= m.clusters * (0.5 * 6912 - 2304) / 4608 - 2  # 25 %, 15.6 % with scales at gates
+    assert made.memory.slots_bytes <= 0.5 * made.memory.ffn_bytes + PAGE_BYTES  # of the segment's header
+    assert run_layouts(m, made)["slots"].total_bytes == made.memory.slots_bytes
+    bytes_per_read = made.expected.flash_bytes_per_token / made.expected.flash_reads_per_token
+    assert bytes_per_read >= 8192
+    assert "up/down slots with their scales" in explain(made)
+
+
+@pytest.mark.parametrize("wanted", [Wanted(ffn_resident_share=0.5, mode="predicted"), Wanted()])
+def test_scales_stay_where_both_parts_have_as_many_slots(wanted: Wanted) -> None:
+    made = plan(predicted(seven_billion()), device(), wanted)
+    assert not made.memory.are_scales_moved
+
+
+def test_scales_stay_where_flash_takes_longer_for_both_parts_than_it_saves() -> None:
+    slow = tuple(
+        FlashPoint(request_bytes=kib << 10, depth=depth, bytes_per_s=depth * speed)
+        for kib, speed in ((4, 1e7), (8, 2e6), (64, 2e6))
+        for depth in (1, 8, 32)
+    )
+    facts = dataclasses.replace(device(), flash=FlashCurve(engine="io_uring", direct=True, points=slow))
+    assert not plan(seven_billion(), facts, Wanted(ffn_resident_share=0.5, bundle=False)).memory.are_scales_moved
+
+
 def test_of_neurons_that_are_not_silent_value_parts_are_read() -> None:
     m = thresholded(manifest(width=4096), 0.75)
     exact, made = (plan(m, device(), Wanted(mode=mode, ffn_resident_share=0.6)) for mode in ("exact", "thresholded"))

@@ -42,6 +42,7 @@ static float real_or(const char *json, const char *path, float otherwise)
 }
 
 /* ---- the package ----------------------------------------------------------------------------------------------------- */
+/* Offsets are those in bundles.bin; read_plan has the last word on scales that lie elsewhere in memory. */
 static np_matrix_place place_of(const char *manifest, const std::string &name)
 {
     const std::string path = "layout/matrices/" + name + "/";
@@ -108,6 +109,19 @@ void Job::read_shape()
 }
 
 /* ---- the plan -------------------------------------------------------------------------------------------------------- */
+/* So many bytes of the trigger part, from there on, lie at the end of value slots. */
+void Job::move_scales(uint32_t from, uint32_t bytes)
+{
+    for (np_matrix_place *place : {&shape.up, &shape.down}) {
+        if (!bytes || place->scales_part != NP_TRIGGER)
+            continue;
+        if (place->scales < from || place->scales - from >= bytes || shape.slot_bytes[NP_VALUE] < bytes)
+            place_fail("plan.json", "moves scales that the package has elsewhere");
+        place->scales_part = NP_VALUE;
+        place->scales = shape.slot_bytes[NP_VALUE] - bytes + (place->scales - from);
+    }
+}
+
 void Job::read_plan()
 {
     const uint32_t index = number(place_fact("INDEX"), "");
@@ -120,6 +134,7 @@ void Job::read_plan()
     pipeline_ = json_truth(plan_, "compute/pipeline");
     bundle_ = json_truth(plan_, "flash/bundle");
     shape.context_tokens = number(plan_, "compute/context_tokens");
+    move_scales(number(plan_, "memory/moved_scales_from"), number(plan_, "memory/moved_scales_bytes"));
     if (!threads || !window_blocks)
         place_fail("plan.json", "prefill has no threads, or no window");
     bool is_found = false;

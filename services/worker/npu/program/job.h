@@ -39,6 +39,7 @@ public:
 private:
     void read_plan();
     void read_shape();
+    void move_scales(uint32_t from, uint32_t bytes);
     void open_segments();
     const void *tensor(const std::string &name, size_t bytes) const;
     np_matrix matrix(const std::string &name, size_t rows, size_t columns) const;

@@ -1,0 +1,69 @@
+"""Value slots that hold the scales of their rows: the same bits, whoever fills the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.protocol.run_directory import RunDirectory
+
+from tests.conformance.checkpoints import RECIPES, tokens
+from tests.moved_scales import move_scales
+from tests.pipeline import Run, Shell
+
+Converted = Callable[..., Package]
+KINDS = (("awkward", "drelu"), ("llama3", "relu"), ("turbosparse", "drelu"))
+OLDER = """
+import dataclasses
+from neuronpipe.services.worker.decode import DecodeService
+class Older(DecodeService):
+    def __init__(self, job):
+        super().__init__(job)
+        self._service._hello = dataclasses.replace(self._service._hello, protocol='2.1')
+"""
+
+
+def planned(shell: Shell, package: Package, *, moved: bool) -> Path:
+    file = shell.folder / f"plan-{moved}.json"
+    words = ("--ffn-resident", "60%", "--without", "bundle", "--workers", "2", "-o", file)
+    done = shell.call("plan", package.path, *words)
+    assert done.code == 0, done.errors
+    if moved:
+        move_scales(file, package.manifest)
+    assert read_plan(file).memory.are_scales_moved == moved
+    return file
+
+
+def said(run: Run, prompt: list[int]) -> tuple[list[int], Any]:
+    """Its greedy tokens, and all keys and values: these show the bits of every product but the last layer's."""
+    asked = run.ask(prompt, 12, share_prefix=False)
+    assert asked["flash"]["bytes"] > 0
+    with RunDirectory(run.path).read().open_segment("kv") as segment:
+        return asked["token_ids"], np.array(segment.map().view("kv"))
+
+
+@pytest.mark.parametrize(("recipe", "activation"), KINDS)
+def test_they_change_no_bit(shell: Shell, converted: Converted, recipe: str, activation: str) -> None:
+    package, prompt = converted(recipe, "q4", activation), tokens(RECIPES[recipe], 9)
+    answers = []
+    for moved in (False, True):
+        with shell.up(package.path, "--plan", planned(shell, package, moved=moved)) as run:
+            answers.append(said(run, prompt))
+    assert answers[0][0] == answers[1][0]
+    assert answers[0][1].any()
+    assert np.array_equal(answers[0][1], answers[1][1])
+
+
+def test_a_worker_of_an_older_protocol_is_not_let_in(shell: Shell, converted: Converted) -> None:
+    """It would take the end of a gate's slot for scales."""
+    (shell.folder / "older.py").write_text(OLDER)
+    package = converted("awkward", "q4")
+    words = ("--plan", planned(shell, package, moved=True), "--use", "decode=older:Older")
+    done = shell.call("run", package.path, "-p", "a", *words, cwd=shell.folder)
+    assert done.code == 2
+    assert "speaks '2.1', and looks for scales where this run has none" in done.errors
