@@ -162,7 +162,9 @@ def reading(
             reasons.append(_reason(cost, demand))
     elif bundle is None:
         bundle = not demand.in_order or demand.values_per_trigger == 1.0
-    if bundle:
+    if demand.pairs_stay >= 1.0:  # nothing is read: gates without others' scales between them are read faster
+        demand = demands[-1]
+    elif bundle:
         demand = demands[0]
     least = largest_read_bytes(layout, bundle=bundle or demand.moved)
     long = curve is not None and bundle and demand.in_order

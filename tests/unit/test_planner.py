@@ -26,7 +26,7 @@ from neuronpipe.plans.package.manifest import (
 from neuronpipe.plans.plan.budget import MIB, Budgets, memory_budget
 from neuronpipe.plans.plan.explain import difference, explain
 from neuronpipe.plans.plan.pins import pins_within
-from neuronpipe.plans.plan.plan import Plan, ProcessSpec, parse_plan, read_plan
+from neuronpipe.plans.plan.plan import Mode, Plan, ProcessSpec, parse_plan, read_plan
 from neuronpipe.plans.plan.planner import TECHNIQUES, DeviceFacts, Wanted, plan
 from neuronpipe.plans.plan.reading import units
 from neuronpipe.plans.plan.regions import NOTHING_PINNED
@@ -145,9 +145,16 @@ def test_where_gates_stay_scales_move_to_the_parts_they_belong_to() -> None:
     assert "up/down slots with their scales" in explain(made)
 
 
-@pytest.mark.parametrize("wanted", [Wanted(ffn_resident_share=0.5, mode="predicted"), Wanted()])
-def test_scales_stay_where_both_parts_have_as_many_slots(wanted: Wanted) -> None:
-    made = plan(predicted(seven_billion()), device(), wanted)
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_where_everything_stays_scales_move_in_exact_mode(mode: Mode) -> None:
+    """There gates are read from end to end; predicted ones with their values."""
+    made = plan(predicted(seven_billion()), device(), Wanted(mode=mode))
+    assert made.memory.slots_bytes >= made.memory.ffn_bytes
+    assert made.memory.are_scales_moved == (mode == "exact")
+
+
+def test_scales_stay_where_both_parts_have_as_many_slots() -> None:
+    made = plan(predicted(seven_billion()), device(), Wanted(ffn_resident_share=0.5, mode="predicted"))
     assert not made.memory.are_scales_moved
 
 
