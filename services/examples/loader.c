@@ -7,6 +7,7 @@
  * who waits; and it lives the life of a service meanwhile. */
 #include "life.h"
 #include "place.h"
+#include "queue.h"
 #include "sha256.h"
 #include "wire.h"
 
@@ -27,13 +28,6 @@ enum { PINNED = 0x08000000, WORD = 0x00ffffff, GATE = 0x01000000, PREFETCH = 0x0
 enum { LINE = 16, STOCK_MS = 50, PAGE = 4096, BATCH = 32, SPARE_SLOTS = 8 };
 enum { MAX_IO_ERRORS = 3, MAX_WRONG_SUMS = 2 };
 enum { BOARD_READS, BOARD_BYTES, BOARD_WRONG_SUMS, BOARD_IO_ERRORS, BOARD_DROPPED = 5 };
-
-/* Clusters of one part that wait to be read, each at most once. */
-typedef struct {
-    uint32_t *clusters;
-    uint8_t *queued;
-    size_t from, count;
-} queue;
 
 typedef struct {
     uint32_t *words;
@@ -58,38 +52,6 @@ static wire cache = {.fd = -1};
 static void wake(uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-}
-
-/* ---- queues -------------------------------------------------------------------------------------------------------- */
-static void queue_create(queue *q)
-{
-    q->clusters = calloc(word_count, sizeof *q->clusters);
-    q->queued = calloc(word_count, 1);
-    if (!q->clusters || !q->queued)
-        place_fail("loader", "out of memory");
-}
-
-static void queue_put(queue *q, uint32_t cluster)
-{
-    if (q->queued[cluster])
-        return;
-    q->queued[cluster] = 1;
-    q->clusters[(q->from + q->count++) % word_count] = cluster;
-}
-
-static uint32_t queue_take(queue *q)
-{
-    const uint32_t cluster = q->clusters[q->from];
-    q->from = (q->from + 1) % word_count;
-    q->count--;
-    q->queued[cluster] = 0;
-    return cluster;
-}
-
-static void queue_empty(queue *q)
-{
-    while (q->count)
-        queue_take(q);
 }
 
 /* ---- reading ------------------------------------------------------------------------------------------------------- */
@@ -360,7 +322,7 @@ static void open_part(int number, const segment *slots, const segment *residency
         place_fail("loader", "the slots do not suit the package");
     queue *const queues[] = {&p->demands, &p->guesses, &p->warm, &p->pinned};
     for (int n = 0; n < 4; n++)
-        queue_create(queues[n]);
+        queue_create(queues[n], word_count);
     for (size_t n = 0; n < word_count; n++) /* what a loader before us had begun */
         if ((__atomic_load_n(&p->words[n], __ATOMIC_ACQUIRE) & STATE) == LOADING)
             __atomic_store_n(&p->words[n], ABSENT, __ATOMIC_RELEASE);
