@@ -10,6 +10,7 @@ Without sockets and clock. What slots of the KV cache hold of texts that have en
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from neuronpipe.plans.plan.lending import Lendable
@@ -28,6 +29,7 @@ class Reservation:
         self._kv_tokens = [*kv_tokens]
         self._stage_tokens = lendable.chunk_tokens if lendable and any(kv_tokens) else 0
         self._number = 0
+        self._needed = 0  # the number of the last one that asked for more
         self._answered = 0  # the number that the cache has answered
         self._releasing: tuple[int, ...] | None = None  # what slots had before
         self._prompt_at = 0.0
@@ -35,11 +37,20 @@ class Reservation:
     @property
     def waits(self) -> bool:
         """Whether something was asked for that is not there yet."""
-        return self._answered < self._number or self._releasing is not None
+        return self._answered < self._needed or self._releasing is not None
 
     def covers(self, message: Step | Prefill) -> bool:
-        """Whether the step has its memory."""
-        return self._lendable is None or (not self._missing(message) and not self.waits)
+        """Whether the step has its memory. While memory is given back, decode steps go on within what is kept."""
+        if self._lendable is None:
+            return True
+        if self._answered < self._needed or (self._releasing is not None and isinstance(message, Prefill)):
+            return False
+        return not self._missing(message)
+
+    def covers_next(self, message: Step) -> bool:
+        """Whether the step of the same texts after this one has its memory, too."""
+        positions = tuple(position + 1 for position in message.positions)
+        return self.covers(dataclasses.replace(message, positions=positions))
 
     def ask(self, message: Step | Prefill) -> list[ReserveMemory]:
         """Reserve what this step needs. Nothing while something is on its way."""
@@ -49,10 +60,12 @@ class Reservation:
             self._kv_tokens[slot] = max(self._kv_tokens[slot], self._lendable.granted_tokens(tokens))
         if isinstance(message, Prefill):
             self._stage_tokens = max(self._stage_tokens, self._lendable.stage_tokens(len(message.tokens)))
-        return [self._reserve()]
+        return [self._reserve_more()]
 
     def ask_again(self) -> list[ReserveMemory]:
         """Another cache: it was told nothing."""
+        if self._answered < self._needed:
+            return [self._reserve_more()]
         return [self._reserve()] if self._answered < self._number else []
 
     def reserved(self, number: int) -> None:
@@ -93,6 +106,11 @@ class Reservation:
         if any(tokens > self._kv_tokens[slot] for slot, tokens in _needed(message)):
             return True
         return isinstance(message, Prefill) and self._lendable.stage_tokens(len(message.tokens)) > self._stage_tokens
+
+    def _reserve_more(self) -> ReserveMemory:
+        asked = self._reserve()
+        self._needed = asked.number
+        return asked
 
     def _reserve(self) -> ReserveMemory:
         assert self._lendable is not None
