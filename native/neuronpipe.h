@@ -333,6 +333,8 @@ enum {
 uint64_t np_trace_now(void);
 /* A span that started at start_ns and ends now. */
 void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns);
+/* The same of a span that ended at end_ns. */
+void np_trace_add(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns, uint64_t end_ns);
 /* Another process's spans from number *from on, as many as are still whole, into out [capacity]. Returns how many, and sets *from to the
  * number of the first: greater than asked for when the ring was overwritten. NP_E_ARGUMENT when *from lies ahead of what was put. */
 int64_t np_trace_take(const np_trace *trace, uint64_t *from, np_span *out);
@@ -693,6 +695,93 @@ typedef struct {
     int32_t damaged_part, unused;
 } np_engine_counters;
 void np_engine_read_counters(np_engine *engine, np_engine_counters *out); /* and resets them */
+
+/* ---- steps without messages (steps/) ------------------------------------------------------------------------- */
+/* A decode worker that has just computed listens on its lane for a while; the coordinator gives it the next step there. Words of a lane:
+ *   state     AWAY: nobody looks at it. LISTENING: the worker waits (a futex word). RESERVED: the coordinator is about to give. GIVEN: it has.
+ *             Worker: any -> AWAY or LISTENING when it comes to listen or has computed; LISTENING -> AWAY. Coordinator: LISTENING ->
+ *             RESERVED -> GIVEN, or back; LISTENING -> AWAY before it sends a message; any -> AWAY before it welcomes a worker.
+ *   given     counts steps given; the coordinator, before GIVEN
+ *   answered  `given` of the last step whose results are there; the worker, after results and counters, and after state
+ * State, given and answered are sequentially consistent. A step that does not end well is answered by a message instead. */
+enum { NP_LANE_AWAY = 0, NP_LANE_LISTENING = 1, NP_LANE_RESERVED = 2, NP_LANE_GIVEN = 3 };
+typedef struct {
+    uint32_t state, sleepers, given, answered, unused1[12];
+    uint64_t number; /* the step: fields of np_step */
+    uint64_t lanes;  /* of all its participants: bit n is lane n */
+    uint32_t epoch, participants, participant, first_block, end_block, sharers, sharer, count;
+    uint32_t unused2[4];
+    np_engine_counters counters;
+    uint64_t unused3; /* then int32_t sequences, positions, tokens, each [tokens of np_lanes] */
+} np_lane;
+typedef struct {
+    uint8_t *memory;     /* [count][np_lane_bytes(tokens)] */
+    uint32_t count;      /* at most 64 */
+    uint32_t tokens;     /* most of a step */
+    uint32_t *finished;  /* word 0 grows when the last participant of a step has answered; word 1: sleepers on it */
+} np_lanes;
+uint32_t np_lane_bytes(uint32_t tokens);
+np_lane *np_lane_at(const np_lanes *lanes, uint32_t lane);
+int32_t *np_lane_numbers(const np_lanes *lanes, uint32_t lane, int which); /* 0 sequences, 1 positions, 2 tokens */
+
+typedef struct {
+    uint64_t step; /* number of the last one that was begun, and its epoch; 0: none was */
+    uint32_t epoch, computed;
+} np_lane_served;
+/* Compute the steps that are given to this lane. Returns NP_OK after serve_ms: the worker does something else for a moment and must call
+ * again, for it still counts as listening. NP_E_TIMEOUT: no step came for idle_ms, or the coordinator has a message; otherwise what
+ * np_engine_step returned for a step that is not answered here. Then it does not listen any more. Spins for spin_us, and gives way meanwhile. */
+int np_lane_serve(np_engine *engine, const np_lanes *lanes, uint32_t lane, uint32_t spin_us, uint32_t idle_ms, uint32_t serve_ms,
+                  np_lane_served *served);
+/* The coordinator: make it look for messages, if it listens. Returns whether it did. */
+int np_lane_release(const np_lanes *lanes, uint32_t lane);
+/* The coordinator: forget what a worker left that is gone. */
+void np_lane_clear(const np_lanes *lanes, uint32_t lane);
+
+/* The coordinator's side: a thread that waits for steps to be finished. Where it was told how, it samples the tokens and gives the next step at
+ * once, before anybody is told. One other thread calls the functions. */
+typedef struct np_relay np_relay;
+typedef struct {
+    np_lanes lanes;
+    const uint32_t *epoch;
+    np_barrier *barrier;
+    uint32_t *claims;
+    uint32_t claim_count;
+    const float *logits; /* [rows][vocabulary] */
+    uint32_t vocabulary;
+    int32_t *scratch;    /* as np_sample wants it; used between np_relay_arm and np_relay_take only */
+    int32_t wake;        /* a descriptor to write a byte to when a step is finished */
+} np_relay_config;
+/* Everything is kept. NULL when memory or threads are short. */
+np_relay *np_relay_create(const np_relay_config *config);
+void np_relay_destroy(np_relay *relay);
+/* Give a step to these lanes, `steps` in ascending order of lanes; barrier and claims are reset. Returns 1; 0, and nothing is changed but that none
+ * of them listens any more, when not all of them listened; NP_E_ARGUMENT. */
+int np_relay_give(np_relay *relay, uint64_t lanes, const np_step *steps);
+/* What is to be done when the step is finished. how, uniforms, positions: [count]; kept until np_relay_take. The step after it is given unless
+ * a token cannot be sampled or is one of `ends`. */
+typedef struct {
+    uint64_t number; /* of the next step */
+    uint32_t count;
+    const np_sampling *how;
+    const double *uniforms;
+    const int32_t *positions; /* of the next step */
+    const int32_t *ends;
+    uint32_t end_count;
+} np_relay_next;
+/* Returns NP_OK; or NP_E_ARGUMENT when no step is under way, or another number of tokens. */
+int np_relay_arm(np_relay *relay, const np_relay_next *next);
+/* lanes: who has answered the step; all: whether that is everybody. sampled: tokens were sampled; passed: the next step was given, and is the one
+ * under way now. Times in ns, 0 for what was not done. */
+typedef struct {
+    uint64_t lanes;
+    int32_t all, sampled, passed, unused;
+    uint64_t done_ns, sampled_ns, passed_ns;
+    const int32_t *tokens;
+    const np_engine_counters *counters; /* by lane; good until the next call, as tokens are */
+} np_relay_taken;
+/* What has happened, and disarm: nothing more is sampled or given before np_relay_arm. When everybody has answered, the step is over. */
+void np_relay_take(np_relay *relay, np_relay_taken *taken);
 
 /* ---- processes (process/) ------------------------------------------------------------------------------------- */
 /* The kernel kills this process as soon as `parent` is gone, whatever it is waiting for. */

@@ -6,5 +6,6 @@ file(GLOB NP_SOURCES CONFIGURE_DEPENDS
   ${CMAKE_CURRENT_LIST_DIR}/residency/*.c
   ${CMAKE_CURRENT_LIST_DIR}/engine/*.c
   ${CMAKE_CURRENT_LIST_DIR}/process/*.c
+  ${CMAKE_CURRENT_LIST_DIR}/steps/*.c
   ${CMAKE_CURRENT_LIST_DIR}/trace/*.c)
 set(NP_COMPILE_OPTIONS -O3 -Wall -Wextra -Wvla -Wno-unused-parameter -ffp-contract=off -fno-math-errno)

@@ -11,6 +11,12 @@ uint64_t np_trace_now(void)
 
 void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns)
 {
+    if (trace->capacity)
+        np_trace_add(trace, kind, layer, value, step, start_ns, np_clock_ns());
+}
+
+void np_trace_add(const np_trace *trace, int kind, uint32_t layer, uint32_t value, uint64_t step, uint64_t start_ns, uint64_t end_ns)
+{
     if (!trace->capacity)
         return;
     const uint64_t next = __atomic_load_n(trace->next, __ATOMIC_RELAXED);
@@ -18,7 +24,7 @@ void np_trace_put(const np_trace *trace, int kind, uint32_t layer, uint32_t valu
     __atomic_thread_fence(__ATOMIC_RELEASE);
     trace->spans[next & (trace->capacity - 1)] = (np_span){
         .start_ns = start_ns,
-        .end_ns = np_clock_ns(),
+        .end_ns = end_ns,
         .kind = (uint16_t)kind,
         .layer = (uint16_t)layer,
         .value = value,

@@ -1,0 +1,357 @@
+/* Steps that are given and answered in shared memory: nothing is lost, nothing is computed twice, everything can be abandoned. */
+#include <fcntl.h>
+#include <math.h>
+#include <poll.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "neuronpipe.h"
+#include "require.h"
+#include "steps/lane.h"
+#include "sync/clock.h"
+
+enum { WORKERS = 3, TOKENS = 2, VOCABULARY = 96, PART = VOCABULARY / WORKERS, CLAIMS = 4, END = 5, ALL = (1 << WORKERS) - 1 };
+
+typedef struct {
+    uint8_t lanes[4096];
+    uint32_t finished[16], epoch[16], claims[CLAIMS];
+    np_barrier barrier;
+    float logits[TOKENS][VOCABULARY];
+    uint32_t quit, stall, begun, idle[WORKERS]; /* stall: a worker's number + 1 that does not get on before the epoch changes */
+} shared_state;
+
+static shared_state *shared;
+static np_lanes lanes;
+static np_relay *relay;
+static int wake[2];
+static int32_t scratch[3 * VOCABULARY];
+static pid_t workers[WORKERS];
+
+static int32_t expected_token(int32_t token, int32_t position)
+{
+    const int32_t next = (token * 7 + position * 3 + 1) % VOCABULARY;
+    return next == END ? END + 1 : next;
+}
+
+/* Everybody writes a part of the logits of each token: the greatest is that of what is expected. */
+static int compute(void *who, const np_step *step, np_engine_counters *counters)
+{
+    const uint32_t own = *(const uint32_t *)who;
+    __atomic_add_fetch(&shared->begun, 1, __ATOMIC_SEQ_CST);
+    REQUIRE(__atomic_fetch_add(&shared->claims[0], 1, __ATOMIC_RELAXED) < step->participants); /* they were zeroed */
+    while (__atomic_load_n(&shared->stall, __ATOMIC_SEQ_CST) == own + 1)
+        if (np_word_load(shared->epoch) != step->epoch)
+            return NP_E_EPOCH;
+    for (uint32_t row = 0; row < step->count; row++) {
+        const int32_t next = expected_token(step->tokens[row], step->positions[row]);
+        for (int32_t i = (int32_t)own * PART; i < (int32_t)(own + 1) * PART; i++)
+            shared->logits[row][i] = i == next ? 1.0f : -1.0f;
+    }
+    memset(counters, 0, sizeof *counters);
+    counters->neurons = step->number;
+    const int met = np_barrier_wait(&shared->barrier, step->participants, shared->epoch, step->epoch, 0, 10000);
+    return met < 0 ? met : NP_OK;
+}
+
+static void work(uint32_t own)
+{
+    np_lane_served served;
+    while (!np_word_load(&shared->quit)) {
+        const int done = np_lane_serve_by(compute, &own, &lanes, own, own * 50, 5, 3, &served);
+        REQUIRE(done == NP_OK || done == NP_E_TIMEOUT || done == NP_E_EPOCH);
+        if (done == NP_E_TIMEOUT)
+            np_word_add(&shared->idle[own], 1);
+    }
+}
+
+static void start_worker(uint32_t own)
+{
+    workers[own] = fork();
+    REQUIRE(workers[own] >= 0);
+    if (workers[own] == 0) {
+        work(own);
+        _exit(0);
+    }
+}
+
+static void start(void)
+{
+    memset(shared, 0, sizeof *shared);
+    lanes = (np_lanes){shared->lanes, WORKERS, TOKENS, shared->finished};
+    REQUIRE(WORKERS * np_lane_bytes(TOKENS) <= sizeof shared->lanes);
+    REQUIRE(pipe2(wake, O_NONBLOCK) == 0);
+    const np_relay_config config = {.lanes = lanes,
+                                    .epoch = shared->epoch,
+                                    .barrier = &shared->barrier,
+                                    .claims = shared->claims,
+                                    .claim_count = CLAIMS,
+                                    .logits = shared->logits[0],
+                                    .vocabulary = VOCABULARY,
+                                    .scratch = scratch,
+                                    .wake = wake[1]};
+    for (uint32_t i = 0; i < WORKERS; i++)
+        start_worker(i);
+    relay = np_relay_create(&config);
+    REQUIRE(relay);
+}
+
+static void stop(void)
+{
+    np_word_store(&shared->quit, 1);
+    for (uint32_t i = 0; i < WORKERS; i++) {
+        int status = 0;
+        REQUIRE(waitpid(workers[i], &status, 0) == workers[i]);
+        REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    np_relay_destroy(relay);
+    close(wake[0]);
+    close(wake[1]);
+}
+
+/* Given as soon as all of them listen, which they do again and again. */
+static void give(uint64_t number, const int32_t *positions, const int32_t *tokens)
+{
+    static const int32_t sequences[TOKENS] = {0, 1};
+    np_step steps[WORKERS];
+    for (uint32_t i = 0; i < WORKERS; i++)
+        steps[i] = (np_step){.number = number,
+                             .epoch = np_word_load(shared->epoch),
+                             .participants = WORKERS,
+                             .participant = i,
+                             .sharers = WORKERS,
+                             .sharer = i,
+                             .count = TOKENS,
+                             .sequences = sequences,
+                             .positions = positions,
+                             .tokens = tokens};
+    int given;
+    while ((given = np_relay_give(relay, ALL, steps)) == 0)
+        usleep(200);
+    REQUIRE_EQUAL(given, 1);
+}
+
+static const np_sampling greedy[TOKENS] = {{.top_p = 1.0f, .repetition_penalty = 1.0f}, {.top_p = 1.0f, .repetition_penalty = 1.0f}};
+static const double uniforms[TOKENS];
+static const int32_t ends[] = {END};
+
+static int arm(uint64_t number, const int32_t *positions)
+{
+    const np_relay_next next = {number, TOKENS, greedy, uniforms, positions, ends, 1};
+    return np_relay_arm(relay, &next);
+}
+
+static np_relay_taken await(void)
+{
+    np_relay_taken taken;
+    char byte;
+    for (;;) {
+        struct pollfd ready = {wake[0], POLLIN, 0};
+        REQUIRE(poll(&ready, 1, 10000) == 1);
+        REQUIRE(read(wake[0], &byte, 1) == 1);
+        np_relay_take(relay, &taken);
+        if (taken.all)
+            return taken;
+    }
+}
+
+/* Texts of many tokens; some of their steps are passed on, and some are given by hand, as if something had come between. */
+static void test_texts(uint32_t count, uint32_t by_hand_every)
+{
+    int32_t tokens[TOKENS] = {1, 2}, positions[TOKENS] = {0, 10}, following[TOKENS];
+    uint32_t passed = 0;
+    start();
+    give(1, positions, tokens);
+    for (uint64_t number = 1; number <= count; number++) {
+        for (int row = 0; row < TOKENS; row++)
+            following[row] = positions[row] + 1;
+        const int armed = number % by_hand_every != 0 && arm(number + 1, following) == NP_OK;
+        const np_relay_taken taken = await();
+        REQUIRE_EQUAL(taken.lanes, ALL);
+        for (uint32_t i = 0; i < WORKERS; i++)
+            REQUIRE_EQUAL(taken.counters[i].neurons, number); /* this step's, though the next one may be under way */
+        REQUIRE(taken.sampled == armed && taken.passed <= armed);
+        for (int row = 0; row < TOKENS; row++) {
+            const int32_t next = expected_token(tokens[row], positions[row]);
+            if (taken.sampled)
+                REQUIRE_EQUAL(taken.tokens[row], next);
+            tokens[row] = next;
+            positions[row] = following[row];
+        }
+        passed += (uint32_t)taken.passed;
+        if (!taken.passed)
+            give(number + 1, positions, tokens);
+        else
+            REQUIRE(taken.done_ns <= taken.sampled_ns && taken.sampled_ns <= taken.passed_ns);
+    }
+    await();
+    REQUIRE_EQUAL(shared->begun, WORKERS * (count + 1));
+    REQUIRE(by_hand_every == 1 ? passed == 0 : passed > 0);
+    stop();
+}
+
+/* What was taken stays, while the next step is finished and passed on. */
+static void test_what_was_taken_stays(void)
+{
+    const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, third[TOKENS] = {2, 2}, tokens[TOKENS] = {3, 4};
+    start();
+    shared->stall = 1;
+    give(1, positions, tokens);
+    REQUIRE_EQUAL(arm(2, following), NP_OK);
+    np_word_store(&shared->stall, 0);
+    const np_relay_taken taken = await();
+    REQUIRE(taken.passed);
+    if (arm(3, third) == NP_OK) {
+        struct pollfd ready = {wake[0], POLLIN, 0};
+        REQUIRE(poll(&ready, 1, 10000) == 1);
+    }
+    REQUIRE_EQUAL(taken.tokens[0], expected_token(3, 0));
+    REQUIRE_EQUAL(taken.counters[1].neurons, 1);
+    stop();
+}
+
+static void test_an_end_token_passes_nothing_on(void)
+{
+    const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1};
+    int32_t tokens[TOKENS] = {0, 0};
+    start();
+    shared->stall = 1;
+    give(1, positions, tokens);
+    np_sampling how[TOKENS] = {greedy[0], greedy[1]};
+    const int32_t biased[] = {END};
+    const float biases[] = {100.0f};
+    how[1].biased = biased, how[1].biases = biases, how[1].biased_count = 1;
+    const np_relay_next next = {2, TOKENS, how, uniforms, following, ends, 1};
+    REQUIRE_EQUAL(np_relay_arm(relay, &next), NP_OK);
+    np_word_store(&shared->stall, 0);
+    const np_relay_taken taken = await();
+    REQUIRE(taken.sampled && !taken.passed);
+    REQUIRE_EQUAL(taken.tokens[0], expected_token(0, 0));
+    REQUIRE_EQUAL(taken.tokens[1], END);
+    REQUIRE_EQUAL(shared->begun, WORKERS);
+    stop();
+}
+
+static void test_who_takes_first_is_not_run_ahead_of(void)
+{
+    const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
+    np_relay_taken taken;
+    start();
+    shared->stall = 2;
+    give(1, positions, tokens);
+    REQUIRE_EQUAL(arm(2, following), NP_OK);
+    np_relay_take(relay, &taken);
+    REQUIRE(!taken.all && !(taken.lanes & 2));
+    np_word_store(&shared->stall, 0);
+    taken = await();
+    REQUIRE(!taken.sampled && !taken.passed);
+    REQUIRE_EQUAL(shared->begun, WORKERS);
+    stop();
+}
+
+static void test_a_new_epoch_ends_a_step(void)
+{
+    const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
+    np_relay_taken taken;
+    start();
+    shared->stall = 3;
+    give(1, positions, tokens);
+    REQUIRE_EQUAL(arm(2, following), NP_OK);
+    uint32_t *words[] = {&shared->barrier.phase};
+    np_epoch_advance(shared->epoch, words, 1);
+    struct pollfd ready = {wake[0], POLLIN, 0};
+    REQUIRE(poll(&ready, 1, 10000) == 1); /* somebody has to look */
+    np_relay_take(relay, &taken);
+    REQUIRE(!taken.all && !taken.sampled && !taken.passed);
+    np_word_store(&shared->stall, 0);
+    give(1, positions, tokens); /* again, when they have left */
+    taken = await();
+    REQUIRE(taken.all && !taken.sampled);
+    stop();
+}
+
+static void test_one_that_was_killed_holds_nobody_up(void)
+{
+    const int32_t positions[TOKENS] = {0, 0}, following[TOKENS] = {1, 1}, tokens[TOKENS] = {3, 4};
+    np_relay_taken taken;
+    start();
+    shared->stall = 1;
+    give(1, positions, tokens);
+    REQUIRE_EQUAL(arm(2, following), NP_OK);
+    while (np_word_load(&shared->begun) < WORKERS)
+        usleep(200);
+    kill(workers[0], SIGKILL);
+    REQUIRE(waitpid(workers[0], NULL, 0) == workers[0]);
+    np_lane_clear(&lanes, 0);
+    uint32_t *words[] = {&shared->barrier.phase};
+    np_epoch_advance(shared->epoch, words, 1);
+    np_word_store(&shared->stall, 0);
+    np_relay_take(relay, &taken);
+    REQUIRE(!taken.all && !(taken.lanes & 1) && !taken.passed); /* what it owed is not taken for an answer */
+    start_worker(0);
+    give(1, positions, tokens);
+    REQUIRE_EQUAL(arm(2, following), NP_OK);
+    taken = await();
+    REQUIRE(taken.all && taken.sampled);
+    REQUIRE_EQUAL(taken.tokens[0], expected_token(3, 0));
+    stop();
+}
+
+/* A worker that waits long looks for the message that follows, at once; a step that cannot be given to all is given to none. */
+static void test_a_message_is_looked_for(void)
+{
+    uint32_t own = 1;
+    np_lane_served served;
+    memset(shared, 0, sizeof *shared);
+    lanes = (np_lanes){shared->lanes, WORKERS, TOKENS, shared->finished};
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        const uint64_t began = np_clock_ns();
+        REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, own, 0, 20000, 20000, &served), NP_E_TIMEOUT);
+        REQUIRE(np_clock_ns() - began < 10000000000ull);
+        REQUIRE_EQUAL(served.step, 0);
+        _exit(0);
+    }
+    while (!np_lane_release(&lanes, 1))
+        usleep(200);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    REQUIRE(!np_lane_release(&lanes, 1)); /* nobody listens */
+    REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, own, 0, 1, 1, &served), NP_E_TIMEOUT);
+    REQUIRE_EQUAL(np_lane_serve_by(compute, &own, &lanes, WORKERS, 0, 1, 1, &served), NP_E_ARGUMENT);
+}
+
+static void test_steps_out_of_range_are_refused(void)
+{
+    const int32_t numbers[TOKENS + 1] = {0};
+    np_step steps[WORKERS];
+    start();
+    for (uint32_t i = 0; i < WORKERS; i++)
+        steps[i] = (np_step){.participants = WORKERS, .count = TOKENS + 1, .sequences = numbers, .positions = numbers, .tokens = numbers};
+    REQUIRE_EQUAL(np_relay_give(relay, ALL, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_relay_give(relay, 1 << WORKERS, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(np_relay_give(relay, 0, steps), NP_E_ARGUMENT);
+    REQUIRE_EQUAL(arm(1, numbers), NP_E_ARGUMENT); /* no step is under way */
+    stop();
+}
+
+int main(void)
+{
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(shared != MAP_FAILED);
+    test_texts(2000, 7);
+    test_texts(200, 1);
+    test_what_was_taken_stays();
+    test_an_end_token_passes_nothing_on();
+    test_who_takes_first_is_not_run_ahead_of();
+    test_a_new_epoch_ends_a_step();
+    test_one_that_was_killed_holds_nobody_up();
+    test_a_message_is_looked_for();
+    test_steps_out_of_range_are_refused();
+    printf("all passed\n");
+    return 0;
+}
