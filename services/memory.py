@@ -11,7 +11,7 @@ from typing import Any
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Plan
-from neuronpipe.plans.plan.sizes import run_layouts
+from neuronpipe.plans.plan.sizes import WORD_BYTES, run_layouts
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.segments import Mapping, Segment
 
@@ -134,5 +134,29 @@ class Rings:
                 "capacity": capacity,
                 "asleep": self._asleep,
                 "doorbell": self._doorbell,
+            },
+        )
+
+
+class Lanes:
+    """The decode workers' lanes as the native library takes them: one for each, in the order of their indices."""
+
+    MOST = 64
+
+    def __init__(self, memory: RunMemory) -> None:
+        layout = memory.mappings["exchange"].layout
+        self._keep = ffi.from_buffer(memory.view("exchange", "lanes"))
+        self._finished = ffi.from_buffer("uint32_t[]", memory.view("exchange", "finished"))
+        self.count, lane_words = layout["lanes"].shape
+        tokens = layout["residual"].shape[0]
+        if lib.np_lane_bytes(tokens) != WORD_BYTES * lane_words:
+            raise ValueError(f"lanes: {lane_words} words are no lane of {tokens} tokens")
+        self.native: Any = ffi.new(
+            "np_lanes *",
+            {
+                "memory": ffi.cast("uint8_t *", self._keep),
+                "count": self.count,
+                "tokens": tokens,
+                "finished": self._finished,
             },
         )

@@ -16,6 +16,7 @@ from neuronpipe.plans.plan.runtimes import MAX_PRODUCT_NEURONS, runtime_of
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.layout import Layout
 
+WORD_BYTES = 4
 PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
 
 
@@ -143,6 +144,8 @@ def fixed_layouts(manifest: Manifest, shape: RunShape) -> dict[str, Layout]:
             tokens=shape.sequences,
             logit_rows=shape.logit_rows,
             vocabulary=model.vocabulary,
+            workers=shape.workers,
+            lane_words=lib.np_lane_bytes(shape.sequences) // WORD_BYTES,
             **_stage_lengths(manifest, shape.sequences, predicts=shape.predicts),
         ),
         layouts.board(processes=shape.processes, sequences=shape.sequences),

@@ -29,6 +29,8 @@ def examples() -> tuple[Layout, ...]:
             groups=1,
             logit_rows=3,
             vocabulary=50,
+            workers=2,
+            lane_words=96,
         ),
         board(processes=6, sequences=4),
         trace(rings=6, spans=8),

@@ -49,11 +49,14 @@ def exchange(
     groups: int,
     logit_rows: int,
     vocabulary: int,
+    workers: int,
+    lane_words: int,
 ) -> Layout:
     """What the decode workers compute together. tokens: most in one decode step; pairs: of a token and one of its
     experts; groups: experts that are computed at once, at most; query_width: query_heads * head_width; neurons: of an
     expert's blocks, padding included; rank: of the predictor in use, else 0; claims: counters of the work that
-    participants take piece by piece; logit_rows: most tokens of one step, of either kind, whose logits are wanted."""
+    participants take piece by piece; logit_rows: most tokens of one step, of either kind, whose logits are wanted;
+    workers: decode workers, each of which has a lane of lane_words."""
     fields = Fields(
         "exchange",
         5,
@@ -70,6 +73,8 @@ def exchange(
             "mask_bytes": -(-tokens // 8) if rank else 0,
             "logit_rows": logit_rows,
             "vocabulary": vocabulary,
+            "workers": workers,
+            "lane_words": lane_words,
         },
     )
     fields.add(
@@ -89,6 +94,23 @@ def exchange(
         by="decode: own columns; prefill: all",
         to="coordinator; the client of a Score",
         ordering="StepDone, Prefilled and Scored come after the rows are written; a client gives them back by Next",
+    )
+    fields.add(
+        "lanes",
+        "u32",
+        "workers",
+        "lane_words",
+        by="coordinator: steps; decode: own answers; both: own state",
+        to="decode, coordinator",
+        ordering="section 6; words 0 state, 1 sleepers, 2 given, 3 answered, sequentially consistent",
+    )
+    fields.add(
+        "finished",
+        "u32",
+        LINE_WORDS,
+        by="decode, coordinator",
+        to="coordinator",
+        ordering="words 0 steps, 1 sleepers on it, sequentially consistent",
     )
     return fields.layout()
 

@@ -26,6 +26,8 @@ some_layout = st.one_of(
         groups=length,
         logit_rows=length,
         vocabulary=length,
+        workers=length,
+        lane_words=length,
     ),
 )
 
@@ -123,8 +125,9 @@ def test_prefill_has_the_same_stages_as_decode() -> None:
     lengths = {"tokens": 4, "width": 32, "query_width": 64, "neurons": 96, "blocks": 3, "rank": 8, "claims": 5}
     lengths |= {"experts_per_token": 3, "groups": 7}
     own = layouts.prefill_stage(partial_tokens=2, **lengths)
-    shared = layouts.exchange(logit_rows=1, vocabulary=1, **lengths)
-    assert {field.name for field in shared.fields} - {field.name for field in own.fields} == {"epoch", "logits"}
+    shared = layouts.exchange(logit_rows=1, vocabulary=1, workers=2, lane_words=96, **lengths)
+    decode_only = {"epoch", "logits", "lanes", "finished"}
+    assert {field.name for field in shared.fields} - {field.name for field in own.fields} == decode_only
     assert own["partials"].shape == (2 * 3, 3, 32)
     assert own["hidden"].shape == (4 * 3, 96)
     assert own["predicted"].shape == (7, 96, 1)
