@@ -25,6 +25,7 @@ from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
+from neuronpipe.services.worker.lane import Lane
 from neuronpipe.services.worker.outside import Multiply
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
 from neuronpipe.services.worker.pinning import pin
@@ -88,6 +89,10 @@ class CpuBackend:
         wait(self._working)
         if self._own is not None:
             self._own.give_back()
+
+    def serve_lane(self, lane: Lane) -> None:
+        """As in Participant, for the one of a decode worker."""
+        self._participants[0].serve_lane(lane)
 
     def close(self) -> None:
         """Free the engines."""

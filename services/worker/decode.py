@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.channel import open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.outcome import StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
-from neuronpipe.services.worker.backend import Activity, Backend, Share, StepWork, create_backend
+from neuronpipe.services.worker.backend import Activity, Backend, create_backend
+from neuronpipe.services.worker.lane import Lane
+from neuronpipe.services.worker.shares import work_of
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 
@@ -27,6 +26,8 @@ class DecodeService:
         self._worker = Worker(job, backend, activity)
         self._context = open_context()
         self._service = Service(self._context, job, slots=1, numerics=backend.numerics)
+        own = type(self).compute is DecodeService.compute and activity is None  # nobody wants to see every step
+        self._lane: Lane | None = self._worker.lane() if own else None
 
     def backend(self, job: Job) -> Backend:
         """Who computes: what the plan says."""
@@ -35,7 +36,7 @@ class DecodeService:
     def serve(self) -> None:
         """Serve until drained."""
         self._worker.load()
-        self._service.serve(self._handle)
+        self._service.serve(self._handle, self._listen)
         self._worker.close()
         self._context.close()
 
@@ -47,41 +48,14 @@ class DecodeService:
         if isinstance(message, Step):
             self._service.step = message.step
             self._service.answer(self.compute(message))
+            if self._lane is not None:
+                self._lane.listens = True
 
-
-def work_of(step: Step, name: str) -> StepWork:
-    """A step as the participant of this name gets it. Raises ValueError when it is not among them."""
-    return StepWork(
-        number=step.step,
-        epoch=step.epoch,
-        sequences=step.sequences,
-        positions=step.positions,
-        tokens=step.tokens,
-        logits_first=0,
-        logits_count=len(step.tokens),
-        share=_share_of(step.participants, step.first_blocks, step.end_blocks, step.held_matrices, name),
-    )
-
-
-@lru_cache(maxsize=8)  # of the participants of one step, who are mostly those of the last
-def _share_of(
-    participants: tuple[str, ...], first: tuple[int, ...], end: tuple[int, ...], matrices: tuple[str, ...], name: str
-) -> Share:
-    own = participants.index(name)
-    ranges = list(zip(first, end, strict=True))
-    sharers = [number for number, blocks in enumerate(ranges) if blocks == ranges[own]]
-    return Share(
-        first_block=first[own],
-        end_block=end[own],
-        participants=len(participants),
-        participant=own,
-        sharers=len(sharers),
-        sharer=sharers.index(own),
-        held_blocks=max((end for one, (_, end) in zip(participants, ranges, strict=True) if _holds(one)), default=0),
-        held_matrices=matrices,
-    )
-
-
-def _holds(participant: str) -> bool:
-    """Whether it holds the weights of its blocks."""
-    return participant.startswith(f"{ACCELERATOR}.")
+    def _listen(self) -> int | None:
+        """While steps come by the lane, compute them; messages are looked for in between."""
+        if self._lane is None or not self._lane.listens:
+            return None
+        if (outcome := self._worker.serve(self._lane)) is not None:
+            self._service.answer(outcome)
+        self._service.step = max(self._service.step, self._lane.step)
+        return 0 if self._lane.listens else None

@@ -15,6 +15,8 @@ from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
+from neuronpipe.services.worker.figures import PARTS, figures_of
+from neuronpipe.services.worker.lane import Lane
 from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
 
 TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
@@ -29,33 +31,8 @@ READS = {
 }
 
 
-PARTS = {"trigger": lib.NP_TRIGGER, "value": lib.NP_VALUE}
-COUNTS = (
-    "neurons",
-    "predicted",
-    "fired",
-    "active",
-    "gate_rows",
-    "up_rows",
-    "down_rows",
-    "matrix_rows",
-    "foreseen",
-    "foreseen_missed",
-    "guessed",
-    "guessed_right",
-    "hinted",
-    "hinted_fired",
-)
-"""Counters of a step, by the names of native/neuronpipe.h."""
-
 HELD_MATRICES = {"qkv": lib.NP_HELD_QKV, "attention_output": lib.NP_HELD_ATTENTION_OUTPUT, "output": lib.NP_HELD_OUTPUT}
 """Matrices that a participant may hold besides blocks, by their names in a plan; the engine refuses any other bit."""
-
-PART_COUNTS = ("clusters", "missed")
-"""Those that there are of each part: `trigger_clusters` and so on."""
-
-TIMES = ("step_ms", "flash_ms", "barrier_ms")
-"""Times of a step: all of it, and what of it went into waiting for flash and for the other participants."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,6 +224,12 @@ class Participant:
                 sums = blocks(wanted)
                 self._check(lib.np_engine_put_sums(engine, ffi.from_buffer("float[]", sums), sums.size))
 
+    def serve_lane(self, lane: Lane) -> None:
+        """Compute the steps that come by the lane, until `lane.listens` says that none do, or for a moment. Raises as
+        `compute` of the step that `lane` names."""
+        if (done := lane.serve(self._engine)) != lib.NP_E_TIMEOUT:
+            self._check(done)
+
     def _take(self, work: StepWork) -> Any:
         """The step as the native library wants it."""
         self._read_counters()  # a step that was abandoned left its own
@@ -291,10 +274,7 @@ class Participant:
 
     def counters(self) -> dict[str, float]:
         """What happened in the last `compute`; the fields of np_engine_counters, times in ms."""
-        counters = self._read_counters()
-        counts = {name: getattr(counters, name) for name in COUNTS}
-        counts |= {f"{part}_{name}": getattr(counters, name)[n] for part, n in PARTS.items() for name in PART_COUNTS}
-        return counts | {name: getattr(counters, f"{name[:-3]}_ns") / 1e6 for name in TIMES}
+        return figures_of(self._read_counters())
 
     def _check(self, result: int) -> int:
         if result >= 0:

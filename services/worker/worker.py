@@ -6,7 +6,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.messages.outcome import Prefilled, StepAbandoned, StepDone, StepFailed
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.job import Job
-from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.memory import Lanes, RunMemory
 from neuronpipe.services.worker.backend import (
     Abandoned,
     Activity,
@@ -17,6 +17,8 @@ from neuronpipe.services.worker.backend import (
     phase_of,
     require,
 )
+from neuronpipe.services.worker.cpu import CpuBackend
+from neuronpipe.services.worker.lane import Lane
 
 Outcome = StepDone | Prefilled | StepAbandoned | StepFailed
 """How a step went, as the coordinator is told."""
@@ -48,15 +50,36 @@ class Worker:
         step, epoch, index = work.number, work.epoch, self._job.process.index
         try:
             counters = self._backend.compute(work)
-        except Abandoned:
-            return StepAbandoned(step=step, epoch=epoch, index=index)
-        except Damaged as error:
-            return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
+        except (Abandoned, Damaged) as error:
+            return self._not_done(step, epoch, error)
         return done(step=step, epoch=epoch, index=index, counters=counters)
 
     def give_back(self) -> None:
         """Give the memory of the backend's stages back."""
         self._backend.give_back()
+
+    def lane(self) -> Lane | None:
+        """This worker's lane; None where its steps all come by messages: it is no decode worker, or its backend is
+        another than the native engine."""
+        process, compute = self._job.process, self._job.plan.compute
+        if process.role != "decode" or type(self._backend) is not CpuBackend or process.index >= Lanes.MOST:
+            return None
+        return Lane(self.memory, process.index, compute.spin_us)
+
+    def serve(self, lane: Lane) -> Outcome | None:
+        """Compute the steps that come by the lane. Returns how one went that is not answered there."""
+        assert isinstance(self._backend, CpuBackend)
+        try:
+            self._backend.serve_lane(lane)
+        except (Abandoned, Damaged) as error:
+            return self._not_done(lane.step, lane.epoch, error)
+        return None
+
+    def _not_done(self, step: int, epoch: int, error: Abandoned | Damaged) -> Outcome:
+        index = self._job.process.index
+        if isinstance(error, Abandoned):
+            return StepAbandoned(step=step, epoch=epoch, index=index)
+        return StepFailed(step=step, epoch=epoch, index=index, code="damaged", message=str(error))
 
     def is_stale(self, ask: Step | Prefill) -> bool:
         """Whether the epoch has changed since the step was sent: nothing may be written for it any more."""

@@ -16,7 +16,7 @@ from neuronpipe.protocol.messages.outcome import StepAbandoned, StepDone
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.memory import Epoch
 from neuronpipe.services.worker.cpu import CpuBackend
-from neuronpipe.services.worker.decode import work_of
+from neuronpipe.services.worker.shares import work_of
 from neuronpipe.services.worker.worker import Worker
 
 from tests.service_job import make_job
