@@ -32,10 +32,11 @@ class Trace:
         """The ring of this process."""
         return cls(memory, job.plan.compute.processes.index(job.process))
 
-    def put(self, kind: int, start_ns: int, *, value: int = 0, step: int = 0) -> int:
-        """A span that ends now; start_ns: by `now`. Returns the present time, for the span that follows."""
-        lib.np_trace_put(self.native, kind, 0, value, step, start_ns)
-        return now()
+    def put(self, kind: int, start_ns: int, *, value: int = 0, step: int = 0, end_ns: int | None = None) -> int:
+        """A span that ends now, or at end_ns; both by `now`. Returns its end, for the span that follows."""
+        end_ns = now() if end_ns is None else end_ns
+        lib.np_trace_add(self.native, kind, 0, value, step, start_ns, end_ns)
+        return end_ns
 
 
 def now() -> int:

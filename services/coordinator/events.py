@@ -224,4 +224,20 @@ class ReleaseMemory:
     keep_tokens: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What follows the step under way, but for the tokens that it gives: no action, but what the next ones will be if
+    nothing happens before that step is done.
+
+    rows: how its tokens are to be sampled
+    number, positions: of the step after it, which has the same texts and participants
+    ends: with one of these tokens a text ends: then something else follows
+    """
+
+    rows: tuple[SampleRow, ...]
+    number: int
+    positions: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
 Action = SendStep | Tell | SampleTokens | ScoreTokens | Abandon | Dismiss | ReserveMemory | ReleaseMemory

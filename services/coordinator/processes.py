@@ -175,22 +175,19 @@ class Workers:
 
     ready: by process the numerics in which it computes; empty for who computes nothing
     complete: whether all were ready at once; before that no step is sent, so that one that cannot start is noticed
+    memory_served: whether those are ready without whom no step can be computed: loader and cache
     """
 
     def __init__(self, processes: frozenset[ProcessKey]) -> None:
         self._processes = processes
         self.ready: dict[ProcessKey, str] = {}
         self._minor: dict[ProcessKey, int] = {}  # of the protocol that it speaks
-        self.complete = False
+        self.complete = self.memory_served = False
+        self._decoders: Participants = ()
 
     def all_ready(self, gone: frozenset[ProcessKey] = frozenset()) -> bool:
         """Whether every process of the plan is ready, but for those that do not come back."""
         return self.ready.keys() >= self._processes - gone
-
-    @property
-    def memory_served(self) -> bool:
-        """Whether those are ready without whom no step can be computed: loader and cache."""
-        return self.complete and all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
 
     @property
     def lends(self) -> bool:
@@ -211,16 +208,27 @@ class Workers:
         """It takes part from now on."""
         self.ready[process], self._minor[process] = numerics, minor
         self.complete |= self.all_ready()
+        self._changed()
 
     def lost(self, processes: Iterable[ProcessKey]) -> None:
         """They take part in nothing before they are ready again."""
         for process in processes:
             self.ready.pop(process, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        """What every step asks for is found once."""
+        served = all(one in self.ready for one in self._processes if one[0] in ("loader", "cache"))
+        self.memory_served = self.complete and served
+        self._decoders = self._find_decoders()
 
     def decoders(self) -> Participants:
         """The participants of a decode step: the ready decode workers in one numerics, that of the first, and whoever
         holds blocks for them: in theirs, or in numerics of its own that end with "+" and theirs. One that speaks of no
         held blocks would compute what is another's: with it, all compute without who holds them."""
+        return self._decoders
+
+    def _find_decoders(self) -> Participants:
         decoders = self._decode_workers()
         if any(self.is_too_old_to_hold(one) for one in decoders):
             return decoders

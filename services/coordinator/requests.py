@@ -6,11 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, FinishReason, RefusalCode, Refused, ScoreFinished
-from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Cancel, Generate, Next, Score
 from neuronpipe.services.coordinator.admission import Admission, Limits
 from neuronpipe.services.coordinator.detokenizer import TextStream, Tokenizer
 from neuronpipe.services.coordinator.events import RequestReceived, Tell
@@ -21,6 +22,7 @@ MAX_READING_S = 10.0
 RECENT_TOKENS = 16
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 ENDING = "the run is ending"
+_READING_TEXT = [option for option in SAMPLING_OPTIONS if option.reads_text]
 LAST_WORDS = Finished | ScoreFinished | Refused
 
 Cost = dict[str, float]
@@ -90,6 +92,18 @@ class Generation(Sequence):
         """As in `Sequence`; what lies before the position was copied from another slot, in the same numerics."""
         self.cached_tokens += position - self.computed_tokens
         super().advance(position, tokens, numerics)
+
+    @cached_property
+    def is_read(self) -> bool:
+        """Whether the text decides how the next token is sampled: a penalty asks for it."""
+        return any(getattr(self.ask, option.name) != option.default for option in _READING_TEXT)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token follows the next one whatever that is, an end token excepted. What must be looked at
+        before it is known does not count: text, a grammar, logits that are asked for."""
+        open_ended = self.grammar is None and not self.ask.stop and self.ask.logprobs is None
+        return open_ended and not self.cancelled and len(self.tokens) + 1 < self.max_total_tokens
 
     def finished(self, reason: FinishReason, limits: Limits) -> Finished:
         """The account of the text; the service adds memory and flash, which only it knows."""
@@ -216,6 +230,13 @@ class Requests:
         """Of every KV slot, the tokens whose keys and values it holds or soon will."""
         used = {sequence.slot: len(sequence.tokens) for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
+
+    def going_on(self) -> list[Sequence] | None:
+        """The sequences that have slots, where all are texts that go on, and nobody else can get a slot; else None."""
+        if self.queued and len(self._free):
+            return None
+        texts = [one for one in self.active if isinstance(one, Generation) and not one.prefilling and one.goes_on]
+        return [*texts] if len(texts) == len(self.active) else None
 
     # ---- arrival ---------------------------------------------------------------------------------------------
     def received(self, event: RequestReceived, now: float) -> list[Tell]:

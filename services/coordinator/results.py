@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import FinishReason, Likely, RefusalCode, Scored, Token
-from neuronpipe.protocol.messages.request import MAX_BIAS, SAMPLING_OPTIONS
+from neuronpipe.protocol.messages.request import MAX_BIAS
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
@@ -23,7 +23,6 @@ from neuronpipe.services.coordinator.events import (
 from neuronpipe.services.coordinator.grammar import GrammarError
 from neuronpipe.services.coordinator.requests import Generation, Scoring, Sequence
 
-_READING_TEXT = [option for option in SAMPLING_OPTIONS if option.reads_text]
 Outcome = tuple[Sequence, Message]
 """What a sequence's client is to be told."""
 
@@ -114,7 +113,7 @@ def _reason_to_end(text: Generation, complete: bool) -> FinishReason | None:
 def sample_row(row: int, text: Generation, end_tokens: Set[int]) -> SampleRow:
     """How the next token of a text is to be sampled from this row; the same each time, until it is known."""
     ask, out = text.ask, SampleRow(row, text.ask, len(text.tokens))
-    if any(getattr(ask, option.name) != option.default for option in _READING_TEXT):
+    if text.is_read:
         out = dataclasses.replace(out, text=tuple(text.tokens), prompt_tokens=text.prompt_tokens)
     if ask.logit_bias or ask.ignore_end:
         biases = {entry.token: entry.bias if entry.bias > -MAX_BIAS else -math.inf for entry in ask.logit_bias}

@@ -17,9 +17,9 @@ class Sampler:
     """Reads the exchange segment's logits [rows, vocabulary], of a step that is done."""
 
     def __init__(self, logits: memoryview, vocabulary: int) -> None:
-        self._logits = ffi.from_buffer("float[]", logits)
+        self.logits = ffi.from_buffer("float[]", logits)
+        self.scratch = ffi.new("int32_t[]", 3 * vocabulary)
         self._vocabulary = vocabulary
-        self._scratch = ffi.new("int32_t[]", 3 * vocabulary)
         self._how = ffi.new("np_sampling *")
 
     def sample_all(self, rows: Sequence[SampleRow]) -> tuple[tuple[int, ...], dict[int, Logprobs]]:
@@ -34,32 +34,18 @@ class Sampler:
 
     def sample(self, row: SampleRow) -> int:
         """A token, always the same for the same row; NOT_A_NUMBER or ALL_BANNED of `TokensSampled`."""
-        keep = self._options(row)  # `_how` points to it until the call is over
-        uniform = lib.np_uniform(row.ask.seed & (2**64 - 1), row.counter)
-        token = int(lib.np_sample(self._row(row.row), self._vocabulary, self._how, uniform, self._scratch))
+        keep = _fill(self._how[0], row)  # `_how` points to it until the call is over
+        token = int(lib.np_sample(self._row(row.row), self._vocabulary, self._how, _uniform(row), self.scratch))
         del keep
         if token >= 0:
             return token
         return TokensSampled.ALL_BANNED if token == lib.NP_E_BANNED else TokensSampled.NOT_A_NUMBER
 
-    def _options(self, row: SampleRow) -> list[Any]:
-        """Put a row's options into `_how`; returns the arrays that it points to."""
-        ask, how = row.ask, self._how
-        for name in _NATIVE:
-            setattr(how, name, getattr(ask, name))
-        how.text_tokens, how.prompt_tokens, how.biased_count, how.allowed = 0, 0, 0, ffi.NULL
-        keep = []
-        if row.text:
-            keep.append(text := ffi.new("int32_t[]", row.text))
-            how.text, how.text_tokens, how.prompt_tokens = text, len(row.text), row.prompt_tokens
-        if row.biases:
-            keep.append(biased := ffi.new("int32_t[]", [token for token, _ in row.biases]))
-            keep.append(biases := ffi.new("float[]", [bias for _, bias in row.biases]))
-            how.biased, how.biases, how.biased_count = biased, biases, len(row.biases)
-        if row.allowed is not None:
-            keep.append(allowed := ffi.from_buffer("uint8_t[]", row.allowed))
-            how.allowed = allowed
-        return keep
+    def prepare(self, rows: Sequence[SampleRow]) -> tuple[Any, Any, list[Any]]:
+        """np_sampling[] and the uniform numbers of rows that another samples, and what those point to."""
+        how = ffi.new("np_sampling[]", len(rows))
+        keep = [one for number, row in enumerate(rows) for one in _fill(how[number], row)]
+        return how, ffi.new("double[]", list(map(_uniform, rows))), keep
 
     def logprobs(self, row: SampleRow, token: int) -> Logprobs:
         """How likely the model finds the token, and which it finds likeliest, whatever the options of sampling."""
@@ -81,4 +67,28 @@ class Sampler:
         return tuple(nll)
 
     def _row(self, row: int) -> Any:
-        return self._logits + row * self._vocabulary
+        return self.logits + row * self._vocabulary
+
+
+def _fill(how: Any, row: SampleRow) -> list[Any]:
+    """Put a row's options into an np_sampling; returns the arrays that it points to."""
+    ask = row.ask
+    for name in _NATIVE:
+        setattr(how, name, getattr(ask, name))
+    how.text_tokens, how.prompt_tokens, how.biased_count, how.allowed = 0, 0, 0, ffi.NULL
+    keep = []
+    if row.text:
+        keep.append(text := ffi.new("int32_t[]", row.text))
+        how.text, how.text_tokens, how.prompt_tokens = text, len(row.text), row.prompt_tokens
+    if row.biases:
+        keep.append(biased := ffi.new("int32_t[]", [token for token, _ in row.biases]))
+        keep.append(biases := ffi.new("float[]", [bias for _, bias in row.biases]))
+        how.biased, how.biases, how.biased_count = biased, biases, len(row.biases)
+    if row.allowed is not None:
+        keep.append(allowed := ffi.from_buffer("uint8_t[]", row.allowed))
+        how.allowed = allowed
+    return keep
+
+
+def _uniform(row: SampleRow) -> float:
+    return float(lib.np_uniform(row.ask.seed & (2**64 - 1), row.counter))

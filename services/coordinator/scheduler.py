@@ -27,6 +27,7 @@ from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
+    Ahead,
     Dismiss,
     Ending,
     EpochChanged,
@@ -37,6 +38,7 @@ from neuronpipe.services.coordinator.events import (
     ProcessKey,
     ProcessReady,
     RequestReceived,
+    SampleTokens,
     SendStep,
     StepFailed,
     StepLeft,
@@ -67,6 +69,7 @@ class Scheduler:
         grammars: Grammars,
         reservation: Reservation | None = None,
     ) -> None:
+        self._limits = limits
         self.workers = Workers(frozenset(processes))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
@@ -96,6 +99,23 @@ class Scheduler:
         """Take one event; returns what is to be done, in order: workers first, who compute while clients are told."""
         actions = self._take(event, now) + self._proceed(now)
         return sorted(actions, key=lambda action: isinstance(action, Tell))
+
+    def ahead(self, now: float) -> Ahead | None:
+        """What follows the step under way if nothing happens before it is done; None where that is not known yet."""
+        step, texts = self._step, self.requests.going_on()
+        if step is None or texts is None or step.sequences != texts or not step.undisturbed:
+            return None
+        if self._leaving or self._dismissed or not self.workers.memory_served or self.throttle.share(now):
+            return None
+        if self.workers.decoders() != step.action.processes:
+            return None
+        assert isinstance(step.action.message, Step)
+        if self.workers.lends and not self._reservation.covers_next(step.action.message):
+            return None
+        rows = self._results.wanted(step.action.message, step.sequences)
+        assert isinstance(rows, SampleTokens)
+        positions = tuple(len(text.tokens) for text in texts)
+        return Ahead(rows.rows, self.steps + 1, positions, tuple(self._limits.end_tokens))
 
     def _take(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -179,12 +199,14 @@ class Scheduler:
     # ---- the next step ---------------------------------------------------------------------------------------
     def _proceed(self, now: float) -> list[Action]:
         """Send the next step, or the voided one again, when nothing stands against it."""
+        if self._step is not None and not self._step.abandoned:
+            return []
         if self._leaving and self._step is None:
             return self._dismiss()
         if self._dismissed or not self.workers.memory_served:
             return []
         if self._step is not None:
-            return self._send_again(self._step, now) if self._step.abandoned else []
+            return self._send_again(self._step, now)
         actions: list[Action] = [*self.requests.end_cancelled(now)]
         if self._reservation.may_release(now) and self.workers.releases:
             actions.append(self._reservation.release(self.requests.used_tokens()))
@@ -250,6 +272,11 @@ class OutstandingStep:
     def computed(self) -> bool:
         """Whether it counts, and every participant is done."""
         return not self._void and not self._busy
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether it is a decode step that counts so far."""
+        return isinstance(self.action.message, Step) and not self._void and not self._reading
 
     def again(self, epoch: int, builder: StepBuilder, participants: Participants) -> OutstandingStep:
         """The same step under the present epoch, computed by these."""

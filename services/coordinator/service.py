@@ -66,6 +66,7 @@ from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, S
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
+from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
 
 IDLE_MS = 250
@@ -102,6 +103,8 @@ class CoordinatorService:
         self._events = Publisher(self._context, EVENTS, job.endpoints["events"])
         self._step_events = StepEvents(self._events)
         neurons = model.layers * model.experts * model.neurons
+        self._relay = Relay(self._memory, model, self._sampler)
+        self._later: list[Event] = []  # what was noticed while something else was carried out
         self._meter = Meter(self._memory, neurons, Trace.of(job, self._memory), self._step_events)
         self._report = Report(job, self._scheduler, self._processes, self._meter)
 
@@ -110,19 +113,29 @@ class CoordinatorService:
         poller = Poller()
         poller.add(self._control)
         poller.add(self._wake)
+        poller.add(self._relay.wake)
         while not self._draining:
-            poller.wait(self._patience_ms())
+            readable = poller.wait(self._patience_ms())
+            if self._relay.wake in readable:
+                self._relay.clear_wake()
+                self._take_answers()
+            elif not self._relay.armed:
+                self._take_answers()
             self._notice_epoch()
             self._notice_leaving()
-            while (received := self._control.receive()) is not None:
+            while self._control in readable and (received := self._control.receive()) is not None:
                 self._notice_epoch()
                 self._take(*received)
+            while self._later:
+                self._handle(self._later.pop(0))
             if self._scheduler.wants_tick(time.monotonic()):
                 self._handle(Tick())
+            self._arm()
             self._step_events.publish(trace.now())
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
+        self._relay.close()
         self._context.close()
 
     def _reservation(self) -> Reservation:
@@ -189,9 +202,11 @@ class CoordinatorService:
                 self._meter.answered(message.counters)
                 self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters))
             case outcome.StepAbandoned():
+                self._relay.answered(process.name)
                 self._processes.credits.give_back(peer)
                 self._handle(StepLeft(process.name, message.step, message.epoch, False))
             case outcome.StepFailed():
+                self._relay.answered(process.name)
                 self._processes.credits.give_back(peer)
                 self._handle(StepFailed(process.name, message.step, message.epoch, message.message))
             case outcome.Reserved(number=number):
@@ -216,8 +231,10 @@ class CoordinatorService:
             self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
+            self._settle()
             self._handle(EpochChanged(self._epoch.load(), (self._leave(process),)))
         self._processes.take(process, hello)
+        self._relay.lost(process.name)  # and what it left in its lane is
         if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
             log.info("%s speaks %r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
@@ -241,6 +258,7 @@ class CoordinatorService:
     def _leave(self, process: WorkerProcess) -> ProcessKey:
         """It is gone."""
         self._processes.leave(process)
+        self._relay.lost(process.name)
         self._events.send(Life(role=process.role, index=process.index, state="starting", detail="restarted"))
         return process.name
 
@@ -249,6 +267,7 @@ class CoordinatorService:
         the two reads changes it again."""
         epoch = self._epoch.load()
         if epoch != self._scheduler.epoch:
+            self._settle()
             self._handle(self._epoch_event(epoch))
 
     def _epoch_event(self, epoch: int) -> EpochChanged:
@@ -259,8 +278,40 @@ class CoordinatorService:
         if (leaving := self._processes.new_leaving()) is not None:
             self._handle(Leaving(leaving))
 
+    # ---- steps without messages ------------------------------------------------------------------------------
+    def _take_answers(self) -> bool:
+        """Hand over what came by lanes since, which disarms the relay; whether there was anything. A step that the
+        relay has passed on is the one that the scheduler decides on then: nothing came between."""
+        answers = self._relay.take()
+        for answer in answers:
+            role, index = answer.process
+            process = self._processes.heard(f"{role}-{index}", time.monotonic())
+            self._processes.credits.give_back(process.peer)
+            process.step = answer.step
+            self._meter.answered(answer.counters)
+            self._carry_out(StepLeft(answer.process, answer.step, answer.epoch, True, answer.counters))
+        if self._relay.take_unwanted():
+            log.error("a step was passed on that was not decided on")
+            self._carry_out(self._epoch_event(self._epoch.advance()))
+        return bool(answers)
+
+    def _settle(self) -> None:
+        """Have nothing left that came by lanes, and the relay do no more for now."""
+        while self._take_answers():
+            pass
+
+    def _arm(self) -> None:
+        """Prepare what follows the step under way."""
+        if self._relay.waits and not self._relay.armed:
+            self._relay.arm(self._scheduler.ahead(time.monotonic()))
+
     # ---- actions ---------------------------------------------------------------------------------------------
     def _handle(self, event: Event) -> None:
+        """Something has happened. What the relay has done meanwhile comes before it."""
+        self._settle()
+        self._carry_out(event)
+
+    def _carry_out(self, event: Event) -> None:
         pending: list[Event] = [event]
         while pending:
             for action in self._scheduler.handle(pending.pop(0), time.monotonic()):
@@ -297,16 +348,40 @@ class CoordinatorService:
     def _send_step(self, action: SendStep) -> Event | None:
         began_ns = trace.now()
         self._meter.sending(action.message)
+        if (done := self._relay.passed(action)) is not None:
+            for role, index in action.processes:
+                self._processes.credits.take(f"{role}-{index}")
+            self._meter.sent(done.sampled_ns, len(action.processes), done.passed_ns)
+            self._arm()
+            return None
         self._epoch.reset_barrier()
         if isinstance(action.message, Step):
             self._texts[0] = len(action.message.sequences)
-        assigned = [self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
+        given = self._give(action)
+        assigned = [given or self._assign(f"{role}-{index}", action.message) for role, index in action.processes]
         self._meter.sent(began_ns, len(action.processes))
-        return None if all(assigned) else self._epoch_event(self._epoch.advance())  # the others must not wait for it
+        if not all(assigned):
+            return self._epoch_event(self._epoch.advance())  # the others must not wait for it
+        self._arm()
+        return None
+
+    def _give(self, action: SendStep) -> bool:
+        """By lanes, if all its participants listen there."""
+        peers = [f"{role}-{index}" for role, index in action.processes]
+        if not all(self._processes.credits.free(peer) for peer in peers) or not self._relay.give(action):
+            return False
+        for peer in peers:
+            self._processes.credits.take(peer)
+        return True
 
     def _sample(self, action: SampleTokens) -> TokensSampled:
-        cost = self._meter.step_done()
+        done = self._relay.done
         self._tokens += len(action.rows)
+        if done is not None and done.tokens is not None:
+            cost = self._meter.step_done(done.done_ns)
+            self._meter.sampled(done.done_ns, len(action.rows), done.sampled_ns)
+            return TokensSampled(done.tokens, cost)
+        cost = self._meter.step_done()
         began_ns = trace.now()
         tokens, logprobs = self._sampler.sample_all(action.rows)
         self._meter.sampled(began_ns, len(action.rows))
@@ -331,10 +406,11 @@ class CoordinatorService:
         except (Lost, Full):
             request = getattr(message, "request", None)
             if request is not None and not isinstance(message, Finished | Refused):
-                self._handle(RequestReceived(client.encode(), Cancel(request=request)))
+                self._later.append(RequestReceived(client.encode(), Cancel(request=request)))
 
     def _send(self, peer: str, message: Message) -> None:
         """Send to a service. The supervisor deals with one that has gone: it advances the epoch."""
+        self._relay.release(peer)
         try:
             self._control.send(peer, message)
         except (Lost, Full) as error:

@@ -21,7 +21,6 @@ from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Status,
 from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
-from neuronpipe.services import trace
 from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
 from neuronpipe.services.coordinator.requests import Cost, add_cost
 from neuronpipe.services.coordinator.scheduler import Scheduler
@@ -69,30 +68,32 @@ class Meter:
         """A step is about to be sent, or to be sent again."""
         self._sent, self._sent_flash, self._counters = message, self.flash_now(), {}
 
-    def sent(self, began_ns: int, processes: int) -> None:
-        self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step)
+    def sent(self, began_ns: int, processes: int, end_ns: int | None = None) -> None:
+        """end_ns: where it was not just now, as in what follows."""
+        self._sent_ns = self._spans.put(lib.NP_SPAN_SEND, began_ns, value=processes, step=self._step, end_ns=end_ns)
         if self._sampled_ns:
             self._sampled_ns = self._sent_ns  # clients are told of the step before from now on
 
     def answered(self, counters: Cost) -> None:
         add_cost(self._counters, {**counters, "answers": 1.0})
 
-    def step_done(self) -> Cost:
+    def step_done(self, end_ns: int | None = None) -> Cost:
         """Every participant is. What the step took since it was sent: milliseconds, and the loader's work."""
         assert self._sent is not None
-        self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=len(self._sent.tokens), step=self._step)
+        tokens = len(self._sent.tokens)
+        done_ns = self._spans.put(lib.NP_SPAN_AWAIT, self._sent_ns, value=tokens, step=self._step, end_ns=end_ns)
         (bytes_now, reads_now), (bytes_then, reads_then) = self.flash_now(), self._sent_flash
         cost: Cost = {
-            "ms": (trace.now() - self._sent_ns) / 1e6,
+            "ms": (done_ns - self._sent_ns) / 1e6,
             "read_bytes": bytes_now - bytes_then,
             "reads": reads_now - reads_then,
         }
         self._done = self._sent, self._sent_ns, cost, self._counters
         return cost
 
-    def sampled(self, began_ns: int, tokens: int) -> None:
+    def sampled(self, began_ns: int, tokens: int, end_ns: int | None = None) -> None:
         self._sampled = tokens
-        self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step)
+        self._sampled_ns = self._spans.put(lib.NP_SPAN_SAMPLE, began_ns, value=tokens, step=self._step, end_ns=end_ns)
 
     def told(self, message: Message) -> None:
         self._told += 1
