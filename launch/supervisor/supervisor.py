@@ -51,9 +51,9 @@ from neuronpipe.services.implementations import OURS, Implementation, Implementa
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
+from neuronpipe.services.pinning import pin
 from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
-from neuronpipe.services.worker.pinning import pin
 
 RESTARTS, WITHIN_S = 5, 30.0
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0

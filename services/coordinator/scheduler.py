@@ -107,10 +107,7 @@ class Scheduler:
             return None
         if self._leaving or self._dismissed or not self.workers.memory_served or self.throttle.share(now):
             return None
-        if self.workers.decoders() != step.action.processes:
-            return None
-        assert isinstance(step.action.message, Step)
-        if self.workers.lends and not self._reservation.covers_next(step.action.message):
+        if self.workers.decoders() != step.action.processes or not self._has_memory(step.action.message, 1):
             return None
         rows = self._results.wanted(step.action.message, step.sequences)
         assert isinstance(rows, SampleTokens)
@@ -239,12 +236,14 @@ class Scheduler:
     def _send(self, step: OutstandingStep, now: float) -> list[Action]:
         """Once it has its memory; until then it is one to be sent again."""
         self._step = step
-        message = step.action.message
-        if self.workers.lends and not self._reservation.covers(message):
+        if not self._has_memory(message := step.action.message, 0):
             step.put_off()
             return [*self._reservation.ask(message)]
         self._reservation.sent(message, now)
         return [step.action]
+
+    def _has_memory(self, message: Step | Prefill, later: int) -> bool:
+        return not self.workers.lends or self._reservation.covers(message, later)
 
 
 class OutstandingStep:

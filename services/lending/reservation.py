@@ -10,7 +10,6 @@ Without sockets and clock. What slots of the KV cache hold of texts that have en
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from neuronpipe.plans.plan.lending import Lendable
@@ -39,18 +38,14 @@ class Reservation:
         """Whether something was asked for that is not there yet."""
         return self._answered < self._needed or self._releasing is not None
 
-    def covers(self, message: Step | Prefill) -> bool:
-        """Whether the step has its memory. While memory is given back, decode steps go on within what is kept."""
+    def covers(self, message: Step | Prefill, later: int = 0) -> bool:
+        """Whether the step has its memory, or the decode step of the same texts so many tokens later. While memory is
+        given back, decode steps go on within what is kept."""
         if self._lendable is None:
             return True
         if self._answered < self._needed or (self._releasing is not None and isinstance(message, Prefill)):
             return False
-        return not self._missing(message)
-
-    def covers_next(self, message: Step) -> bool:
-        """Whether the step of the same texts after this one has its memory, too."""
-        positions = tuple(position + 1 for position in message.positions)
-        return self.covers(dataclasses.replace(message, positions=positions))
+        return not self._missing(message, later)
 
     def ask(self, message: Step | Prefill) -> list[ReserveMemory]:
         """Reserve what this step needs. Nothing while something is on its way."""
@@ -101,9 +96,9 @@ class Reservation:
         if self._releasing is not None:
             self._kv_tokens, self._releasing = [*self._releasing], None
 
-    def _missing(self, message: Step | Prefill) -> bool:
+    def _missing(self, message: Step | Prefill, later: int = 0) -> bool:
         assert self._lendable is not None
-        if any(tokens > self._kv_tokens[slot] for slot, tokens in _needed(message)):
+        if any(tokens + later > self._kv_tokens[slot] for slot, tokens in _needed(message)):
             return True
         return isinstance(message, Prefill) and self._lendable.stage_tokens(len(message.tokens)) > self._stage_tokens
 

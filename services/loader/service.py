@@ -25,9 +25,9 @@ from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings, RunMemory
+from neuronpipe.services.pinning import unpinned
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace
-from neuronpipe.services.worker.pinning import unpinned
 
 UNKNOWN_GENERATION_MS = 50
 SPIN_US = 0  # cores are for the workers; an interrupt reports a read

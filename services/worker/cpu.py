@@ -23,12 +23,12 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import Rings
+from neuronpipe.services.pinning import pin
 from neuronpipe.services.trace import Trace
 from neuronpipe.services.worker.backend import Abandoned, Phase, Placement, Share, StepWork
 from neuronpipe.services.worker.lane import Lane
 from neuronpipe.services.worker.outside import Multiply
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
-from neuronpipe.services.worker.pinning import pin
 
 Stage = Callable[[str], memoryview]
 """The buffer of one stage of a step, by its name in the layout of the exchange segment."""

@@ -168,6 +168,8 @@ def test_a_step_waits_for_its_memory_and_further_ones_within_it_do_not(reservati
     assert reservation.covers(prompt(20))
     assert reservation.covers(decode(asked.kv_tokens[0] - 1))
     assert not reservation.covers(decode(asked.kv_tokens[0]))
+    assert not reservation.covers(decode(asked.kv_tokens[0] - 1), later=1)
+    assert reservation.covers(decode(asked.kv_tokens[0] - 2), later=1)
     assert not reservation.covers(decode(0, slot=1))
 
 
@@ -193,6 +195,7 @@ def test_memory_of_prompts_is_given_back_a_while_after_the_last_one(reservation:
     released = reservation.release([CHUNK, 0, 0, 0])
     assert released.keep_tokens == asked.kv_tokens
     assert not reservation.covers(prompt(4, CHUNK)), "until the prefill worker has answered"
+    assert reservation.covers(decode(CHUNK - 1)), "within what is kept"
     (less,) = reservation.released()
     assert less.reserved_bytes < asked.reserved_bytes
     reservation.reserved(less.number)
