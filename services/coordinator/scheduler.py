@@ -69,8 +69,7 @@ class Scheduler:
         grammars: Grammars,
         reservation: Reservation | None = None,
     ) -> None:
-        self._limits = limits
-        self.workers = Workers(frozenset(processes))
+        self._limits, self.workers = limits, Workers(frozenset(processes))
         self.requests = Requests(limits, tokenizer, grammars)
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
@@ -395,9 +394,8 @@ class StepBuilder:
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics)
 
     def _chunk(self, text: Generation, first: int, *, beside_decode: bool) -> list[int]:
-        max_tokens = self._limits.prefill_chunk_tokens
-        if beside_decode:
-            max_tokens = min(max_tokens, BESIDE_DECODE_TOKENS)
+        limit_tokens = self._limits.prefill_chunk_tokens
+        max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
         return text.tokens[first : min(text.prompt_tokens, first + max_tokens)]
 
     def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
@@ -414,10 +412,9 @@ class StepBuilder:
 
 
 def _wants_prefill(sequence: Sequence) -> bool:
-    if isinstance(sequence, Scoring):
-        return sequence.ask.path == "prefill"
-    assert isinstance(sequence, Generation)
-    return sequence.prefilling
+    if isinstance(sequence, Generation):
+        return sequence.prefilling
+    return isinstance(sequence, Scoring) and sequence.ask.path == "prefill"
 
 
 class Throttle:
