@@ -262,7 +262,7 @@ class CacheService:
         self._feed(SlotCounts(generation=self._generation, trigger_free=0, value_free=0))
         if self._warms:
             self._warm_all()
-        if self._pins.entries > 1 or self._resizing.vacates:  # words may be pinned for another entry, or for more slots
+        if self._pins.entries > 1 or self._generation > 1:  # words may be pinned for another entry, or for more slots
             self._settle_pins(self._following.entry)
         self._service.become_available()
         self._resize()  # what was asked for meanwhile
