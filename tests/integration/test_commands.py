@@ -165,21 +165,22 @@ def test_plan_gateway_shows_what_serve_obeys(shell: Shell, converted: Converted)
     assert shell.json("plan", "--gateway", "--sequences", "3", *options)["compute"]["sequences"] == 3
 
 
-def test_up_and_serve_have_no_room_for_texts_that_make_one_text_slow(shell: Shell) -> None:
-    """Both had as many KV caches as the limit holds with the fewest neurons."""
+def test_up_and_serve_have_room_for_texts_that_cost_one_text_hardly_anything(shell: Shell) -> None:
+    """Both had as many KV caches as the limit holds with the fewest neurons; then one, since a second took as much from
+    neurons, whether or not it ever came. Slots have its memory until it does."""
     for gateway in ((), ("--gateway",)):
         limit = shell.json("plan", "--sequences", "2", *gateway)["memory"]["least_bytes"]
         one, two = (
             shell.json("plan", "--sequences", count, "--memory", str(limit), *gateway)["expected"]["tokens_per_s"]
             for count in ("1", "2")
         )
-        assert two < 0.9 * one
+        assert two >= 0.9 * one
         with contextlib.ExitStack() as stack:
             if gateway:
                 run = stack.enter_context(served(shell, "--memory", str(limit))).run
             else:
                 run = stack.enter_context(shell.up(DEMO, "--memory", str(limit)))
-            assert run.status().max_sequences == 1
+            assert run.status().max_sequences >= 2
 
 
 def test_every_verb_that_runs_a_silu_model_can_leave_silent_neurons_out(

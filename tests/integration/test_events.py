@@ -42,7 +42,9 @@ def test_step_events_tell_of_tokens_misses_and_bytes_read(shell: Shell, converte
     assert all(event.batch == event.steps == event.tokens == len(event.gaps_ms) for event in decodes)
     assert all(event.misses > 0 and event.read_bytes > 0 for event in decodes)
     assert all(event.looked_up >= event.misses and event.reads > 0 and event.rows > 0 for event in decodes)
-    assert all(event.tbt_ms >= event.ms > event.flash_ms for event in decodes)
+    assert all(event.tbt_ms > 0 and event.ms > event.flash_ms for event in decodes)
+    # Time between tokens is between their being told, and a step may be under way when the token before it is told.
+    assert sum(event.tbt_ms for event in decodes) > sum(event.ms for event in decodes) / 2
     assert {event.batch for event in events if event.prefill} <= {5}
 
 
