@@ -1,7 +1,8 @@
 """How much of their memory slots give back when memory is short, and when they take it again. Without files and clock.
 
-    memory is short       less than the margin is available, the kernel says that tasks wait for memory, or the system
-                          swaps the run: slots give a step back, at once and then every STEP_S, until it is not
+    memory is short       less than the margin is available; or the kernel says that tasks wait for memory, with less
+                          than a quarter of it available; or the system swaps the run: slots give a step back, at
+                          once and then every STEP_S, until it is not
     memory is there       two margins and a step are available, and nobody waited, for CALM_S: they take a step
                           again, and another every RESTORE_S
     a run that `follows`  keeps a tenth of all memory available instead, and begins with what that leaves
@@ -23,6 +24,7 @@ FOLLOWED_SHARE: Final = 1 / 10
 STALLED_SHARE: Final = 0.1
 SWAP_BYTES: Final = 1 << 20  # less is what a run never uses again
 CALM_SHARE: Final = 0.01
+STALLED_BELOW: Final = 1 / 4  # with more available, who waits is in a control group whose own limit is too small
 
 
 class Pressure:
@@ -51,7 +53,8 @@ class Pressure:
     def look(self, total_bytes: int, available_bytes: int, stalled_share: float, now_s: float) -> int:
         """Take a look; returns what slots are to give back now. stalled_share: what PSI says, 0..1."""
         margin = self._margin(total_bytes)
-        if available_bytes < margin or stalled_share >= STALLED_SHARE or self._swaps:
+        stalled = stalled_share >= STALLED_SHARE and available_bytes < STALLED_BELOW * total_bytes
+        if available_bytes < margin or stalled or self._swaps:
             self._short_s = now_s
             if now_s - self._changed_s >= STEP_S:
                 self._change(self._step_bytes, now_s)

@@ -321,7 +321,8 @@ def test_slots_give_back_step_by_step_while_memory_is_short_and_take_it_again_wh
     assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0) == 10 << 20
     assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0 + STEP_S / 2) == 10 << 20, "what it gave back counts first"
     assert pressure.look(TOTAL, MARGIN - 1, 0.0, 1.0 + STEP_S) == 20 << 20
-    assert pressure.look(TOTAL, 10 * MARGIN, STALLED_SHARE, 3.0) == 30 << 20, "tasks wait, whatever is available"
+    assert pressure.look(TOTAL, TOTAL // 2, STALLED_SHARE, 2.0) == 20 << 20, "those who wait need other memory"
+    assert pressure.look(TOTAL, 7 * MARGIN, STALLED_SHARE, 3.0) == 30 << 20, "tasks wait"
     assert pressure.look(TOTAL, 2 * MARGIN, 0.0, 20.0) == 30 << 20, "a step more would make it short again"
     assert pressure.look(TOTAL, 10 * MARGIN, 0.0, 20.0 + CALM_S / 2) == 30 << 20
     for n in range(1, 4):
