@@ -10,22 +10,20 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "flash/reader.h"
+#include "process/thread.h"
 
 enum {
     MAX_RUN = 128,           /* parts that are brought into slots together */
     MIN_WRITTEN = 4,         /* as many of them are worth a system call */
     MIN_HANDED_BYTES = 128 << 10, /* a shorter read is filled before another thread has woken */
     MAX_WAITING = 2,         /* of more the loader's thread does the next itself */
-    STACK_BYTES = 128 << 10, /* the least that every C library takes */
 };
 
 /* Parts whose slots follow each other, on their way from staging to there. */
@@ -147,20 +145,6 @@ static void *run_thread(void *argument)
     return NULL;
 }
 
-static int start_thread(np_filler *filler)
-{
-    pthread_attr_t attributes;
-    sigset_t all, mask;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &mask); /* inherited: signals go to the threads that expect them */
-    const int error = pthread_create(&filler->thread, &attributes, run_thread, filler);
-    pthread_sigmask(SIG_SETMASK, &mask, NULL);
-    pthread_attr_destroy(&attributes);
-    return error == 0;
-}
-
 static void free_all(np_filler *filler)
 {
     pthread_cond_destroy(&filler->work);
@@ -179,14 +163,10 @@ np_filler *np_filler_start(np_loader *loader)
     *filler = (np_filler){.loader = loader, .capacity = loader->depth};
     filler->wanted = calloc(loader->depth, sizeof *filler->wanted);
     filler->filled = calloc(loader->depth, sizeof *filler->filled);
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&filler->lock, NULL);
     pthread_cond_init(&filler->work, NULL);
-    pthread_cond_init(&filler->done, &monotonic);
-    pthread_condattr_destroy(&monotonic);
-    if (filler->wanted && filler->filled && start_thread(filler))
+    np_condition_init(&filler->done);
+    if (filler->wanted && filler->filled && np_thread_start(&filler->thread, NP_LEAST_STACK_BYTES, run_thread, filler) == 0)
         return filler;
     free_all(filler);
     return NULL;
@@ -235,18 +215,9 @@ void np_filler_wait(np_filler *filler, int timeout_ms)
 {
     if (!np_filler_held(filler))
         return;
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += timeout_ms / 1000;
-    end.tv_nsec += timeout_ms % 1000 * 1000000L;
-    if (end.tv_nsec >= 1000000000L) {
-        end.tv_sec++;
-        end.tv_nsec -= 1000000000L;
-    }
     pthread_mutex_lock(&filler->lock);
     int error = 0;
     while (error == 0 && filler->filled_tail == filler->given)
-        error = timeout_ms < 0 ? pthread_cond_wait(&filler->done, &filler->lock)
-                               : pthread_cond_timedwait(&filler->done, &filler->lock, &end);
+        error = np_condition_wait(&filler->done, &filler->lock, timeout_ms);
     pthread_mutex_unlock(&filler->lock);
 }

@@ -1,18 +1,14 @@
 /* The portable engine: a pool of threads that each do one pread at a time. */
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "flash/reader.h"
+#include "process/thread.h"
 
-enum {
-    MAX_THREADS = 32,        /* flash gains little from more reads at once */
-    STACK_BYTES = 128 * 1024, /* the least that every C library takes */
-};
+enum { MAX_THREADS = 32 }; /* flash gains little from more reads at once */
 
 typedef struct {
     uint32_t index;
@@ -84,19 +80,11 @@ static void pool_close(np_reader *reader)
 /* Starts what threads it can; one is enough. */
 static int start_threads(pool_state *state, uint32_t wanted)
 {
-    pthread_attr_t attributes;
-    sigset_t all, mask;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &mask); /* inherited: signals go to the threads that expect them */
     int error = 0;
     while (error == 0 && state->thread_count < wanted) {
-        error = pthread_create(&state->threads[state->thread_count], &attributes, run_thread, state);
+        error = np_thread_start(&state->threads[state->thread_count], NP_LEAST_STACK_BYTES, run_thread, state);
         state->thread_count += error == 0;
     }
-    pthread_sigmask(SIG_SETMASK, &mask, NULL);
-    pthread_attr_destroy(&attributes);
     return state->thread_count ? 0 : error;
 }
 
@@ -112,13 +100,9 @@ static int pool_open(np_reader *reader)
         return ENOMEM;
     }
     *state = (pool_state){.queue = queue, .results = results, .event = -1, .reader = reader};
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&state->lock, NULL);
     pthread_cond_init(&state->work, NULL);
-    pthread_cond_init(&state->done, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    np_condition_init(&state->done);
     reader->engine = state;
     const int error = start_threads(state, reader->depth < MAX_THREADS ? reader->depth : MAX_THREADS);
     if (error)
@@ -161,19 +145,8 @@ static void pool_wait(np_reader *reader, int timeout_ms)
 {
     pool_state *state = reader->engine;
     pthread_mutex_lock(&state->lock);
-    if (state->results_count == 0 && timeout_ms < 0) {
-        pthread_cond_wait(&state->done, &state->lock);
-    } else if (state->results_count == 0) {
-        struct timespec end;
-        clock_gettime(CLOCK_MONOTONIC, &end);
-        end.tv_sec += timeout_ms / 1000;
-        end.tv_nsec += timeout_ms % 1000 * 1000000L;
-        if (end.tv_nsec >= 1000000000L) {
-            end.tv_sec++;
-            end.tv_nsec -= 1000000000L;
-        }
-        pthread_cond_timedwait(&state->done, &state->lock, &end);
-    }
+    if (state->results_count == 0)
+        np_condition_wait(&state->done, &state->lock, timeout_ms);
     pthread_mutex_unlock(&state->lock);
 }
 

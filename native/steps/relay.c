@@ -8,12 +8,12 @@
  * The lock guards all of that; the thread holds it while it samples and passes the next step on, so that who takes the lock to look finds either
  * nothing done or everything. */
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "neuronpipe.h"
+#include "process/thread.h"
 #include "sync/clock.h"
 #include "sync/wait.h"
 
@@ -294,20 +294,6 @@ void np_relay_take(np_relay *relay, np_relay_taken *taken)
 }
 
 /* ---- life ----------------------------------------------------------------------------------------------------------- */
-static int start_thread(np_relay *relay)
-{
-    pthread_attr_t attributes;
-    sigset_t all, mask;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &mask); /* inherited: signals go to the threads that expect them */
-    const int error = pthread_create(&relay->thread, &attributes, run, relay);
-    pthread_sigmask(SIG_SETMASK, &mask, NULL);
-    pthread_attr_destroy(&attributes);
-    return error;
-}
-
 static void release(np_relay *relay)
 {
     pthread_cond_destroy(&relay->given);
@@ -334,7 +320,8 @@ np_relay *np_relay_create(const np_relay_config *config)
     relay->taken_counters = calloc(lanes->count, sizeof *relay->counters);
     pthread_mutex_init(&relay->lock, NULL);
     pthread_cond_init(&relay->given, NULL);
-    if (relay->tokens && relay->taken_tokens && relay->counters && relay->taken_counters && start_thread(relay) == 0)
+    if (relay->tokens && relay->taken_tokens && relay->counters && relay->taken_counters &&
+        np_thread_start(&relay->thread, STACK_BYTES, run, relay) == 0)
         return relay;
     release(relay);
     return NULL;
