@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from neuronpipe.launch.supervisor.supervisor import HASTEN, STOPPING, preload, supervise
+from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
@@ -27,11 +27,13 @@ MIN_OPEN_FILES, OPEN_FILES_PER_PROCESS = 64, 4
 
 @dataclasses.dataclass
 class LiveRun:
-    """The supervisor's process and the pipe on which it reports."""
+    """The supervisor's process and the pipe on which it reports. overcome: it has ended because a process died too
+    often, known when the run was stopped."""
 
     directory: RunDirectory
     pid: int
     report: int
+    overcome: bool = False
 
     def failed(self, timeout_s: float = 0.0) -> str | None:
         """The reason when the run is over; None while it lives."""
@@ -44,7 +46,8 @@ class LiveRun:
         not want to wait: then the run's processes are killed, and this waits for their end."""
         with _answered(STOPPING, lambda: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
             self._send(signal.SIGTERM)
-            os.waitpid(self.pid, 0)
+            _, status = os.waitpid(self.pid, 0)
+            self.overcome = os.waitstatus_to_exitcode(status) == OVERCOME
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

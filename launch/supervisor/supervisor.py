@@ -6,7 +6,7 @@ not survive a fork.
 
     event                     what it does
     a process dies            board line cleared, epoch advanced (everybody leaves the step), process started again
-    it dies too often         the run ends with a message; without an accelerator it goes on
+    it dies too often         the run ends with a message, and with status OVERCOME; without an accelerator it goes on
     it exits with status 2    the user's mistake (its message is in the file `failure`): the run ends with that message
     a request (control.py)    processes are replaced (replacement.py); where the new implementation dies again and
                               again later, the one before it comes back
@@ -56,6 +56,7 @@ from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.worker.backend import BACKENDS
 
 RESTARTS, WITHIN_S = 5, 30.0
+OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
 IDLE_S, REPLACEMENT_POLL_S = 0.25, 0.002
@@ -113,6 +114,7 @@ class Supervisor:
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
+        self.overcome = False
 
     def run(self) -> None:
         """Start everything, serve until told to stop, end everything."""
@@ -326,6 +328,7 @@ class Supervisor:
         if len(deaths) > RESTARTS:
             often = f"{spec.role}.{spec.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
             self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
+            self.overcome = self.failure is not None
             return
         self._start(spec)
 
@@ -395,12 +398,12 @@ def supervise(
 ) -> None:
     """Be the supervisor of a run in a forked child. `report`: pipe that gets the reason when the run could not be, or
     could not go on; its end means that the run is over. Never returns."""
-    message = ""
+    message, status = "", 1
     try:
         lib.np_process_name(b"np-supervisor")
         supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed)
         supervisor.run()
-        message = supervisor.failure or ""
+        message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
     except UserError as error:
         message = str(error)
         directory.remove()
@@ -415,4 +418,4 @@ def supervise(
     finally:
         with contextlib.suppress(BrokenPipeError):  # the command that started a run that stays has long ended
             os.write(report, message.encode())
-        os._exit(1 if message else 0)
+        os._exit(status if message else 0)

@@ -1,4 +1,5 @@
-"""`neuronpipe serve [PACKAGE]`: a run with a gateway, until Ctrl-C; or a gateway onto a run that is live."""
+"""`neuronpipe serve [PACKAGE]`: a run with a gateway, until Ctrl-C; or a gateway onto a run that is live. A run of its
+own whose processes died too often is followed by another one."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import http.client
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,13 +23,16 @@ from neuronpipe.launch.planning import (
     implementations,
     package_and_plan,
 )
+from neuronpipe.launch.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, chosen_key
 from neuronpipe.services.gateway.service import serve
+from neuronpipe.services.implementations import Implementations
 
 HOST, PORT = "127.0.0.1", 8080
 POLL_S = 0.02
@@ -71,19 +76,62 @@ def _serve(arguments: argparse.Namespace) -> None:
     package, plan = package_and_plan(arguments, several=True, gateway=True)
     uses = implementations(arguments.use, plan)
     listener = bind(arguments.host, arguments.port, key)
+    backoff = Backoff()
+    while True:
+        began = time.monotonic()
+        reason = _serve_run(arguments, package, plan, uses, listener, again=backoff.runs_ended > 0)
+        wait_s = backoff.after(time.monotonic() - began)
+        _warn(f"the run has ended: {reason}; another one is started in {wait_s:.0f} s")
+        refuse_for(listener, wait_s, reason)
+
+
+def _serve_run(
+    arguments: argparse.Namespace,
+    package: Package,
+    plan: Plan,
+    uses: Implementations,
+    listener: Listener,
+    *,
+    again: bool,
+) -> str:
+    """Serve with one run. again: others were served before. Returns why it ended where the next one may fare better.
+    Raises UserError where it would not, and when the first one never served anything."""
     with (
         contextlib.ExitStack() as after,
         started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live,
     ):
-        os.close(listener.descriptor)  # the gateway's now: no client must wait at a socket that is not served
-        _wait_until_ready(live, listener)
-        _say(arguments, listener, live.directory, live.directory.read(), joined=False)
-        # Closed when the run has ended: a request without an answer must not delay the end.
-        client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
-        follow_warm_up(client, plain=arguments.json)
-        while (reason := live.failed(WATCH_S)) is None:
-            pass
-    raise UserError(reason)
+        try:
+            reason = _wait_until_ready(live, listener)
+            served = reason is None
+            if served and again:
+                _warn(f"serving again, by the run {live.directory.path}")
+            elif served:
+                _say(arguments, listener, live.directory, live.directory.read(), joined=False)
+            if served:
+                # Closed when the run has ended: a request without an answer must not delay the end.
+                client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
+                reason = _warm_up(client, plain=arguments.json)
+            while reason is None:
+                reason = live.failed(WATCH_S)
+        except KeyboardInterrupt:
+            os.close(listener.descriptor)  # the gateway's alone: no client must wait at a socket that nobody serves
+            raise
+    if not live.overcome or not (served or again):
+        raise UserError(reason)
+    return reason
+
+
+def _warm_up(client: Client, *, plain: bool) -> str | None:
+    """Show how far memory is until it is warm: None; or why the run ended before."""
+    try:
+        follow_warm_up(client, plain=plain)
+    except UserError as ended:
+        return str(ended)
+    return None
+
+
+def _warn(line: str) -> None:
+    print(f"neuronpipe: {line}", file=sys.stderr, flush=True)
 
 
 def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
@@ -115,18 +163,17 @@ def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> 
         raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
 
 
-def _wait_until_ready(live: LiveRun, listener: Listener) -> None:
-    """Until the gateway says that requests are served."""
+def _wait_until_ready(live: LiveRun, listener: Listener) -> str | None:
+    """Until the gateway says that requests are served: None; or why the run ended before."""
     place = listener.address.removeprefix("http://")
-    while True:
-        if (reason := live.failed()) is not None:
-            raise UserError(reason)
+    while (reason := live.failed()) is None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(place, timeout=WATCH_S)
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
-                return
+                return None
         time.sleep(POLL_S)
+    return reason
 
 
 def _say(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
 import signal
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.errors import UserError
 
-from tests.http_client import PATIENCE_S, served
+from tests.http_client import PATIENCE_S, Server, served
 from tests.pipeline import Run, Shell, eventually
 
 Converted = Callable[..., Package]
@@ -78,3 +81,30 @@ def test_a_program_in_the_gateways_process_gets_the_socket_and_the_key(shell: Sh
         os.kill(server.run.pid("gateway"), signal.SIGKILL)
         assert server.call("GET", "/").status == 200  # it waited for the new one
         assert eventually(lambda: server.run.status().processes[-1].restarts == 1)
+
+
+def test_a_storm_of_kills_ends_a_run_and_serve_starts_another(shell: Shell) -> None:
+    process = shell.start("serve", DEMO, "--port", "0", "--json", "--workers", "2")
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    run = Run(shell, Path(ready["run"]))
+    server = Server(process, int(ready["address"].rpartition(":")[2]), run)
+    before = server.post("/v1/completions", prompt="def f(x):", max_tokens=8, temperature=0).json()["choices"]
+    killed: set[int] = set()
+    while server.call("GET", "/health").json().get("error", {}).get("code") != "restarting":
+        with contextlib.suppress(StopIteration, UserError, OSError):
+            if (worker := run.pid("decode")) not in killed:
+                os.kill(worker, signal.SIGKILL)
+                killed.add(worker)
+    refused = server.post("/v1/completions", prompt="def f(x):", max_tokens=8)
+    assert (refused.status, refused.json()["error"]["code"]) == (503, "restarting")
+    assert "died 6 times within 30 s" in refused.json()["error"]["message"]
+    assert 1 <= int(refused.headers["retry-after"]) <= 2
+    assert eventually(lambda: server.call("GET", "/health").status == 200)
+    assert server.post("/v1/completions", prompt="def f(x):", max_tokens=8, temperature=0).json()["choices"] == before
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    ended, again = errors.splitlines()
+    assert "another one is started in 1 s" in ended
+    assert "serving again" in again
+    assert process.returncode == 0
