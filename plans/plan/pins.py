@@ -74,7 +74,7 @@ def warm_counts(pinned: Sequence[int], clusters: int, slots: int) -> tuple[int, 
 def pins_within(counts: tuple[int, ...], slots: int, moving: int, clusters: int) -> tuple[int, ...]:
     """What can stay while there are so many slots, `moving` of which stay free for others: of each feed-forward the
     same share less; everything where all clusters have a slot."""
-    room, total = slots - moving, sum(counts)
+    room, total = max(0, slots - moving), sum(counts)
     if slots >= clusters or total <= room:
         return counts
-    return tuple(count * max(0, room) // total for count in counts)
+    return tuple(count * room // total for count in counts)

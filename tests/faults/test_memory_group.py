@@ -4,7 +4,6 @@ it while processes are killed. Sums came to 1.012 of it, and to 1.32 with the pa
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -12,85 +11,21 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from neuronpipe.launch.planning import DEMO
 
 from tests.faults.kills import PROCESSES
+from tests.faults.memory_group import Group
 from tests.integration.large_package import write_large_package
 from tests.pipeline import Run, Shell, eventually
 from tests.unit.test_page_cache import cached_bytes, written
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 SAMPLE_S = 0.02
 OPTIONS = ("--workers", "2", "--sequences", "1", "--context", "64")
 PROMPT = list(range(1, 59))
 TOKENS = 64 - len(PROMPT)  # the context is full in the end; few, since nearly every neuron is read for each
-_numbers = itertools.count()
-
-
-class Group:
-    """A memory control group, version 1 or 2."""
-
-    def __init__(self) -> None:
-        self._second = not V1.is_dir()
-        self._folder = (V2 if self._second else V1) / f"neuronpipe-test-{os.getpid()}-{next(_numbers)}"
-        try:
-            self._folder.mkdir()
-            _ = self.held_bytes()
-        except OSError as error:
-            pytest.skip(f"no memory control group of our own here: {error}")
-
-    def limit(self, limit_bytes: int) -> None:
-        """From now on the kernel keeps it below."""
-        name = "memory.max" if self._second else "memory.limit_in_bytes"
-        (self._folder / name).write_text(str(limit_bytes))
-
-    def join(self) -> None:
-        """Put the calling process into it."""
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def held_bytes(self) -> int:
-        """What the kernel cannot take back: private and shared memory, and its own for these processes."""
-        stat = self._table("memory.stat")
-        if self._second:
-            return stat["anon"] + stat["shmem"] + stat.get("kernel", 0)
-        kernel = int((self._folder / "memory.kmem.usage_in_bytes").read_text())
-        return stat["rss"] + stat["shmem"] + kernel
-
-    def swapped_bytes(self) -> int:
-        """What of it lies in swap."""
-        if self._second:
-            return int((self._folder / "memory.swap.current").read_text())
-        return self._table("memory.stat")["swap"]
-
-    def used_file(self) -> Path:
-        """What says how much all in it use, page cache too."""
-        return self._folder / ("memory.current" if self._second else "memory.usage_in_bytes")
-
-    def killed(self) -> int:
-        """Processes that the kernel killed for memory."""
-        return self._table("memory.events" if self._second else "memory.oom_control")["oom_kill"]
-
-    def remove(self) -> None:
-        """When its processes have ended."""
-        assert eventually(lambda: not (self._folder / "cgroup.procs").read_text())
-        self._folder.rmdir()
-
-    def _table(self, name: str) -> dict[str, int]:
-        return {key: int(value) for key, value in map(str.split, (self._folder / name).read_text().splitlines())}
-
-
-@pytest.fixture
-def group(shell: Shell) -> Iterator[Group]:
-    made = Group()
-    try:
-        yield made
-    finally:
-        shell.end()
-        made.remove()
 
 
 @pytest.fixture(scope="module")

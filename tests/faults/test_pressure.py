@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.run_directory import RunDirectory
 
-from tests.faults.test_memory_group import Group
+from tests.faults.memory_group import Group, swap_bytes, swapped_slots_bytes
 from tests.pipeline import Run, Shell, eventually
 
 GROUP_BYTES = 512 << 20
@@ -27,16 +25,6 @@ while limit - int(open(used).read()) > left:
 print("full", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def group(shell: Shell) -> Iterator[Group]:
-    made = Group()
-    try:
-        yield made
-    finally:
-        shell.end()
-        made.remove()
 
 
 def slots_now(run: Run) -> tuple[int, int]:
@@ -63,19 +51,6 @@ def test_slots_go_while_another_program_needs_the_memory_and_come_back(shell: Sh
         assert eventually(lambda: slots_now(run)[1] > all_slots[1] / 2, 60.0), slots_now(run)
         assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
     assert group.killed() == 0
-
-
-def swap_bytes() -> int:
-    """What the system has for swapping."""
-    found = re.search(r"^SwapTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    return 1024 * int(found[1]) if found else 0
-
-
-def swapped_slots_bytes(run: Run) -> int:
-    """Of the slots, what lies in swap, as their loader's map shows it."""
-    maps = Path(f"/proc/{run.pid('loader')}/smaps").read_text()
-    (slots,) = re.findall(r"/memfd:neuronpipe-slots.*?^Swap:\s+(\d+) kB", maps, re.M | re.S)
-    return 1024 * int(slots)
 
 
 @pytest.mark.nightly
