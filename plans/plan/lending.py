@@ -24,6 +24,9 @@ SHORT_PROMPT_TOKENS = 64  # prompts beside other texts come in steps of so many;
 UNLENT_BYTES = 1 << 20
 KV_BYTES = 2  # of a key's or a value's component
 
+Slots = tuple[int, int]
+"""Triggers and values."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lendable:
@@ -105,22 +108,37 @@ def lent_at_most(budget: MemoryBudget) -> int:
     return max(0, budget.kv_bytes + budget.prefill_stage_bytes - UNLENT_BYTES)
 
 
-def lent_slots(memory: Memory, lendable: Lendable, reserved_bytes: int) -> tuple[int, int]:
-    """Of the plan's lent slots, (triggers, values) that may be used while so much is reserved."""
-    left = lendable.total_bytes - reserved_bytes
-    return (
-        memory.lent_trigger_slots * left // lendable.total_bytes,
-        memory.lent_value_slots * left // lendable.total_bytes,
-    )
+def lent_slots(memory: Memory, lendable: Lendable, reserved_bytes: int) -> Slots:
+    """Of the plan's lent slots, those that may be used while so much is reserved: of their memory the same share less,
+    and of its slots those first that cost tokens least."""
+    lent = memory.lent_trigger_slots, memory.lent_value_slots
+    places = lendable.manifest.slots(moved=memory.are_scales_moved)
+    slot_bytes = places.trigger_bytes, places.value_bytes
+    lent_bytes = sum(count * each for count, each in zip(lent, slot_bytes, strict=True))
+    gone_pages = -(-lent_bytes * reserved_bytes // (lendable.total_bytes * PAGE_BYTES))
+    alike = memory.trigger_slots == memory.value_slots
+    return without(lent, gone_pages * PAGE_BYTES, slot_bytes, least=(0, 0), alike=alike)
 
 
-def with_lent_slots(manifest: Manifest, compute: Compute, memory: Memory, *, texts: int, tokens: int) -> Memory:
-    """The memory of a plan while it decodes so many texts of so many tokens: its slots with the lent ones in use."""
+def without(slots: Slots, gone_bytes: int, slot_bytes: Slots, *, least: Slots, alike: bool) -> Slots:
+    """The slots that are left when so much is given back, `least` of either part at least. alike: a neuron is wanted
+    whole or not at all, so that as many of both go; else values first, since every token reads all triggers, by turns:
+    each that has no slot pushes others out."""
+    if alike:
+        count = -(-gone_bytes // sum(slot_bytes))
+        return max(least[0], slots[0] - count), max(least[1], slots[1] - count)
+    values = min(slots[1] - least[1], -(-gone_bytes // slot_bytes[1]))
+    left_bytes = max(0, gone_bytes - values * slot_bytes[1])
+    return max(least[0], slots[0] - -(-left_bytes // slot_bytes[0])), slots[1] - values
+
+
+def with_lent_slots(manifest: Manifest, compute: Compute, memory: Memory, *, tokens: int) -> Memory:
+    """The memory of a plan while it decodes texts of so many tokens: its slots with the lent ones in use. Every KV slot
+    holds as many, since it keeps what it has of a text that has ended."""
     if not memory.lends:
         return memory
     lendable = Lendable.of(manifest, compute, memory)
-    held = [tokens] * min(texts, compute.sequences)
-    triggers, values = lent_slots(memory, lendable, lendable.reserved_bytes(held, 0))
+    triggers, values = lent_slots(memory, lendable, lendable.reserved_bytes([tokens] * compute.sequences, 0))
     return dataclasses.replace(
         memory,
         trigger_slots=memory.trigger_slots + triggers,

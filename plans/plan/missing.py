@@ -50,8 +50,8 @@ def parts(
     wanted = together * (1 - elsewhere)
     if held >= left:
         return Parts(wanted, 0)
-    if all_wanted and not mixture:
-        return Parts(wanted, int(wanted * (1 - held / left)))
+    if all_wanted and not mixture:  # every cluster in turn: what does not stay is gone before its next turn
+        return Parts(wanted, int(wanted * (1 - min(slots.pinned, left) / left)))
     # Of experts that are wanted whole, the same part of each is left.
     like_memory, scale = (0, clusters / left) if all_wanted else (slots.on_device, 1.0)
     resident, stays = int(held * scale) + like_memory, slots.pinned + like_memory

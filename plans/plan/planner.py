@@ -352,7 +352,7 @@ class _Planning:
         usable = self._usable_bytes - others.total_bytes() - (read.set_aside_bytes - read.staging_bytes)
         budget = usable // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES  # the segment begins with a page, and is whole pages
         ffn_bytes = manifest.clusters * (manifest.trigger_slot_bytes + manifest.value_slot_bytes)
-        if wanted.ffn_resident_share is not None:
+        if wanted.ffn_resident_share is not None and wanted.ffn_resident_share < 1:
             budget = min(budget, int(wanted.ffn_resident_share * ffn_bytes))
         regions = fill(
             manifest,

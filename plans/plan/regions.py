@@ -138,24 +138,14 @@ class _Filling:
         free, lent = min(triggers, values), (0, 0)
         if cache and not cache_tokens:
             lent = self._lent(moving, triggers, values) if self._lendable_bytes else lent
-            slots = (
-                Slots(
-                    part="trigger",
-                    count=triggers + lent[0],
-                    moving=moving,
-                    reserved=reserved_triggers,
-                    slot_bytes=self._trigger_bytes,
-                    lent=lent[0],
-                ),
-                Slots(
-                    part="value",
-                    count=values + lent[1],
-                    moving=moving,
-                    reserved=reserved_values,
-                    slot_bytes=self._value_bytes,
-                    lent=lent[1],
-                ),
+            of_triggers, of_values = (
+                Slots(part=part, count=own + more, moving=moving, reserved=reserved, slot_bytes=size, lent=more)
+                for part, own, more, reserved, size in (
+                    ("trigger", triggers, lent[0], reserved_triggers, self._trigger_bytes),
+                    ("value", values, lent[1], reserved_values, self._value_bytes),
+                )
             )
+            slots = of_triggers, of_values
             made = allocate(self._manifest, self._rates, self._mode, whole=self._whole, texts=self._texts, slots=slots)
             pins, free = made.pins, self._least_free(slots, made.most)
             reasons += made.reasons

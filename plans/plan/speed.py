@@ -177,7 +177,7 @@ class _Run:
         """Of so many texts, each with so many tokens before. A neuron's row is counted once for each text that reads
         it, up to all rows: so do the participants' counters."""
         if self.memory.lends:
-            memory = with_lent_slots(self.manifest, self.compute, self.memory, texts=batch, tokens=position_tokens + 1)
+            memory = with_lent_slots(self.manifest, self.compute, self.memory, tokens=position_tokens + 1)
             return dataclasses.replace(self, memory=memory).decode_step(batch, position_tokens)
         rates, flash = self.rates, self.flash
         in_order = rates.trigger_read == 1.0  # all triggers, one after the other

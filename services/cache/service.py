@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import held_clusters
+from neuronpipe.plans.plan.lending import Slots
 from neuronpipe.plans.plan.pins import pins_within
 from neuronpipe.plans.plan.plan import Memory
 from neuronpipe.protocol.channel import Connection, open_context
@@ -29,7 +30,7 @@ from neuronpipe.protocol.residency import TRIGGER, VALUE
 from neuronpipe.services import trace
 from neuronpipe.services.cache.core import Counts, Following, FreeSlots, Region, WarmUp, packed, warm_ups
 from neuronpipe.services.job import Job
-from neuronpipe.services.lending.resizing import Resizing, Slots
+from neuronpipe.services.lending.resizing import Resizing
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.service import Service
 from neuronpipe.services.trace import Trace

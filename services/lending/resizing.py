@@ -15,12 +15,11 @@ loader does not give back within a second it never will: one for an older protoc
 from __future__ import annotations
 
 from neuronpipe.plans.package.manifest import Manifest
-from neuronpipe.plans.plan.lending import Lendable, lent_slots
+from neuronpipe.plans.plan.firing import rates
+from neuronpipe.plans.plan.lending import Lendable, Slots, lent_slots, without
 from neuronpipe.plans.plan.plan import Compute, Memory
 from neuronpipe.plans.plan.sizes import open_clusters
 
-Slots = tuple[int, int]
-"""Triggers and values."""
 GIVE_UP_AFTER_S = 1.0
 
 
@@ -31,6 +30,10 @@ class Resizing:
         self._memory, self._lendable = memory, Lendable.of(manifest, compute, memory)
         places = manifest.slots(moved=memory.are_scales_moved)
         self._slot_bytes = places.trigger_bytes, places.value_bytes
+        read = rates(manifest, compute.mode)
+        self._alike = compute.mode == "predicted" or read.value_read >= read.trigger_read  # wanted whole or not at all
+        if memory.trigger_slots < manifest.clusters:  # else their numbers do not tell
+            self._alike |= memory.trigger_slots == memory.value_slots
         self._reserved_bytes = self._withheld_bytes = 0
         # As many as may be open again, free or on their way.
         self.least = min(manifest.clusters, max(memory.moving_slots, 2 * open_clusters(manifest, compute)))
@@ -56,21 +59,11 @@ class Resizing:
         if memory.lends:
             lent = lent_slots(memory, self._lendable, self._reserved_bytes)
             triggers, values = triggers + lent[0], values + lent[1]
-        self.slots = self._without_withheld(triggers, values)
+        least = min(self.least, triggers), min(self.least, values)
+        self.slots = without((triggers, values), self._withheld_bytes, self._slot_bytes, least=least, alike=self._alike)
         if any(now < then for now, then in zip(self.slots, before, strict=True)):
             self.vacates, self._asked_s = True, None
         return self.slots
-
-    def _without_withheld(self, triggers: int, values: int) -> Slots:
-        """As many of both go where there are as many; else values first, since every token reads all triggers."""
-        of_trigger, of_value = self._slot_bytes
-        least = min(self.least, triggers), min(self.least, values)
-        if triggers == values:
-            count = -(-self._withheld_bytes // (of_trigger + of_value))
-            return max(least[0], triggers - count), max(least[1], values - count)
-        gone = min(values - least[1], -(-self._withheld_bytes // of_value))
-        left_bytes = max(0, self._withheld_bytes - gone * of_value)
-        return max(least[0], triggers - -(-left_bytes // of_trigger)), values - gone
 
     def asked(self, now_s: float) -> None:
         """Everything is empty, and the loader was asked for the memory."""

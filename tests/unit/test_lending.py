@@ -76,7 +76,8 @@ def test_slots_and_what_is_reserved_never_take_more_than_the_plan(
     tokens = [min(count, one.compute.context_tokens) for count in tokens]
     reserved = lendable.reserved_bytes(tokens, lendable.stage_tokens(prompt) if prompt else 0)
     triggers, values = lent_slots(memory, lendable, reserved)
-    lent_bytes = triggers * MODEL.trigger_slot_bytes + values * MODEL.value_slot_bytes
+    places = MODEL.slots(moved=memory.are_scales_moved)
+    lent_bytes = triggers * places.trigger_bytes + values * places.value_bytes
     assert lent_bytes + reserved <= memory.kv_bytes + memory.prefill_stage_bytes
     assert memory.trigger_slots + triggers <= MODEL.clusters >= memory.value_slots + values
     assert memory.total_bytes() <= memory.limit_bytes
@@ -114,9 +115,30 @@ def test_nothing_is_lent_where_the_slots_were_asked_for(wish: dict[str, Any]) ->
     assert not made(**wish).memory.lends
 
 
-def test_speed_is_expected_with_the_slots_that_a_text_leaves() -> None:
+def test_values_go_first_where_every_token_reads_all_triggers() -> None:
+    """A trigger without a slot pushes others out, in turn: as many as may be moving were read for every token."""
+    one = made(48 << 20, mode="exact")
+    lendable, memory = lendable_of(one), one.memory
+    places = MODEL.slots(moved=memory.are_scales_moved)
+    assert memory.trigger_slots < memory.trigger_slots + memory.lent_trigger_slots == MODEL.clusters
+    share = memory.lent_value_slots * places.value_bytes / lendable.total_bytes
+    triggers, values = lent_slots(memory, lendable, int(0.9 * share * lendable.total_bytes))
+    assert triggers == memory.lent_trigger_slots
+    assert 0 < values < memory.lent_value_slots
+    triggers, values = lent_slots(memory, lendable, int((share + 0.1) * lendable.total_bytes))
+    assert 0 < triggers < memory.lent_trigger_slots
+    assert values == 0
+
+
+def test_as_many_of_both_go_where_a_neuron_is_wanted_whole() -> None:
     one = made(mode="predicted")
-    few, many = (with_lent_slots(MODEL, one.compute, one.memory, texts=n, tokens=200) for n in (4, 1))
+    triggers, values = lent_slots(one.memory, lendable_of(one), lendable_of(one).total_bytes // 3)
+    assert 0 < triggers == values < one.memory.lent_value_slots
+
+
+def test_speed_is_expected_with_the_slots_that_texts_leave() -> None:
+    one = made(mode="predicted")
+    few, many = (with_lent_slots(MODEL, one.compute, one.memory, tokens=tokens) for tokens in (400, 100))
     assert one.memory.value_slots < few.value_slots < many.value_slots
     without = dataclasses.replace(one.memory, lent_trigger_slots=0, lent_value_slots=0)
     rated = MODEL, rates(MODEL, "predicted", None), one.compute
@@ -300,8 +322,9 @@ def test_under_pressure_slots_go_down_to_what_a_step_holds_open(mode: Any, extra
     assert resizing.withhold(1 << 20)
     assert not resizing.withhold(1 << 20)
     fewer = resizing.begin()
-    given_back = (all_slots[0] - fewer[0]) * MODEL.trigger_slot_bytes
-    given_back += (all_slots[1] - fewer[1]) * MODEL.value_slot_bytes
+    places = MODEL.slots(moved=one.memory.are_scales_moved)
+    given_back = (all_slots[0] - fewer[0]) * places.trigger_bytes
+    given_back += (all_slots[1] - fewer[1]) * places.value_bytes
     assert given_back >= min(1 << 20, 0 if fewer == (resizing.least, resizing.least) else 1 << 20)
     resizing.withhold(1 << 40)
     assert resizing.begin() == tuple(min(resizing.least, slots) for slots in all_slots)
