@@ -42,7 +42,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.errors import UserError, quoted
 from neuronpipe.protocol.schema import from_json, json_object
 
-VERSION = 4
+VERSION = 5
 MAX_PROFILE_BYTES = 16 << 20
 MAX_POINTS = 2048  # of one list: pages and pictures have as many rows and columns
 MAX_TIME_S = 1 << 36  # since 1970: the year 4147

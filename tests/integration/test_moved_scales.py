@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,16 @@ class Older(DecodeService):
 """
 
 
-def planned(shell: Shell, package: Package, *, moved: bool) -> Path:
-    file = shell.folder / f"plan-{moved}.json"
+def planned(shell: Shell, package: Package) -> tuple[Path, Path]:
+    """A plan, and the same with scales moved."""
+    file, moved = shell.folder / "plan.json", shell.folder / "plan-moved.json"
     words = ("--ffn-resident", "60%", "--without", "bundle", "--workers", "2", "-o", file)
     done = shell.call("plan", package.path, *words)
     assert done.code == 0, done.errors
-    if moved:
-        move_scales(file, package.manifest)
-    assert read_plan(file).memory.are_scales_moved == moved
-    return file
+    shutil.copy(file, moved)
+    move_scales(moved, package.manifest)
+    assert [read_plan(one).memory.are_scales_moved for one in (file, moved)] == [False, True]
+    return file, moved
 
 
 def said(run: Run, prompt: list[int]) -> tuple[list[int], Any]:
@@ -51,8 +53,8 @@ def said(run: Run, prompt: list[int]) -> tuple[list[int], Any]:
 def test_they_change_no_bit(shell: Shell, converted: Converted, recipe: str, activation: str) -> None:
     package, prompt = converted(recipe, "q4", activation), tokens(RECIPES[recipe], 9)
     answers = []
-    for moved in (False, True):
-        with shell.up(package.path, "--plan", planned(shell, package, moved=moved)) as run:
+    for plan in planned(shell, package):
+        with shell.up(package.path, "--plan", plan) as run:
             answers.append(said(run, prompt))
     assert answers[0][0] == answers[1][0]
     assert answers[0][1].any()
@@ -63,7 +65,7 @@ def test_a_worker_of_an_older_protocol_is_not_let_in(shell: Shell, converted: Co
     """It would take the end of a gate's slot for scales."""
     (shell.folder / "older.py").write_text(OLDER)
     package = converted("awkward", "q4")
-    words = ("--plan", planned(shell, package, moved=True), "--use", "decode=older:Older")
+    words = ("--plan", planned(shell, package)[1], "--use", "decode=older:Older")
     done = shell.call("run", package.path, "-p", "a", *words, cwd=shell.folder)
     assert done.code == 2
     assert "speaks '2.1', and looks for scales where this run has none" in done.errors
