@@ -561,8 +561,18 @@ typedef struct {
 /* Matrices that a participant may hold, besides blocks: those of attention in every layer, and that of the logits. */
 enum { NP_HELD_QKV = 1, NP_HELD_ATTENTION_OUTPUT = 2, NP_HELD_OUTPUT = 4 };
 
+/* What the logits after a step's first `count` tokens make of given tokens, and which they find likeliest; in the memory of one process.
+ * Of row t the first id is given; the others are written, greatest first, lowest id among equals; and with them the logarithms of the
+ * probabilities of all, after token t. */
+typedef struct {
+    uint32_t count, likely;
+    int32_t *ids; /* [count][1 + likely] */
+    double *logs; /* [count][1 + likely] */
+} np_ratings;
+
 /* One step, as one participant gets it: one pass of `count` tokens over all layers; then the logits of `logits_count` tokens from
- * `logits_first` on into logit rows 0... Arrays are of `count` items. */
+ * `logits_first` on into logit rows 0... Arrays are of `count` items. With `ratings`, the same for all participants, no logits are asked
+ * for: they are computed and read a few tokens at a time, as many as there are logit rows. */
 typedef struct {
     uint64_t number;
     uint32_t epoch;
@@ -576,6 +586,7 @@ typedef struct {
     uint32_t count;
     const int32_t *sequences, *positions, *tokens;
     uint32_t logits_first, logits_count;
+    const np_ratings *ratings; /* or NULL */
 } np_step;
 
 typedef struct np_engine np_engine;

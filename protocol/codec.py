@@ -25,7 +25,7 @@ from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 2
+MINOR = 3
 VERSION = f"{MAJOR}.{MINOR}"
 HELD_MINOR = 1
 """From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""
@@ -33,6 +33,8 @@ LENDING_MINOR = 2
 """From this minor version on a cache answers `Reserve`, and a prefill worker `Release`."""
 MOVED_MINOR = 2
 """From this minor version on who fills or reads slots knows that value slots may hold the scales of their rows."""
+RATING_MINOR = 3
+"""From this minor version on a prefill worker rates the tokens that `Prefill` names as targets."""
 MAGIC = b"NP%d" % MAJOR
 
 MAX_FRAME_BYTES = 16 << 20

@@ -54,7 +54,15 @@ _FROM_WORKERS = (
     outcome.Reserved,
     outcome.Released,
 )
-_FROM_CLIENTS = (request.Generate, request.Cancel, request.Score, request.Next, request.AskStatus, request.Throttle)
+_FROM_CLIENTS = (
+    request.Generate,
+    request.Cancel,
+    request.Score,
+    request.Next,
+    request.Tokenize,
+    request.AskStatus,
+    request.Throttle,
+)
 _TO_SERVICES = (
     lifecycle.Welcome,
     lifecycle.Reject,
@@ -71,6 +79,7 @@ _TO_CLIENTS = (
     client.Finished,
     client.Scored,
     client.ScoreFinished,
+    client.Tokenized,
     client.Status,
 )
 

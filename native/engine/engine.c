@@ -160,6 +160,20 @@ static int may_be_held(const np_engine *engine, const np_step *step)
     return !(step->held_matrices & ~all) && step->participants > 1 && !engine->config.outside && (!engine->config.held || has_room);
 }
 
+/* Whether these may be rated: every token has its logits here, in this memory, and nobody else's are asked for. */
+static int may_be_rated(const np_engine *engine, const np_step *step)
+{
+    const np_ratings *r = step->ratings;
+    if (!r->count || r->count > step->count || r->likely > engine->shape.vocabulary || step->logits_count || step->held_matrices)
+        return 0;
+    for (uint32_t t = 0; t < r->count; t++) {
+        const int32_t target = r->ids[(size_t)t * (1 + r->likely)];
+        if (target < 0 || (uint32_t)target >= engine->shape.vocabulary)
+            return 0;
+    }
+    return engine->config.logit_rows > 0;
+}
+
 int np_engine_take_step(np_engine *engine, const np_step *step)
 {
     const np_shape *s = &engine->shape;
@@ -171,6 +185,8 @@ int np_engine_take_step(np_engine *engine, const np_step *step)
         step->first_block > step->end_block || step->end_block > s->blocks || step->held_blocks > s->blocks)
         return NP_E_ARGUMENT;
     if (step->held_matrices && !may_be_held(engine, step))
+        return NP_E_ARGUMENT;
+    if (step->ratings && !may_be_rated(engine, step))
         return NP_E_ARGUMENT;
     if (!engine->config.held && step->first_block < step->end_block && step->first_block < step->held_blocks)
         return NP_E_ARGUMENT; /* its block sums would lie where those of nodes belong */
@@ -193,6 +209,7 @@ int np_engine_take_step(np_engine *engine, const np_step *step)
     engine->count = count;
     engine->logits_first = step->logits_first;
     engine->logits_count = step->logits_count;
+    engine->ratings = step->ratings;
     memcpy(engine->sequence, step->sequences, count * sizeof *step->sequences);
     memcpy(engine->position, step->positions, count * sizeof *step->positions);
     memcpy(engine->token, step->tokens, count * sizeof *step->tokens);
@@ -231,6 +248,8 @@ int np_engine_end_step(np_engine *engine, int done)
 {
     if (done >= 0 && engine->logits_count)
         done = np_engine_logits(engine);
+    if (done >= 0 && engine->ratings)
+        done = np_engine_rate(engine);
     np_trace_put(&engine->shared.trace, NP_SPAN_STEP, 0, engine->count, engine->step, engine->started);
     engine->counters.step_ns += np_clock_ns() - engine->started;
     return done < 0 ? done : NP_OK;

@@ -71,6 +71,7 @@ struct np_engine {
     uint64_t step, started;               /* its number; when it began, by np_clock_ns */
     uint32_t epoch, count;
     uint32_t logits_first, logits_count;
+    const np_ratings *ratings;
     uint32_t participants, participant;
     np_range blocks;                      /* whose neurons are this participant's to compute, */
     uint32_t sharers, sharer;             /* with so many others */
@@ -192,6 +193,8 @@ static inline uint64_t np_eight_bytes(const uint8_t *from, size_t left, uint64_t
  * the logits, note what it took, and say how it ended. */
 int np_engine_take_step(np_engine *engine, const np_step *step);
 int np_engine_end_step(np_engine *engine, int done);
+/* After the last layer, with ratings: the participants' part of them. */
+int np_engine_rate(np_engine *engine);
 int np_engine_embed(np_engine *engine);
 /* Who computes what in a layer, as far as that is known before its attention. */
 void np_engine_begin_layer(np_engine *engine, uint32_t layer);

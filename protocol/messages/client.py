@@ -122,6 +122,22 @@ class Finished(Message):
 
 
 @message
+class Rated(Message):
+    """One token of a text that is scored, in `Scored`.
+
+    token: its id
+    piece: its own bytes, as in `Token`
+    logprob: natural logarithm of its probability after the tokens before it; nil for the first token of the text
+    top: the most likely tokens in its place, most likely first; among equals the lower id first
+    """
+
+    token: int
+    piece: bytes
+    logprob: float | None = None
+    top: tuple[Likely, ...] = ()
+
+
+@message
 class Scored(Message):
     """One piece of the text is scored.
 
@@ -131,6 +147,8 @@ class Scored(Message):
     rows: length of the piece in tokens
     nll: negative natural logarithm of the probability of each token that follows; one less than rows at the end of
         the text
+    rated: with `Score.logprobs`, the same tokens in the same order; before them, in the first piece, the text's first
+        token
     """
 
     request: str
@@ -138,6 +156,7 @@ class Scored(Message):
     row: int
     rows: int
     nll: tuple[float, ...]
+    rated: tuple[Rated, ...] = ()
 
 
 @message
@@ -154,6 +173,22 @@ class ScoreFinished(Message):
     tokens: int
     nll_mean: float
     seconds: float
+
+
+@message
+class Tokenized(Message):
+    """A text and its tokens.
+
+    request: as in `Tokenize`
+    tokens: their ids
+    pieces: the bytes of each, as in `Token`
+    text: what the tokens stand for; special ones, and what the tokenizer left out of a given text, are not in it
+    """
+
+    request: str
+    tokens: tuple[int, ...]
+    pieces: tuple[bytes, ...]
+    text: str
 
 
 @message

@@ -24,6 +24,20 @@ class StepDone(Message):
 
 
 @message
+class Rating(Message):
+    """What the model makes of one token that is given, in `Prefilled`.
+
+    logprob: natural logarithm of its probability
+    likely: ids of the most likely tokens in its place, most likely first; among equals the lower id first
+    logprobs: the natural logarithms of their probabilities
+    """
+
+    logprob: float
+    likely: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@message
 class Prefilled(Message):
     """The keys and values of all tokens are written, and the requested logits too.
 
@@ -31,12 +45,14 @@ class Prefilled(Message):
     epoch: as in `Prefill`
     index: which prefill worker
     counters: figures of this step, as in `StepDone`
+    ratings: of the targets of the `Prefill`, in their order
     """
 
     step: int
     epoch: int
     index: int
     counters: dict[str, float]
+    ratings: tuple[Rating, ...] = ()
 
 
 @message

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from neuronpipe.protocol.codec import Message, message
 from neuronpipe.protocol.options import PENALTY, SAMPLING, Range, ranges_of, sampling_options_of
 
+GrammarSyntax = Literal["json", "regex", "lark", "gbnf"]
 MAX_TOKENS = 1 << 24
 MAX_BIAS = 100
 
@@ -44,12 +45,15 @@ class Generate(Message):
     ignore_end: never sample an end token
     grammar: the form of the answer: "json" for any JSON object, or a JSON schema. Only tokens that can continue it are
         sampled, end tokens only where it may end; where nothing can follow, the answer ends with reason "end"
+    grammar_syntax: how the grammar is written: "json": as above; "regex": a regular expression; "lark": a Lark grammar;
+        "gbnf": one as llama.cpp has it
     logprobs: how many of the most likely tokens to report with each token, with logarithms of probabilities;
         0: the token itself only; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
     share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
         either way
+    owner: for whom the client asks. Where requests wait, clients and their owners have equal shares of the KV slots
     """
 
     request: str
@@ -71,6 +75,8 @@ class Generate(Message):
     seed: int = 0
     stop: tuple[str, ...] = ()
     share_prefix: bool = True
+    owner: str = ""
+    grammar_syntax: GrammarSyntax = "json"
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):
@@ -102,6 +108,10 @@ class Score(Message):
     text: the text
     path: the decode workers compute it, token by token, or a prefill worker, a chunk at a time
     logits: whether the client reads the logits of each piece from the exchange segment
+    frame: whether the tokenizer adds its begin and end tokens to the text
+    logprobs: how many of the most likely tokens to report for each token of the text, in `Scored.rated`; nil: not even
+        the token itself
+    owner: as in `Generate`
     """
 
     request: str
@@ -109,6 +119,9 @@ class Score(Message):
     text: str | None = None
     path: Literal["decode", "prefill"] = "prefill"
     logits: bool = False
+    frame: bool = True
+    logprobs: Annotated[int | None, Range(0, 20)] = None
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.tokens is None):
@@ -124,6 +137,26 @@ class Next(Message):
     """
 
     request: str
+
+
+@message
+class Tokenize(Message):
+    """Turn a text into tokens, or tokens into a text. Answered by `Tokenized`; or by `Refused`.
+
+    request: the client's name for it
+    text: the text; exactly one of text and tokens is given
+    tokens: the ids
+    frame: whether the tokenizer adds its begin and end tokens to the text
+    """
+
+    request: str
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    frame: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.tokens is None):
+            raise ValueError("text, tokens: expected exactly one of the two")
 
 
 @message

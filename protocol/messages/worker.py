@@ -61,6 +61,9 @@ class Prefill(Message):
     tokens: at most the plan's prefill chunk
     logits: for which tokens logits are computed
     copy_from: another KV slot with the same tokens before `position`: their keys and values are copied from there first
+    targets: tokens to rate, with `logits` "none": the first follows the first of `tokens`, and so on. Logits are made
+        and read a few rows at a time. Sent to no worker of a minor version below 3
+    likely: how many of the most likely tokens to name for each target
     """
 
     step: int
@@ -70,10 +73,16 @@ class Prefill(Message):
     tokens: tuple[int, ...]
     logits: Literal["none", "last", "all"]
     copy_from: int | None = None
+    targets: tuple[int, ...] = ()
+    likely: int = 0
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError("tokens: expected at least one")
+        if len(self.targets) > len(self.tokens) or (self.targets and self.logits != "none"):
+            raise ValueError('targets: expected no more than tokens, and logits "none"')
+        if self.likely < 0:
+            raise ValueError("likely: expected 0 or more")
         if self.copy_from == self.sequence:
             raise ValueError("copy_from: expected another slot than that of the sequence")
 

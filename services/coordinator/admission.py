@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused
-from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score
+from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Tokenized
+from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 
@@ -64,9 +64,21 @@ class Admission:
                 raise _Refusal("busy", f"{queued} requests are waiting already; try again later")
             if isinstance(ask, Generate):
                 self._check_options(ask)
+            elif ask.logprobs is not None and ask.logprobs not in RANGES["logprobs"]:
+                raise _Refusal("bad_request", f"logprobs is out of range: {ask.logprobs}")
             return self._tokens_of(ask)
         except _Refusal as refusal:
             return Refused(request=ask.request, code=refusal.code, message=str(refusal))
+
+    def tokenized(self, ask: Tokenize) -> Tokenized | Refused:
+        """A text and its tokens: as many as could be a prompt."""
+        try:
+            tokens = self._tokens_of(ask, least=0)
+            pieces = tuple(map(self._tokenizer.piece, tokens))
+            text = self._tokenizer.decode(tokens) if tokens else ""
+        except _Refusal as refusal:
+            return Refused(request=ask.request, code=refusal.code, message=str(refusal))
+        return Tokenized(request=ask.request, tokens=tuple(tokens), pieces=pieces, text=text)
 
     def _check_options(self, ask: Generate) -> None:
         """How the text is to be sampled."""
@@ -77,7 +89,7 @@ class Admission:
         self._check_biases(ask.logit_bias)
         if ask.grammar is not None:
             try:
-                self._grammars.start(ask.grammar)
+                self._grammars.start(ask.grammar, ask.grammar_syntax)
             except GrammarError as error:
                 raise _Refusal("bad_request", f"grammar: {error}") from None
 
@@ -91,22 +103,22 @@ class Admission:
             if not abs(bias) <= MAX_BIAS:
                 raise _Refusal("bad_request", f"logit_bias: {bias} for token {token} is not within {MAX_BIAS:g}")
 
-    def _tokens_of(self, ask: Generate | Score) -> list[int]:
+    def _tokens_of(self, ask: Generate | Score | Tokenize, least: int = 1) -> list[int]:
         limit = self._limits.context_tokens
         most = f"this model's maximum context length is {limit} tokens"  # clients of OpenAI's API look for these words
         tokens = self._encode(ask, most) if ask.tokens is None else list(ask.tokens)
-        if not tokens:
+        if len(tokens) < least:
             raise _Refusal("bad_request", "the prompt is empty; give at least one token")
         if len(tokens) > limit:
             raise _Refusal("too_long", f"{most}; the prompt has {len(tokens)}, shorten it")
-        if max(tokens) >= self._limits.vocabulary or min(tokens) < 0:
+        if max(tokens, default=0) >= self._limits.vocabulary or min(tokens, default=0) < 0:
             raise _Refusal("bad_request", f"a token id is outside the vocabulary of {self._limits.vocabulary}")
         return tokens
 
-    def _encode(self, ask: Generate | Score, most: str) -> list[int]:
+    def _encode(self, ask: Generate | Score | Tokenize, most: str) -> list[int]:
         """The tokens of the request's text. One that is too long for sure is not encoded: that takes 180 bytes of
         memory for each of the text's."""
-        text, frame = (ask.prompt, ask.frame) if isinstance(ask, Generate) else (ask.text, True)
+        text, frame = (ask.prompt if isinstance(ask, Generate) else ask.text), ask.frame
         text_bytes = len((text or "").encode(errors="replace"))
         if text_bytes > self._limits.context_tokens * self._tokenizer.longest_token_bytes:
             problem = f"{most}; the prompt has {text_bytes} bytes, more than these can be: shorten it"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from neuronpipe.protocol.codec import MINOR, Message
+from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
 
@@ -41,13 +42,14 @@ class EpochChanged:
 
 @dataclasses.dataclass(frozen=True)
 class StepLeft:
-    """A participant is through with a step: done, or abandoned because of the epoch."""
+    """A participant is through with a step: done, or abandoned because of the epoch. ratings: as in `Prefilled`."""
 
     process: ProcessKey
     step: int
     epoch: int
     done: bool
     counters: dict[str, float] = dataclasses.field(default_factory=dict)
+    ratings: tuple[Rating, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +89,9 @@ class TokensSampled:
 
 @dataclasses.dataclass(frozen=True)
 class TokensScored:
-    """The service's answer to ScoreTokens: negative log likelihood of each target, in nats."""
+    """The service's answer to ScoreTokens: how likely each target is, and which tokens are likeliest."""
 
-    nll: tuple[float, ...]
+    ratings: tuple[Logprobs, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +192,16 @@ class SampleTokens:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreTokens:
-    """Read logit rows 0.. and answer with TokensScored: row n scores target n, a row without a target is not read."""
+    """Answer with TokensScored.
+
+    targets: logit row n rates target n; a row without a target is not read
+    likely: how many of the most likely tokens to name for each target
+    ratings: what a prefill worker has read already; then there are no logits
+    """
 
     targets: tuple[int, ...]
+    likely: int = 0
+    ratings: tuple[Rating, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Which KV slot a text gets, and whose keys and values it can begin with.
+"""Whose text gets a KV slot, which one, and whose keys and values it can begin with.
+
+Owners of requests have equal shares of the tokens that are computed, and about that of the slots: who asks for much
+delays only themselves.
 
 Keys and values of a position follow from the tokens up to it and from the numerics that computed them, so what one text
 computed is what another one with the same beginning needs, if a run of its own would compute it in the same numerics.
@@ -9,7 +12,8 @@ so that a conversation finds its last turn again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -119,3 +123,41 @@ class FreeSlots:
         """A slot's content was of use. A slot that is not free is passed over."""
         if slot in self._contents:
             self._contents[slot] = self._contents.pop(slot)
+
+
+Owner = tuple[bytes, str]
+"""(client, `owner` of its requests)"""
+
+
+class Shares:
+    """How many tokens were computed for each owner, as far as it matters for the others: who comes anew has no
+    advantage of the time before, and who had more than the others has to wait until they had as much."""
+
+    def __init__(self) -> None:
+        self._ended: dict[Owner, int] = {}  # tokens of texts that have ended
+
+    def came(self, owner: Owner, present: Mapping[Owner, int]) -> None:
+        """An owner asks for something. present: of the owners that wait or have slots, tokens of texts with slots."""
+        if not present:
+            self._ended.clear()
+        least = min((self._total(one, present) for one in present), default=0)
+        if owner not in present:
+            self._ended[owner] = max(self._ended.get(owner, 0), least)
+        # Who has gone without a debt would begin like this too: nothing need be known of them.
+        gone = [one for one, tokens in self._ended.items() if one not in present and one != owner and tokens <= least]
+        for one in gone:
+            del self._ended[one]
+
+    def ended(self, owner: Owner, tokens: int) -> None:
+        """A text with a slot has ended, for which so many tokens were computed."""
+        self._ended[owner] = self._ended.get(owner, 0) + tokens
+
+    def next(self, waiting: Iterable[Owner], slots: Counter[Owner], present: Mapping[Owner, int], count: int) -> int:
+        """Which of those that wait, in order of arrival, comes next: the one for whom the fewest tokens were computed;
+        who has more than an equal share of the `count` slots comes after the others, so that nobody is without one for
+        long."""
+        order, share = list(waiting), count / len(present)
+        return min(range(len(order)), key=lambda n: (slots[order[n]] > share, self._total(order[n], present), n))
+
+    def _total(self, owner: Owner, present: Mapping[Owner, int]) -> int:
+        return self._ended.get(owner, 0) + present.get(owner, 0)

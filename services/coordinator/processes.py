@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
-from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, MOVED_MINOR, minor_of
+from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, MOVED_MINOR, RATING_MINOR, minor_of
 from neuronpipe.protocol.credits import Credits
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
@@ -198,6 +198,11 @@ class Workers:
     def releases(self) -> bool:
         """Whether a prefill worker is there that gives memory back."""
         return PREFILL in self.ready and self._minor[PREFILL] >= LENDING_MINOR
+
+    @property
+    def rates(self) -> bool:
+        """Whether the prefill worker that is there rates the tokens of a given text."""
+        return PREFILL in self.ready and self._minor[PREFILL] >= RATING_MINOR
 
     @property
     def prefill_numerics(self) -> str | None:

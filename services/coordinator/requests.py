@@ -5,18 +5,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, FinishReason, RefusalCode, Refused, ScoreFinished
-from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Cancel, Generate, Next, Score
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Cancel, Generate, Next, Score, Tokenize
 from neuronpipe.services.coordinator.admission import Admission, Limits
 from neuronpipe.services.coordinator.detokenizer import TextStream, Tokenizer
 from neuronpipe.services.coordinator.events import RequestReceived, Tell
 from neuronpipe.services.coordinator.grammar import Grammar, Grammars
-from neuronpipe.services.coordinator.prefixes import FreeSlots, Match, Provenance, SlotContent, longest_match
+from neuronpipe.services.coordinator.prefixes import (
+    FreeSlots,
+    Match,
+    Owner,
+    Provenance,
+    Shares,
+    SlotContent,
+    longest_match,
+)
 
 MAX_READING_S = 10.0
 RECENT_TOKENS = 16
@@ -46,6 +55,7 @@ class Sequence:
     slot: int
     arrived_at: float
     tokens: list[int]
+    owner: str = ""
     computed_tokens: int = 0
     provenance: Provenance = dataclasses.field(default_factory=Provenance)
     cancelled: bool = False
@@ -54,6 +64,21 @@ class Sequence:
         """A step in this numerics has computed so many tokens from this position on."""
         self.provenance.computed(min(position, self.computed_tokens), position + tokens, numerics)
         self.computed_tokens = position + tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens were computed for it."""
+        return self.computed_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prefill worker computes its next step."""
+        return False
+
+    @property
+    def likely(self) -> int:
+        """How many of the most likely tokens a score names for each token."""
+        return 0
 
     def content(self) -> SlotContent:
         """What its slot holds."""
@@ -82,6 +107,11 @@ class Generation(Sequence):
     def generated_tokens(self) -> int:
         """How many tokens were sampled so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens were computed for it: not those that another text has left."""
+        return self.computed_tokens - self.cached_tokens
 
     @property
     def prefilling(self) -> bool:
@@ -133,14 +163,29 @@ class Scoring(Sequence):
     """A text whose tokens' likelihoods are asked for."""
 
     ask: Score
+    told_tokens: int = 0  # those that the client knows the rows of
     total_nll: float = 0.0
     client_reads: bool = False  # the client copies the last step's logits
     reads_since: float = 0.0
 
-    def next_chunk(self, rows: int) -> list[int]:
-        """The tokens of the next step: one through decode, at most `rows` through prefill."""
-        size = 1 if self.ask.path == "decode" else rows
-        return self.tokens[self.computed_tokens : self.computed_tokens + size]
+    @property
+    def prefilling(self) -> bool:
+        """As the client asks."""
+        return self.ask.path == "prefill"
+
+    @property
+    def likely(self) -> int:
+        """How many of the most likely tokens are named for each."""
+        return self.ask.logprobs or 0
+
+    def next_chunk(self, rated: int, rows: int) -> tuple[list[int], tuple[int, ...], Literal["none", "all"]]:
+        """The tokens of the next step of prefill, and which after them the worker rates. At most `rated`; where it
+        rates none, and where the client reads logits, at most one for each of so many rows of logits."""
+        first = self.computed_tokens
+        if self.ask.logits or not rated:
+            return self.tokens[first : first + rows], (), "all"
+        chunk = self.tokens[first : first + rated]
+        return chunk, tuple(self.tokens[first + 1 : first + 1 + len(chunk)]), "none"
 
     def finished(self, now: float) -> ScoreFinished:
         """The account of the score."""
@@ -192,6 +237,11 @@ class Queued(NamedTuple):
     tokens: list[int]
     arrived_at: float
 
+    @property
+    def owner(self) -> Owner:
+        """For whom it is asked."""
+        return self.client, self.ask.owner
+
     def refused(self, code: RefusalCode, message: str) -> Tell:
         """It is not started."""
         return Tell(self.client, Refused(request=self.ask.request, code=code, message=message))
@@ -210,6 +260,7 @@ class Requests:
         self._grammars = grammars
         self._admission = Admission(limits, tokenizer, grammars)
         self._free = FreeSlots(limits.sequences)
+        self._shares = Shares()
         self.queued: list[Queued] = []
         self.active: list[Sequence] = []
         self._ended_cached_tokens = 0
@@ -247,6 +298,8 @@ class Requests:
                 return self._admit(event.client, message, now)
             case Next():
                 return self._go_on(event.client, message.request, now)
+            case Tokenize():
+                return [Tell(event.client, self._admission.tokenized(message))]
             case Cancel():
                 return self._cancel(event.client, message.request)
         return []
@@ -264,6 +317,7 @@ class Requests:
             if admitted.code == "busy":
                 admitted = dataclasses.replace(admitted, retry_after_s=retry_after_s(self.active))
             return [Tell(client, admitted)]
+        self._shares.came((client, ask.owner), self._present())
         self.queued.append(Queued(client, ask, admitted, now))
         return [Tell(client, Accepted(request=ask.request, prompt_tokens=len(admitted)))]
 
@@ -289,10 +343,12 @@ class Requests:
 
     # ---- slots -----------------------------------------------------------------------------------------------
     def give_slots(self, numerics: str) -> None:
-        """Give free KV slots to queued requests, in order of arrival. What a slot still holds of a text stays, as far
-        as prompts are computed in the same numerics now."""
+        """Give free KV slots to queued requests, an equal share to everybody who waits. What a slot still holds of a
+        text stays, as far as prompts are computed in the same numerics now."""
         while self.queued and len(self._free):
-            one = self.queued.pop(0)
+            slots = Counter((sequence.client, sequence.owner) for sequence in self.active)
+            waiting, count = (one.owner for one in self.queued), self._limits.sequences
+            one = self.queued.pop(self._shares.next(waiting, slots, self._present(), count))
             shares = isinstance(one.ask, Generate) and one.ask.share_prefix
             taken = self._free.take(one.tokens, numerics, shares=shares)
             assert taken is not None
@@ -300,6 +356,14 @@ class Requests:
                 self.active.append(self._generation(one, one.ask, taken.slot, taken.kept_tokens, numerics))
             else:
                 self.active.append(_scoring(one, one.ask, taken.slot))
+
+    def _present(self) -> dict[Owner, int]:
+        """Of everybody who waits or has slots, the tokens that were computed of texts that have slots."""
+        present = dict.fromkeys((one.owner for one in self.queued), 0)
+        for sequence in self.active:
+            owner = sequence.client, sequence.owner
+            present[owner] = present.get(owner, 0) + sequence.own_tokens
+        return present
 
     def _generation(self, one: Queued, ask: Generate, slot: int, kept_tokens: int, numerics: str) -> Generation:
         prompt_tokens = len(one.tokens)
@@ -311,11 +375,12 @@ class Requests:
             slot=slot,
             arrived_at=one.arrived_at,
             tokens=one.tokens,
+            owner=ask.owner,
             computed_tokens=kept_tokens,
             provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
             ask=ask,
-            grammar=self._grammars.start(ask.grammar) if ask.grammar is not None else None,
+            grammar=self._grammars.start(ask.grammar, ask.grammar_syntax) if ask.grammar is not None else None,
             stream=TextStream(self._tokenizer, one.tokens, ask.stop),
             prompt_tokens=prompt_tokens,
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
@@ -339,6 +404,7 @@ class Requests:
         if isinstance(message, LAST_WORDS):
             self.active.remove(sequence)
             self._free.give_back(sequence.slot, sequence.content())
+            self._shares.ended((sequence.client, sequence.owner), sequence.own_tokens)
             if isinstance(sequence, Generation):
                 self._ended_cached_tokens += sequence.cached_tokens
         return Tell(sequence.client, message)
@@ -370,5 +436,6 @@ def _scoring(one: Queued, ask: Score, slot: int) -> Scoring:
         slot=slot,
         arrived_at=one.arrived_at,
         tokens=one.tokens,
+        owner=ask.owner,
         ask=ask,
     )

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Set
 
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.client import FinishReason, Likely, RefusalCode, Scored, Token
+from neuronpipe.protocol.messages.client import FinishReason, Likely, Rated, RefusalCode, Scored, Token
+from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import MAX_BIAS
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
@@ -22,6 +23,8 @@ from neuronpipe.services.coordinator.events import (
 )
 from neuronpipe.services.coordinator.grammar import GrammarError
 from neuronpipe.services.coordinator.requests import Generation, Scoring, Sequence
+
+DAMAGED = "the model's output is no number; the package is damaged, convert the model again"
 
 Outcome = tuple[Sequence, Message]
 """What a sequence's client is to be told."""
@@ -42,12 +45,17 @@ class Results:
         self._limits = limits
         self._tokenizer = tokenizer
 
-    def wanted(self, message: Step | Prefill, sequences: list[Sequence]) -> SampleTokens | ScoreTokens:
-        """What to read from the logits of a step that is done; its sequences have advanced."""
+    def wanted(
+        self, message: Step | Prefill, sequences: list[Sequence], ratings: tuple[Rating, ...] = ()
+    ) -> SampleTokens | ScoreTokens:
+        """What to read from the logits of a step that is done; its sequences have advanced. ratings: what its prefill
+        worker has read of them."""
         first = sequences[0]
         if isinstance(first, Scoring):
             computed, count = first.computed_tokens, len(message.tokens)
-            return ScoreTokens(tuple(first.tokens[computed - count + 1 : computed + 1]))
+            without_logits = isinstance(message, Prefill) and bool(message.targets) and not ratings
+            targets = () if without_logits else tuple(first.tokens[computed - count + 1 : computed + 1])
+            return ScoreTokens(targets, first.likely, ratings)
         without_logits = isinstance(message, Prefill) and message.logits == "none"
         texts = [] if without_logits else [one for one in sequences if isinstance(one, Generation)]
         return SampleTokens(tuple(sample_row(row, text, self._limits.end_tokens) for row, text in enumerate(texts)))
@@ -73,16 +81,41 @@ class Results:
     def scored(self, sequence: Sequence, event: TokensScored, now: float) -> list[Outcome]:
         """Likelihoods of the tokens of one step."""
         assert isinstance(sequence, Scoring)
-        sequence.total_nll += sum(event.nll)
         last = sequence.computed_tokens >= len(sequence.tokens)
-        rows = len(event.nll) + last  # the text's last token has logits and no target
+        position, nll = sequence.told_tokens, tuple(-one.logprob for one in event.ratings)
+        rows = len(nll) + last  # the text's last token has logits and no target
+        if position + rows != sequence.computed_tokens:
+            return [
+                (sequence, sequence.refused("failed", "the prefill worker has not rated the tokens that it was given"))
+            ]
+        if any(map(math.isnan, nll)):
+            return [(sequence, sequence.refused("failed", DAMAGED))]
+        sequence.total_nll += sum(nll)
+        sequence.told_tokens = sequence.computed_tokens
         sequence.client_reads, sequence.reads_since = sequence.ask.logits, now
-        position = sequence.computed_tokens - rows
-        said = Scored(request=sequence.request, position=position, row=0, rows=rows, nll=event.nll)
+        said = Scored(
+            request=sequence.request,
+            position=position,
+            row=0,
+            rows=rows,
+            nll=nll,
+            rated=self._rated(sequence, position, event.ratings),
+        )
         outcomes: list[Outcome] = [(sequence, said)]
         if last and not sequence.client_reads:
             outcomes.append((sequence, sequence.finished(now)))
         return outcomes
+
+    def _rated(self, text: Scoring, position: int, ratings: tuple[Logprobs, ...]) -> tuple[Rated, ...]:
+        """Those after this position, where the client wants to see them; and before them the first of the text, which
+        nothing predicts."""
+        if text.ask.logprobs is None:
+            return ()
+        piece = self._tokenizer.piece
+        rated = [] if position else [Rated(token=text.tokens[0], piece=piece(text.tokens[0]))]
+        for token, one in zip(text.tokens[position + 1 :], ratings, strict=False):
+            rated.append(Rated(token=token, piece=piece(token), logprob=one.logprob, top=_top(one, piece)))
+        return tuple(rated)
 
     def _add(self, text: Generation, token: int, complete: bool, now: float) -> tuple[Token, FinishReason | None]:
         """Add a token to a text; returns what its client is told, and why the text ends with it."""
@@ -128,8 +161,7 @@ def accept(text: Generation, token: int, end_tokens: Set[int]) -> bool:
     if token == TokensSampled.ALL_BANNED:
         raise SamplingFailed("bad_request", "logit_bias and ignore_end leave no token that may come next")
     if token < 0:
-        damaged = "the model's output is no number; the package is damaged, convert the model again"
-        raise SamplingFailed("failed", damaged)
+        raise SamplingFailed("failed", DAMAGED)
     if text.grammar is None or token in end_tokens:
         return False
     try:
@@ -140,5 +172,8 @@ def accept(text: Generation, token: int, end_tokens: Set[int]) -> bool:
 
 def with_logprobs(said: Token, logprobs: Logprobs, piece: Callable[[int], bytes]) -> Token:
     """The message with its logarithms of probabilities. piece: the bytes of a token."""
-    top = tuple(Likely(token=token, piece=piece(token), logprob=logprob) for token, logprob in logprobs.top)
-    return dataclasses.replace(said, logprob=logprobs.logprob, piece=piece(said.token), top=top)
+    return dataclasses.replace(said, logprob=logprobs.logprob, piece=piece(said.token), top=_top(logprobs, piece))
+
+
+def _top(logprobs: Logprobs, piece: Callable[[int], bytes]) -> tuple[Likely, ...]:
+    return tuple(Likely(token=token, piece=piece(token), logprob=logprob) for token, logprob in logprobs.top)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from neuronpipe.native import ffi, lib
+from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS
 from neuronpipe.services.coordinator.events import Logprobs, SampleRow, TokensSampled
 
@@ -49,7 +50,14 @@ class Sampler:
 
     def logprobs(self, row: SampleRow, token: int) -> Logprobs:
         """How likely the model finds the token, and which it finds likeliest, whatever the options of sampling."""
-        logits, count = self._row(row.row), min(row.ask.logprobs or 0, self._vocabulary)
+        return self._rate(row.row, token, row.ask.logprobs or 0)
+
+    def rate_all(self, targets: Sequence[int], likely: int) -> tuple[Logprobs, ...]:
+        """Each target by the row of its number, and which tokens the model finds likeliest there."""
+        return tuple(self._rate(row, target, likely) for row, target in enumerate(targets))
+
+    def _rate(self, row: int, token: int, likely: int) -> Logprobs:
+        logits, count = self._row(row), min(likely, self._vocabulary)
         ids = ffi.new("int32_t[]", 1 + count)
         logs = ffi.new("double[]", 1 + count)
         ids[0] = token
@@ -57,17 +65,13 @@ class Sampler:
         lib.np_log_probabilities(logits, self._vocabulary, ids, 1 + count, logs)
         return Logprobs(logs[0], tuple(zip(ids, logs, strict=True))[1:])
 
-    def negative_log_likelihoods(self, targets: Sequence[int]) -> tuple[float, ...]:
-        """Nats of each target, by the row of its number."""
-        one = ffi.new("double *")
-        nll = []
-        for row, target in enumerate(targets):
-            lib.np_log_probabilities(self._row(row), self._vocabulary, ffi.new("int32_t *", target), 1, one)
-            nll.append(-one[0])
-        return tuple(nll)
-
     def _row(self, row: int) -> Any:
         return self.logits + row * self._vocabulary
+
+
+def as_logprobs(ratings: Sequence[Rating]) -> tuple[Logprobs, ...]:
+    """What a prefill worker has read."""
+    return tuple(Logprobs(one.logprob, tuple(zip(one.likely, one.logprobs, strict=False))) for one in ratings)
 
 
 def _fill(how: Any, row: SampleRow) -> list[Any]:

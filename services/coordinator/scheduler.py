@@ -174,7 +174,7 @@ class Scheduler:
         if not step.computed:
             return []
         step.read()
-        return [self._results.wanted(step.action.message, step.sequences)]
+        return [self._results.wanted(step.action.message, step.sequences, event.ratings)]
 
     def _step_failed(self, event: StepFailed) -> list[Action]:
         """The step cannot be computed: its requests are refused, everybody else goes on."""
@@ -347,8 +347,8 @@ class StepBuilder:
     def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
         """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
         decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
-        prefills = [one for one in sequences if _wants_prefill(one)]
-        decodes = [one for one in sequences if not _wants_prefill(one)] if decoders else []
+        prefills = [one for one in sequences if one.prefilling]
+        decodes = [one for one in sequences if not one.prefilling] if decoders else []
         if numerics is not None and prefills and (self._prefill_turn or not decodes):
             self._prefill_turn = False
             return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
@@ -371,15 +371,18 @@ class StepBuilder:
         return [*scores[:1]] if score_turn else texts[: self._limits.logit_rows]
 
     def _prefill(self, sequence: Sequence, epoch: int, numerics: str, *, beside_decode: bool) -> OutstandingStep:
-        first, copy_from = sequence.computed_tokens, None
+        first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
+        limit_tokens = self._limits.prefill_chunk_tokens
+        max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
         logits: Literal["none", "last", "all"]
         if isinstance(sequence, Scoring):
-            chunk, logits = sequence.next_chunk(self._limits.logit_rows), "all"
+            rated_tokens = max_tokens if self._workers.rates else 0
+            chunk, targets, logits = sequence.next_chunk(rated_tokens, self._limits.logit_rows)
         else:
             assert isinstance(sequence, Generation)
             if (match := self._prefix_source(sequence, numerics)) is not None:
                 copy_from, first = match
-            chunk = self._chunk(sequence, first, beside_decode=beside_decode)
+            chunk = sequence.tokens[first : min(sequence.prompt_tokens, first + max_tokens)]
             logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
         self.steps += 1
         message = Prefill(
@@ -390,13 +393,10 @@ class StepBuilder:
             tokens=tuple(chunk),
             logits=logits,
             copy_from=copy_from,
+            targets=targets,
+            likely=sequence.likely if targets else 0,
         )
         return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics)
-
-    def _chunk(self, text: Generation, first: int, *, beside_decode: bool) -> list[int]:
-        limit_tokens = self._limits.prefill_chunk_tokens
-        max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
-        return text.tokens[first : min(text.prompt_tokens, first + max_tokens)]
 
     def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
         self.steps += 1
@@ -409,12 +409,6 @@ class StepBuilder:
             tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
         )
         return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
-
-
-def _wants_prefill(sequence: Sequence) -> bool:
-    if isinstance(sequence, Generation):
-        return sequence.prefilling
-    return isinstance(sequence, Scoring) and sequence.ask.path == "prefill"
 
 
 class Throttle:

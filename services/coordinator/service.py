@@ -23,7 +23,7 @@ from neuronpipe.protocol.messages.cache import Reserve
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
 from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
-from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
 from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
@@ -60,7 +60,7 @@ from neuronpipe.services.coordinator.processes import (
     WorkerProcesses,
     is_too_old_for_moved_scales,
 )
-from neuronpipe.services.coordinator.sampling import Sampler
+from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
 from neuronpipe.services.job import Job
@@ -170,7 +170,7 @@ class CoordinatorService:
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
         match message:
-            case Generate() | Cancel() | Score() | Next():
+            case Generate() | Cancel() | Score() | Next() | Tokenize():
                 if isinstance(message, Generate):
                     self._meter.request_came(peer, message.request)
                 self._handle(RequestReceived(peer.encode(), message))
@@ -200,7 +200,8 @@ class CoordinatorService:
                 self._processes.credits.give_back(peer)
                 process.step = message.step
                 self._meter.answered(message.counters)
-                self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters))
+                ratings = message.ratings if isinstance(message, outcome.Prefilled) else ()
+                self._handle(StepLeft(process.name, message.step, message.epoch, True, message.counters, ratings))
             case outcome.StepAbandoned():
                 self._relay.answered(process.name)
                 self._processes.credits.give_back(peer)
@@ -329,9 +330,9 @@ class CoordinatorService:
                 return self._send_step(action)
             case SampleTokens():
                 return self._sample(action)
-            case ScoreTokens(targets):
+            case ScoreTokens(targets, likely, ratings):
                 self._meter.step_done()
-                return TokensScored(self._sampler.negative_log_likelihoods(targets))
+                return TokensScored(as_logprobs(ratings) if ratings else self._sampler.rate_all(targets, likely))
             case Dismiss((role, index)):
                 self._events.send(Life(role=role, index=index, state="draining", detail="another takes its place"))
                 self._send(f"{role}-{index}", Drain())

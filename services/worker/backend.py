@@ -22,6 +22,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
+from neuronpipe.services.worker.ratings import Ratings
 
 Phase = Literal["decode", "prefill", "accelerator"]
 """What of steps: decode steps with the other decode workers; prompts alone; the first blocks of decode steps."""
@@ -76,6 +77,7 @@ class StepWork:
 
     sequences, positions, tokens: the KV slot, position and id of each token
     logits_first, logits_count: whose logits are wanted; they go into logit rows 0..
+    ratings: what is to be filled instead of logits; None: nothing
     """
 
     number: int
@@ -86,6 +88,7 @@ class StepWork:
     logits_first: int
     logits_count: int
     share: Share
+    ratings: Ratings | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -246,6 +246,7 @@ class Participant:
         step.held_matrices = sum(HELD_MATRICES.get(name, 1 << 31) for name in set(share.held_matrices))
         step.count, step.logits_first, step.logits_count = len(work.tokens), work.logits_first, work.logits_count
         step.sequences, step.positions, step.tokens = self._step_arrays
+        step.ratings = ffi.NULL if work.ratings is None else work.ratings.native
         return step
 
     def next_rows(self) -> Any | None:

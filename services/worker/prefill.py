@@ -7,6 +7,7 @@ is computed, the next one is on its way.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from neuronpipe.native import lib
@@ -18,6 +19,7 @@ from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.job import Job
 from neuronpipe.services.service import Service
 from neuronpipe.services.worker.backend import Backend, Share, StepWork, create_backend
+from neuronpipe.services.worker.ratings import Ratings
 from neuronpipe.services.worker.worker import Outcome, Worker
 
 
@@ -26,7 +28,7 @@ class PrefillService:
 
     def __init__(self, job: Job) -> None:
         compute, manifest, backend = job.plan.compute, job.package.manifest, self.backend(job)
-        self._blocks = manifest.layout.blocks
+        self._blocks, self._vocabulary = manifest.layout.blocks, manifest.model.vocabulary
         self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
             self._worker.memory.view("kv", "kv"),
@@ -55,6 +57,7 @@ class PrefillService:
         """One chunk of a prompt, and how it went."""
         count = len(ask.tokens)
         first, wanted = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[ask.logits]
+        ratings = Ratings(ask.targets, min(ask.likely, self._vocabulary)) if ask.targets else None
         work = StepWork(
             number=ask.step,
             epoch=ask.epoch,
@@ -64,8 +67,12 @@ class PrefillService:
             logits_first=first,
             logits_count=wanted,
             share=Share(first_block=0, end_block=self._blocks),
+            ratings=ratings,
         )
-        return self._worker.answer(work, Prefilled)
+        outcome = self._worker.answer(work, Prefilled)
+        if ratings is None or not isinstance(outcome, Prefilled):
+            return outcome
+        return dataclasses.replace(outcome, ratings=ratings.told())
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Prefill):

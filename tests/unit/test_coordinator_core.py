@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Finished, Refused, Scored, ScoreFinished, Token
+from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
@@ -20,6 +21,7 @@ from neuronpipe.services.coordinator.events import (
     Ending,
     EpochChanged,
     Leaving,
+    Logprobs,
     ProcessKey,
     ProcessReady,
     RequestReceived,
@@ -35,12 +37,14 @@ from neuronpipe.services.coordinator.events import (
     TokensScored,
 )
 from neuronpipe.services.coordinator.grammar import Grammars
+from neuronpipe.services.coordinator.sampling import as_logprobs
 from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Scheduler
 
 from tests.unit.test_layers import ROOT, imports
 
 PROCESSES = [("decode", 0), ("decode", 1), ("prefill", 0), ("loader", 0), ("cache", 0)]
 NUMERICS = {"decode": "cpu:avx2", "prefill": "cpu:avx2"}
+PREFILL_NUMERICS = NUMERICS["prefill"]
 END = 0
 
 
@@ -100,9 +104,15 @@ def finish(scheduler: Scheduler, message: Step | Prefill, now: float = 1.0) -> l
     """All participants of a step report that they are done."""
     actions: list[Action] = []
     participants = [("prefill", 0)] if isinstance(message, Prefill) else participants_of(message)
+    ratings = tuple(Rating(logprob=-0.5) for _ in message.targets) if isinstance(message, Prefill) else ()
     for process in participants:
-        actions += scheduler.handle(StepLeft(process, message.step, message.epoch, True), now)
+        actions += scheduler.handle(StepLeft(process, message.step, message.epoch, True, {}, ratings), now)
     return actions
+
+
+def scores(action: ScoreTokens) -> tuple[Logprobs, ...]:
+    """What the service makes of it: the worker's ratings, or its own."""
+    return as_logprobs(action.ratings) or tuple(Logprobs(-0.5, ()) for _ in action.targets)
 
 
 def generate(scheduler: Scheduler, prompt: str, tokens: Sequence[int], **ask: int) -> list[Action]:
@@ -431,14 +441,14 @@ def test_every_token_but_the_first_is_scored(path: str) -> None:
             pending += finish(scheduler, action.message)
         elif isinstance(action, ScoreTokens):
             targets += action.targets
-            pending += scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
+            pending += scheduler.handle(TokensScored(scores(action)), 1.0)
         elif isinstance(action, Tell):
             scored += [action.message] if isinstance(action.message, Scored) else []
             finished += [action.message] if isinstance(action.message, ScoreFinished) else []
             assert isinstance(action.message, Accepted | Scored | ScoreFinished)
     assert targets == [2, 3, 4, 5]
     assert sum(message.rows for message in scored) == 5
-    assert [message.position for message in scored] == ([0, 1, 2, 3, 4] if path == "decode" else [0, 3])
+    assert [message.position for message in scored] == ([0, 1, 2, 3, 4] if path == "decode" else [0, 4])
     assert (finished[0].tokens, finished[0].nll_mean) == (4, 0.5)
 
 
@@ -446,7 +456,7 @@ def test_no_step_overwrites_logits_that_a_client_is_reading() -> None:
     scheduler = make_scheduler()
     (step,) = sent(receive(scheduler, Score(request="s", tokens=(1, 2), path="decode", logits=True), 0.0))
     finish(scheduler, step)
-    assert not sent(scheduler.handle(TokensScored((0.5,)), 0.1))
+    assert not sent(scheduler.handle(TokensScored((Logprobs(-0.5, ()),)), 0.1))
     assert sent(receive(scheduler, Next(request="s"), 0.2))
 
 
@@ -486,7 +496,7 @@ def test_a_score_through_decode_never_shares_a_step_with_texts_or_other_scores()
         elif isinstance(action, SampleTokens):
             pending += scheduler.handle(TokensSampled(tuple(120 for _ in action.rows)), 1.0)
         elif isinstance(action, ScoreTokens):
-            pending += scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
+            pending += scheduler.handle(TokensScored(scores(action)), 1.0)
         elif isinstance(action, Tell) and isinstance(action.message, Finished | ScoreFinished):
             finished.add(action.message.request)
     assert finished == {"g", "1", "2"}
@@ -498,7 +508,7 @@ def test_a_client_that_never_gives_logits_back_is_given_up_after_a_while() -> No
         scheduler.handle(RequestReceived(b"gone", Score(request="s", tokens=(1, 2), path="decode", logits=True)), 0.0)
     )
     finish(scheduler, step)
-    scheduler.handle(TokensScored((0.5,)), 1.0)
+    scheduler.handle(TokensScored((Logprobs(-0.5, ()),)), 1.0)
     assert not sent(receive(scheduler, Generate(request="r", prompt="ab"), 2.0))
     assert sent(scheduler.handle(Tick(), 20.0))
 
@@ -578,7 +588,7 @@ class Driven:
             elif isinstance(action, SampleTokens):
                 pending += self.scheduler.handle(TokensSampled(tuple(120 for _ in action.rows)), 1.0)
             elif isinstance(action, ScoreTokens):
-                pending += self.scheduler.handle(TokensScored(tuple(0.5 for _ in action.targets)), 1.0)
+                pending += self.scheduler.handle(TokensScored(scores(action)), 1.0)
             elif isinstance(action, Tell):
                 self.told.append(action.message)
         return []
@@ -680,7 +690,7 @@ def test_a_scored_text_computes_every_token_and_leaves_its_keys_to_others() -> N
     driven = Driven()
     driven.run(driven.ask("1", "abcdef"))
     driven.run(receive(driven.scheduler, Score(request="s", text="abcdef"), 0.0))
-    assert [prefill.position for prefill in driven.prefills()] == [0, 4, 0, 3]
+    assert [prefill.position for prefill in driven.prefills()] == [0, 4, 0, 4]
     driven.run(driven.ask("2", "abcdef"))
     assert driven.finished()["2"].cached_tokens == 5
 

@@ -161,7 +161,10 @@ def test_likelihoods_are_those_of_numpy() -> None:
     want = [
         math.log(np.exp(row.astype(np.float64)).sum()) - float(row[t]) for row, t in zip(rows, targets, strict=False)
     ]
-    assert sampler_of(*rows).negative_log_likelihoods(targets) == pytest.approx(want, rel=1e-12)
+    rated = sampler_of(*rows).rate_all(targets, 2)
+    assert [-one.logprob for one in rated] == pytest.approx(want, rel=1e-12)
+    for row, one in zip(rows, rated, strict=False):
+        assert [token for token, _ in one.top] == list(np.argsort(-row, kind="stable")[:2])
 
 
 def test_the_uniform_number_of_a_seed_and_a_place_is_fixed() -> None:
