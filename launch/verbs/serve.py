@@ -30,7 +30,7 @@ from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
-from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, chosen_key
+from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
 from neuronpipe.services.gateway.service import serve
 from neuronpipe.services.implementations import Implementations
 
@@ -49,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=PORT, help="0 takes any free port (default: %(default)s)")
     parser.add_argument(
         "--key", metavar="KEY", help=f"key that clients must send (default: {KEY_VARIABLE} of the environment)"
+    )
+    parser.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of this origin use the server, like https://chat.example.org; * is any; may be repeated "
+        "(default: none)",
     )
     add_plan_arguments(parser)
     add_use_argument(parser)
@@ -75,7 +83,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         return
     package, plan = package_and_plan(arguments, several=True, gateway=True)
     uses = implementations(arguments.use, plan)
-    listener = bind(arguments.host, arguments.port, key)
+    listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
     backoff = Backoff()
     while True:
         began = time.monotonic()
@@ -149,7 +157,7 @@ def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: Ru
     if arguments.package is not DEMO and arguments.package.resolve() != package.path.resolve():
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
     _require_no_plan(arguments, directory)
-    listener = bind(arguments.host, arguments.port, key)
+    listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
     _say(arguments, listener, directory, run_file, joined=True)
     ended = run_ended(directory)
     serve(package, directory, listener, ended)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.gateway.coordinator import MAX_SENT, Coordinator, Mailbox
-from neuronpipe.services.gateway.forms import DONE, Form, usage
+from neuronpipe.services.gateway.forms import Form, usage
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, too_long
 from starlette.types import Receive, Scope, Send
@@ -74,16 +74,17 @@ class Answer:
         texts_per_prompt: int,
         sent_per_prompt: int,
         stream: bool,
+        client: str = "",
     ) -> None:
         self._coordinator, self._metrics, self._form = coordinator, metrics, form
         self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
         self._context_tokens = context_tokens
-        self._sent_per_prompt = sent_per_prompt
+        self._sent_per_prompt, self._client = sent_per_prompt, client
         self._ratings = [Mean() for _ in asks]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask, and send what comes."""
-        mailbox, names = await self._coordinator.generate(self._asks)
+        mailbox, names = await self._coordinator.generate(self._asks, self._client)
         try:
             await while_there(receive, (self._in_pieces if self._stream else self._in_one)(mailbox, send))
         finally:
@@ -92,7 +93,9 @@ class Answer:
     async def _in_one(self, mailbox: Mailbox, send: Send) -> None:
         finished = await self._all(mailbox, None)
         sent = [(number, finished[number]) for number in self._best()]
-        body = self._form.whole(sent, usage(finished, self._texts_per_prompt))
+        await self._send_whole(self._form.whole(sent, usage(finished, self._texts_per_prompt)), send)
+
+    async def _send_whole(self, body: bytes, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -127,9 +130,9 @@ class Answer:
         except Problem as problem:
             if not begun:
                 raise
-            await pass_on(b"data: " + problem.body() + b"\n\n")
+            await pass_on(self._form.failed(problem))
         else:
-            await pass_on(self._form.counted(usage(finished, self._texts_per_prompt)) + DONE)
+            await pass_on(self._form.counted(usage(finished, self._texts_per_prompt)) + self._form.done)
         await send({"type": "http.response.body", "body": b""})
 
     async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:

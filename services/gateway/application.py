@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import time
@@ -12,18 +13,22 @@ from typing import Any
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Generate
-from neuronpipe.services.gateway.access import AccessControl, respond
+from neuronpipe.services.gateway.access import AccessControl, client_of, respond
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator
 from neuronpipe.services.gateway.description import description
+from neuronpipe.services.gateway.doors import Doors
+from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import Live, View
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
 from neuronpipe.services.gateway.requests import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
+from neuronpipe.services.gateway.response_form import ResponseForm
+from neuronpipe.services.gateway.responses import ResponsesRequest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -51,6 +56,7 @@ class Gateway:
         self._package, self._coordinator, self._listener = package, coordinator, listener
         self._context_tokens = context_tokens
         self._chat = Chat(package)
+        self._doors = Doors(package, coordinator, context_tokens)
         self._live = Live(run)
         self._metrics = Metrics()
         self._name = package.manifest.name
@@ -60,10 +66,15 @@ class Gateway:
     def application(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
+            *_with_and_without_version("/chat/completions", self.chat, "POST"),
+            *_with_and_without_version("/completions", self.completions, "POST"),
+            *_with_and_without_version("/responses", self.responses, "POST"),
+            *_with_and_without_version("/embeddings", self._doors.embeddings, "POST"),
+            *_with_and_without_version("/models", self.models, "GET"),
+            *_with_and_without_version("/models/{name:path}", self.model, "GET"),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/props", self.props),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
@@ -87,21 +98,33 @@ class Gateway:
         body = await read_body(request, ChatRequest)
         prompt = self._chat.prompt(body.messages)
         limit = body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        return self._answer(body, [prompt.text], limit, ChatForm, frame=prompt.frame)
+        return self._answer(request, body, [prompt.text], limit, ChatForm, frame=prompt.frame)
+
+    async def responses(self, request: Request) -> Answer:
+        """Answer a conversation, as the Responses API asks."""
+        asked = await read_body(request, ResponsesRequest)
+        body = asked.as_chat()
+        prompt = self._chat.prompt(body.messages)
+        form = functools.partial(ResponseForm, asked.echoed())
+        limit = body.max_completion_tokens or MAX_TOKENS
+        return self._answer(request, body, [prompt.text], limit, form, frame=prompt.frame)
 
     async def completions(self, request: Request) -> Answer:
         """Continue a text."""
         body = await read_body(request, CompletionRequest)
-        return self._answer(body, body.prompts, body.max_tokens, TextForm)
+        form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
+        return self._answer(request, body, body.prompts, body.max_tokens, form, answer=answer)
 
     def _answer(
         self,
+        request: Request,
         body: Sampling,
         prompts: Sequence[str | list[int]],
         max_tokens: int,
-        form: type[Form],
+        form: Callable[..., Form],
         *,
         frame: bool = True,
+        answer: type[Answer] = Answer,
     ) -> Answer:
         if body.model not in (None, self._name):
             raise self._unknown(body.model)
@@ -110,7 +133,7 @@ class Gateway:
             said = f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one"
             raise Problem(400, "invalid_value", f"{param}: {said} request", param=param)
         biases = tuple(Bias(token=int(token), bias=bias) for token, bias in body.logit_bias.items())
-        grammar = body.grammar
+        constraint, client = body.constraint, client_of(request, body.who)
         seed = secrets.randbits(62) if body.seed is None else body.seed
         chooses = body.candidates > body.n
         asks = [
@@ -122,16 +145,18 @@ class Gateway:
                 max_tokens=max_tokens,
                 seed=(seed + number) % (1 << 63),
                 logit_bias=biases,
-                grammar=grammar,
+                grammar=constraint.text if constraint is not None else None,
+                grammar_syntax=constraint.syntax if constraint is not None else "json",
                 logprobs=0 if chooses and body.rated is None else body.rated,
                 stop=body.stops,
+                owner=client,
                 **body.options,
             )
             for prompt in prompts
             for number in range(body.candidates)
         ]
         counts = body.stream_options is not None and body.stream_options.include_usage
-        return Answer(
+        return answer(
             self._coordinator,
             self._metrics,
             form(
@@ -146,7 +171,21 @@ class Gateway:
             texts_per_prompt=body.candidates,
             sent_per_prompt=body.n,
             stream=body.stream,
+            client=client,
         )
+
+    # ---- small doors -----------------------------------------------------------------------------------------
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text."""
+        return _json(await self._doors.tokenize(request, client_of(request, None)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        return _json(await self._doors.detokenize(request, client_of(request, None)))
+
+    async def props(self, request: Request) -> Response:
+        """What the server is."""
+        return _json(await self._doors.props())
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
@@ -193,6 +232,11 @@ class Gateway:
     async def description(self, request: Request) -> Response:
         """What the endpoints take and give, as an OpenAPI document."""
         return _json(description(version("neuronpipe")))
+
+
+def _with_and_without_version(path: str, serve: Callable[[Request], Any], method: str) -> list[Route]:
+    """Some clients are told the server's address without `/v1`."""
+    return [Route(f"{version}{path}", serve, methods=[method]) for version in ("/v1", "")]
 
 
 def _page_routes() -> list[BaseRoute]:

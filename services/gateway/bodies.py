@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from neuronpipe.services.gateway.bases import KINDS, NOT_SERVED
 from neuronpipe.services.gateway.problems import MAX_QUOTED, Problem, quoted
-from neuronpipe.services.gateway.requests import KINDS, NOT_SERVED
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect, Request

@@ -28,8 +28,17 @@ from neuronpipe.protocol.channel import Connection, Poller, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import Full, UserError
 from neuronpipe.protocol.links import CONTROL
-from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
-from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
+from neuronpipe.protocol.messages.client import (
+    Accepted,
+    Finished,
+    ProcessStatus,
+    Refused,
+    ScoreFinished,
+    Status,
+    Token,
+    Tokenized,
+)
+from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
 from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
 from neuronpipe.services.gateway.turns import Turns
 
@@ -42,8 +51,10 @@ ASK_AGAIN_S = 0.25
 LOST_S = 1.0
 CANCEL_AGAIN_TOKENS = 16
 BUSY_AGAIN_S = 1.0
-MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run
-MAX_TEXTS = 1024  # under way or waiting: with so many no further request is taken on
+MAX_SENT = 64  # texts at the coordinator: so many may wait there in any run,
+MAX_NEWCOMERS = 4  # and so many more for each KV slot: for clients that have no text there
+MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further request of it is taken on
+MAX_ALL_TEXTS = 4096  # of all
 MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
 
@@ -83,12 +94,17 @@ class Mailbox:
             self._waiter.set_result(None)
 
 
-class Text:
-    """One text being generated. `home`: process id of the coordinator that was last known when it was accepted; None
-    when it was not accepted yet under the present name."""
+Ask = Generate | Score | Tokenize
+"""What is asked of the coordinator about one text."""
+LAST_WORDS = Finished | ScoreFinished | Tokenized | Refused
 
-    def __init__(self, ask: Generate, mailbox: Mailbox, number: int, now: float) -> None:
-        self.ask, self.mailbox, self.number, self.heard_at = ask, mailbox, number, now
+
+class Text:
+    """One text being generated, scored or turned into tokens. `home`: process id of the coordinator that was last known
+    when it was accepted; None when it was not accepted yet under the present name."""
+
+    def __init__(self, ask: Ask, mailbox: Mailbox, number: int, client: str, now: float) -> None:
+        self.ask, self.mailbox, self.number, self.client, self.heard_at = ask, mailbox, number, client, now
         self.home: int | None = None
         self.sent = self.accepted = False
         self.tokens = 0
@@ -160,15 +176,15 @@ class Coordinator:
         self._context.close()
 
     # ---- asking ----------------------------------------------------------------------------------------------
-    async def generate(self, asks: Iterable[Generate]) -> tuple[Mailbox, list[str]]:
-        """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. Raises
-        Problem when there is no run to ask, or too much is under way."""
+    async def generate(self, asks: Iterable[Ask], client: str = "") -> tuple[Mailbox, list[str]]:
+        """Ask for these texts, numbered in this order; returns where their answers arrive, and their names. client:
+        for whom, as texts wait in turns. Raises Problem when there is no run to ask, or too much is under way."""
         await self._require_ready()
-        self._require_room()  # and take it at once: many may have waited for the same answer
-        mailbox = Mailbox()
-        texts = {ask.request: Text(ask, mailbox, number, self._loop.time()) for number, ask in enumerate(asks)}
+        self._require_room(client)  # and take it at once: many may have waited for the same answer
+        mailbox, now = Mailbox(), self._loop.time()
+        texts = {ask.request: Text(ask, mailbox, number, client, now) for number, ask in enumerate(asks)}
         self._texts |= texts
-        self._turns.add(mailbox, texts.values())
+        self._turns.add(mailbox, texts.values(), client)
         self._send_waiting()
         mailbox.patient = mailbox in self._turns
         self._loop.call_soon(self._receive)
@@ -181,6 +197,8 @@ class Coordinator:
             if text is None:
                 continue
             self._turns.drop(text.mailbox)
+            if text.sent:
+                self._turns.ended(text.client)
             if text.sent and self._unheard < MAX_UNHEARD:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
@@ -240,12 +258,14 @@ class Coordinator:
                     raise unavailable("starting", "not all processes of the run are ready; try again")
                 await asyncio.sleep(POLL_S)
 
-    def _require_room(self) -> None:
-        if len(self._texts) >= MAX_TEXTS:
+    def _require_room(self, client: str) -> None:
+        own = sum(text.client == client for text in self._texts.values())
+        if own >= MAX_TEXTS or len(self._texts) >= MAX_ALL_TEXTS:
+            count = f"{own} of your texts" if own >= MAX_TEXTS else f"{len(self._texts)} texts"
             raise Problem(
                 429,
                 "rate_limit_exceeded",
-                f"{len(self._texts)} texts are being generated or wait; try again later",
+                f"{count} are being generated or wait; try again later",
                 kind="rate_limit_error",
                 retry_after_s=1,
             )
@@ -258,7 +278,7 @@ class Coordinator:
         """Send texts that wait, as many as the coordinator has room for; whether there were any."""
         sent = False
         while (
-            len(self._texts) - len(self._turns) < MAX_SENT
+            self._has_place()
             and self._unheard < MAX_UNHEARD
             and self._loop.time() >= self._busy_until
             and (text := self._turns.take()) is not None
@@ -267,6 +287,11 @@ class Coordinator:
             self._send(text.ask)
             sent = True
         return sent
+
+    def _has_place(self) -> bool:
+        """Whether the coordinator takes on another text; when it has many, of a client that has none there."""
+        sent = len(self._texts) - len(self._turns)
+        return sent < MAX_SENT or (sent < MAX_SENT + MAX_NEWCOMERS and self._turns.next_has_none)
 
     def _ask_status(self) -> None:
         """One question serves all that wait."""
@@ -317,10 +342,11 @@ class Coordinator:
         elif isinstance(message, Refused) and message.code == "busy" and text.mailbox.patient:
             self._busy, self._busy_until = message, self._loop.time() + BUSY_AGAIN_S
             text.sent = False
-            self._turns.put_back(text.mailbox, text)
+            self._turns.put_back(text.mailbox, text, text.client)
             return
-        elif isinstance(message, Finished | Refused):
+        elif isinstance(message, LAST_WORDS):
             del self._texts[text.ask.request]
+            self._turns.ended(text.client)
         text.mailbox.put(text.number, message)
 
     def _take_status(self, status: Status) -> None:

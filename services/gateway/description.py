@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from neuronpipe.services.gateway.doors import DetokenizeRequest, TokenizeRequest
 from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest
+from neuronpipe.services.gateway.responses import ResponsesRequest
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -43,6 +45,19 @@ MODEL = {
     "properties": {"id": {"type": "string"}, "object": {"const": "model"}, "created": {"type": "integer"}},
 }
 MODELS = {"type": "object", "required": ["data"], "properties": {"data": {"type": "array", "items": MODEL}}}
+RESPONSE = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "model", "status", "output", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "status": {"enum": ["completed", "incomplete"]},
+        "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "role", "content"]}},
+    },
+}
+TOKENIZED = {"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array"}}}
+DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"content": {"type": "string"}}}
+PROPS = {"type": "object", "required": ["default_generation_settings", "total_slots"]}
 CHOICE = {"type": "object", "required": ["index", "finish_reason", "logprobs"]}
 PROBLEMS = {
     "400": "the request is not understood",
@@ -61,7 +76,13 @@ PROBLEMS = {
 
 def description(version: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    kinds: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest)
+    kinds: tuple[type[BaseModel], ...] = (
+        ChatRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    )
     _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE + "{model}")
     schemas = {name: _nullable(schema) for name, schema in made["$defs"].items()} | {"Error": ERROR, "Usage": USAGE}
     return {
@@ -70,6 +91,10 @@ def description(version: str) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": _text("chat", ChatRequest, "chat.completion"),
             "/v1/completions": _text("completion", CompletionRequest, "text_completion"),
+            "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=True),
+            "/tokenize": _posted("tokenize", TokenizeRequest, TOKENIZED),
+            "/detokenize": _posted("detokenize", DetokenizeRequest, DETOKENIZED),
+            "/props": _plain("props", PROPS),
             "/v1/models": _plain(
                 "models", {"type": "object", "properties": {"data": {"type": "array", "items": MODEL}}}
             ),
@@ -79,9 +104,12 @@ def description(version: str) -> dict[str, Any]:
         },
         "components": {
             "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, {"key": []}, {"header": []}],
     }
 
 
@@ -112,7 +140,14 @@ def _text(name: str, kind: type[BaseModel], answer: str) -> dict[str, Any]:
             "usage": {"$ref": f"{REFERENCE}Usage"},
         },
     }
-    content = {"application/json": {"schema": schema}, "text/event-stream": {"schema": {"type": "string"}}}
+    return _posted(name, kind, schema, streams=True)
+
+
+def _posted(name: str, kind: type[BaseModel], answer: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    """A body of this kind, and its answer."""
+    content: dict[str, Any] = {"application/json": {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     body = {"application/json": {"schema": {"$ref": REFERENCE + kind.__name__}}}
     return {
         "post": {

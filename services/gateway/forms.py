@@ -49,6 +49,7 @@ class Form(ABC):
     _nothing: str
     _lists: tuple[str, ...]  # of ratings, by their names
     _beside = ""  # what else stands there
+    done = DONE  # after the last chunk of a stream
 
     def __init__(self, model: str, fingerprint: str, *, counts: bool, rates: bool, end_tokens: Collection[int]) -> None:
         self._id = f"{self.prefix}-{os.urandom(12).hex()}"
@@ -85,6 +86,10 @@ class Form(ABC):
         content = {"id": self._id, "object": self.chunk_kind, **self._head, "choices": [], "usage": total}
         return f"data: {json.dumps(content)}\n\n".encode() if self._counts else b""
 
+    def failed(self, problem: Problem) -> bytes:
+        """The last chunk of a stream that ends with an error."""
+        return b"data: " + problem.body() + b"\n\n"
+
     def _event(self, number: int, content: str, ratings: str, reason: str) -> bytes:
         choice = f'{number}, {content}, "logprobs": {ratings}, "finish_reason": {reason}}}'
         return f"{self._opening}{choice}{self._closing}".encode()
@@ -96,6 +101,10 @@ class Form(ABC):
             return
         rating = self._rating(token, self._place(number, token))
         self._kept.setdefault(number, []).append(rating)
+        self._count_kept(rating)
+
+    def _count_kept(self, rating: Rating) -> None:
+        """It is kept for the answer. Raises Problem when that becomes too large."""
         self._kept_characters += sum(map(len, rating))
         if self._kept_characters > MAX_KEPT_CHARACTERS:
             said = "logprobs: the answer is too large to be sent whole; ask for a stream, fewer texts or fewer tokens"

@@ -7,6 +7,8 @@ import dataclasses
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.reach import EVERYWHERE, reached_at
@@ -14,17 +16,20 @@ from neuronpipe.services.reach import EVERYWHERE, reached_at
 BACKLOG = 128
 KEY_VARIABLE = "NEURONPIPE_KEY"
 MIN_KEY_CHARACTERS = 16
+ALL_ORIGINS = "*"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect."""
+    """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect. origins:
+    of pages of other sites that may use the server; "*" is all."""
 
     descriptor: int
     host: str
     port: int
     key: str | None
+    origins: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -62,7 +67,20 @@ def chosen_key(given: str | None) -> str | None:
     return key
 
 
-def bind(host: str, port: int, key: str | None) -> Listener:
+def checked_origins(given: Sequence[str]) -> tuple[str, ...]:
+    """The origins of --cors, as browsers write them. Raises UserError for what no browser sends."""
+    for origin in given:
+        try:
+            parts = urlsplit(origin)
+            sent = f"{parts.scheme}://{parts.netloc}"
+        except ValueError:
+            sent = ""
+        if origin != ALL_ORIGINS and (origin != sent.lower() or not parts.scheme or not parts.netloc or "@" in origin):
+            raise UserError(f"--cors {origin}: expected an origin like https://chat.example.org, or * for any page")
+    return tuple(given)
+
+
+def bind(host: str, port: int, key: str | None, origins: tuple[str, ...] = ()) -> Listener:
     """Take the port; 0 takes any that is free. Raises UserError when it cannot be had, or would let strangers in."""
     if not 0 <= port < 1 << 16:
         raise UserError(f"--port {port}: between 0 and 65535")
@@ -87,4 +105,4 @@ def bind(host: str, port: int, key: str | None) -> Listener:
         ) from None
     address, bound = made.getsockname()[:2]
     host = address if address in EVERYWHERE else host  # `0` and the like
-    return Listener(descriptor=made.detach(), host=host, port=bound, key=key)
+    return Listener(descriptor=made.detach(), host=host, port=bound, key=key, origins=origins)

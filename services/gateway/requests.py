@@ -6,18 +6,28 @@ client sends it to every server alike. The descriptions are those of the served 
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, SAMPLING_OPTIONS
 from neuronpipe.protocol.options import Option
+from neuronpipe.services.gateway.bases import (
+    IGNORED,
+    PARTS,
+    TEXT,
+    TEXTS,
+    TOKEN_LISTS,
+    TOKENS,
+    Body,
+    beside_others,
+    kind_or,
+    not_served,
+    one_of,
+)
+from neuronpipe.services.gateway.constraints import Constrained
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     StringConstraints,
     Tag,
@@ -33,32 +43,27 @@ MAX_TEXTS = 1024
 MAX_LOGPROBS = int(RANGES["logprobs"].most)
 MAX_BIASES = 4096
 OFF = -1
+USER = "texts of different users take turns; otherwise without effect"
 NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
+TOO_FEW = "expected 1 or more, or -1 for as many as fit the context"
 DEFAULTS = {"temperature": 1.0}  # OpenAI's
 OFF_TOO = {"top_k"}  # where -1 counts as 0, as on other servers
-IGNORED = "accepted, and without effect"
-NOT_SERVED = "not_served"
-
-
-def _beside_others(param: str, said: str) -> PydanticCustomError:
-    """What is wrong with a parameter only because of another one."""
-    return PydanticCustomError("beside_others", "{said}", {"param": param, "said": said})
 
 
 def _none(tools: list[Any]) -> list[Any]:
     if tools:
-        raise PydanticCustomError(NOT_SERVED, "no tools are called here; leave it out")
+        raise not_served("no tools are called here; leave it out")
     return tools
 
 
 def _to_the_end(tokens: int) -> int:
-    if tokens == 0:
-        raise PydanticCustomError("too_few", "expected 1 or more, or -1 for as many as fit the context")
     return MAX_TOKENS if tokens == OFF else tokens
 
 
-# What a value is where it may be one of several things: errors then speak of that one.
-TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS = KINDS = ("[text]", "[texts]", "[tokens]", "[lists of tokens]", "[parts]")
+def _some(tokens: int) -> int:
+    if tokens == 0:
+        raise PydanticCustomError("too_few", TOO_FEW)
+    return tokens
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -69,41 +74,24 @@ def _kind_of_prompt(value: Any) -> str | None:
     return next((kind for of, kind in kinds if isinstance(first, of)), None)
 
 
-def _one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:
-    return Discriminator(kind, custom_error_type="kind", custom_error_message=said)
-
-
-def _text_or(many: str) -> Callable[[Any], str | None]:
-    return lambda value: TEXT if isinstance(value, str) else many if isinstance(value, list) else None
-
-
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
-    _one_of("expected a text, or a list of texts", _text_or(TEXTS)),
+    one_of("expected a text, or a list of texts", kind_or(TEXTS)),
 ]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,8}$")]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKENS)]], Field(min_length=1, fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[
     Annotated[str, Tag(TEXT)]
     | Annotated[TokenIds, Tag(TOKENS)]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
-    _one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
+    one_of("expected a text, a list of token ids, or a list of either", _kind_of_prompt),
 ]
-MostTokens = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
+MostTokensOrNone = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
+MostTokens = Annotated[MostTokensOrNone, AfterValidator(_some)]
 NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), AfterValidator(_none)]
-
-
-class Body(BaseModel):
-    """What all parts of a request share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(Body):
@@ -112,34 +100,6 @@ class StreamOptions(Body):
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
-
-
-class JsonSchema(Body):
-    """The schema of an answer."""
-
-    schema_: dict[str, Any] = Field(alias="schema", description="a JSON schema; what it cannot express is refused")
-    name: str | None = Field(None, description=IGNORED)
-    description: str | None = Field(None, description=IGNORED)
-    strict: bool | None = Field(None, description="without effect: an answer always follows its schema")
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class SchemaFormat(Body):
-    """What a JSON schema describes."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
 
 
 def _field(option: Option) -> tuple[Any, Any]:
@@ -161,7 +121,7 @@ else:
     )
 
 
-class Sampling(SamplingOptions):
+class Sampling(Constrained, SamplingOptions):
     """What chat and plain completions share."""
 
     model: str | None = Field(None, description="name of the model; the one that is served when not given")
@@ -169,17 +129,14 @@ class Sampling(SamplingOptions):
     logit_bias: dict[TokenKey, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
         default={}, max_length=MAX_BIASES, description="token id to what is added to its logit; -100 bans it"
     )
-    response_format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
-        None, description="what the answer is to be"
-    )
     seed: int | None = Field(
         None, description="any integer, modulo 2^63; the same request with the same seed gives the same text"
     )
     stop: Stops = Field(default=[], description="texts that end the answer; they are not part of it")
     stream: bool = Field(False, description="send the text as it is made, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
-    user: str | None = Field(None, description=IGNORED)
-    safety_identifier: str | None = Field(None, description=IGNORED)
+    user: str | None = Field(None, description=USER)
+    safety_identifier: str | None = Field(None, description=USER)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
     service_tier: str | None = Field(None, description=IGNORED)
@@ -189,7 +146,7 @@ class Sampling(SamplingOptions):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise _beside_others("stream_options", "only with stream")
+            raise beside_others("stream_options", "only with stream")
         return self
 
     @property
@@ -197,13 +154,6 @@ class Sampling(SamplingOptions):
         """The sampling options, as `Generate` has them."""
         values = {option.name: getattr(self, option.name) for option in SAMPLING_OPTIONS}
         return values | {name: 0 for name in OFF_TOO if values[name] == OFF}
-
-    @property
-    def grammar(self) -> str | None:
-        """The answer's grammar, as `Generate` has it."""
-        if isinstance(self.response_format, SchemaFormat):
-            return json.dumps(self.response_format.json_schema.schema_)
-        return "json" if isinstance(self.response_format, JsonFormat) else None
 
     @property
     def candidates(self) -> int:
@@ -220,12 +170,19 @@ class Sampling(SamplingOptions):
         """Stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def who(self) -> str | None:
+        """For whom it is asked, as far as the client says."""
+        return self.safety_identifier or self.user
+
 
 class CompletionRequest(Sampling):
     """Continue a text."""
 
     prompt: Prompts = Field(description="a text, its token ids, or a list of either")
-    max_tokens: MostTokens = Field(16, description="most tokens to generate; -1: as many as fit the context")
+    max_tokens: MostTokensOrNone = Field(
+        16, description="most tokens to generate; -1: as many as fit the context; 0: with `echo`, the prompts alone"
+    )
     logprobs: int | None = Field(
         None,
         ge=0,
@@ -239,15 +196,21 @@ class CompletionRequest(Sampling):
         description="texts to make per prompt; the `n` with the highest mean log-probability of a token are sent, best "
         "first; more than `n` not with `stream`",
     )
-    echo: Literal[False] = Field(False, description="prompts are not sent back")
+    echo: bool = Field(False, description="send each prompt before its answer; with `logprobs`, rated too")
     suffix: Literal[""] = Field("", description="texts are only continued")
+
+    @model_validator(mode="after")
+    def _nothing_is_asked_for_with_echo_alone(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise beside_others("max_tokens", f"{TOO_FEW}; 0 only with echo")
+        return self
 
     @model_validator(mode="after")
     def _candidates_are_enough(self) -> CompletionRequest:
         if self.candidates < self.n:
-            raise _beside_others("best_of", f"{self.best_of} is less than n, {self.n}")
+            raise beside_others("best_of", f"{self.best_of} is less than n, {self.n}")
         if self.stream and self.candidates > self.n:
-            raise _beside_others("best_of", "more than n cannot be streamed, since the best are known at the end")
+            raise beside_others("best_of", "more than n cannot be streamed, since the best are known at the end")
         return self
 
     @property
@@ -283,7 +246,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
-        _one_of("expected a text, or a list of parts", _text_or(PARTS)),
+        one_of("expected a text, or a list of parts", kind_or(PARTS)),
     ] = Field(description="the text, whole or in parts")
     name: str | None = None
 
@@ -323,8 +286,8 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _beside_others("top_logprobs", "only with logprobs")
+            raise beside_others("top_logprobs", "only with logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise _beside_others("max_completion_tokens", "max_tokens says otherwise; give one of the two")
+            raise beside_others("max_completion_tokens", "max_tokens says otherwise; give one of the two")
         return self

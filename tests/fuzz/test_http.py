@@ -26,11 +26,13 @@ def server(long_shell: Shell) -> Iterator[Server]:
 def shortened(body: Any) -> Any:
     """The same request for less text, so that a test takes seconds."""
     if isinstance(body, dict):
-        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("n", MAX_TEXTS)):
+        for name, most in (("max_tokens", 3), ("max_completion_tokens", 3), ("max_output_tokens", 3), ("n", MAX_TEXTS)):
             if type(body.get(name)) is int and body[name] > most:
                 body[name] = most
         if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
             body["max_tokens"] = 3
+        if "input" in body and body.get("max_output_tokens") is None:
+            body["max_output_tokens"] = 3
     return body
 
 

@@ -224,7 +224,7 @@ def test_the_model_is_listed_and_no_other_is_served(client: openai.OpenAI) -> No
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError, match="below /v1"):
-        client.with_options(base_url=str(client.base_url).removesuffix("v1/")).models.list()
+        client.with_options(base_url=str(client.base_url).removesuffix("v1/") + "v9/").models.list()
     with pytest.raises(openai.NotFoundError, match="neuronpipe-demo"):
         client.completions.create(model="gpt-4", prompt=PROMPT)
 

@@ -50,7 +50,7 @@ class Played:
         self.sent: list[dict[str, Any]] = []
         self._more = asyncio.Event()
 
-    async def generate(self, asks: list[Generate]) -> tuple[Mailbox, list[str]]:
+    async def generate(self, asks: list[Generate], client: str) -> tuple[Mailbox, list[str]]:
         return self.mailbox, [ask.request for ask in asks]
 
     def give_up(self, names: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.messages.request import MAX_TOKENS
 from neuronpipe.services.gateway.bodies import parse_body
+from neuronpipe.services.gateway.constraints import Constraint
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import (
     MAX_CHOICES,
@@ -86,6 +87,13 @@ def test_what_changes_nothing_in_a_chat_is_accepted(harmless: dict[str, Any]) ->
 )
 def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, Any]) -> None:
     parsed(CompletionRequest, **harmless)
+
+
+def test_no_token_is_an_answer_to_an_echo_alone() -> None:
+    assert parsed(CompletionRequest, max_tokens=0, echo=True, logprobs=1).max_tokens == 0
+    code, param, message = refusal(CompletionRequest, max_tokens=0)
+    assert (code, param) == ("invalid_value", "max_tokens")
+    assert "0 only with echo" in message
 
 
 def test_minus_one_means_no_limit() -> None:
@@ -196,3 +204,40 @@ def test_a_body_of_a_million_mistakes_is_refused_for_the_first() -> None:
     with pytest.raises(Problem, match=r"prompt\.1"):
         parse_body(body, CompletionRequest)
     assert time.process_time() - began < 2  # collecting them all took 5 s and more than a gigabyte
+
+
+GRAMMARS: list[tuple[dict[str, Any], Constraint]] = [
+    ({"structured_outputs": {"json": {"type": "integer"}}}, Constraint('{"type": "integer"}', "json")),
+    ({"structured_outputs": {"json": '{"type": "integer"}'}}, Constraint('{"type": "integer"}', "json")),
+    ({"structured_outputs": {"json_object": True}}, Constraint("json", "json")),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, Constraint("[0-9]+", "regex")),
+    ({"structured_outputs": {"choice": ["yes", 'a "b"']}}, Constraint('start: "yes" | "a \\"b\\""', "lark")),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Constraint('root ::= "a"', "gbnf")),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint('start: "a"', "lark")),
+    ({"grammar": 'root ::= "a"'}, Constraint('root ::= "a"', "gbnf")),
+    ({"response_format": {"type": "json_object"}}, Constraint("json", "json")),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, Constraint("{}", "json")),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("asked", "constraint"), GRAMMARS, ids=str)
+def test_what_an_answer_is_to_be_is_said_in_many_ways(
+    kind: type[Sampling], asked: dict[str, Any], constraint: Constraint
+) -> None:
+    assert parsed(kind, **asked).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"grammar": "x", "response_format": {"type": "json_object"}}, "grammar"),
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_has_one_form(asked: dict[str, Any], param: str) -> None:
+    assert refusal(CompletionRequest, **asked)[1] == param

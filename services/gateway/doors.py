@@ -1,0 +1,104 @@
+"""Small doors beside OpenAI's API: tokens and properties as llama.cpp's server shows them, and why there are
+no embeddings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.protocol.messages.client import Tokenized
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tokenize
+from neuronpipe.services.gateway.bases import Body
+from neuronpipe.services.gateway.bodies import read_body
+from neuronpipe.services.gateway.coordinator import Coordinator
+from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.requests import NAMES, TokenId
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+
+STATUS_S = 2.0
+
+
+class TokenizeRequest(Body):
+    """Turn a text into tokens."""
+
+    content: str = Field(description="the text")
+    add_special: bool = Field(False, description="with the tokens that the tokenizer puts round a text")
+    parse_special: Literal[True] = Field(True, description="names of special tokens in a text are these tokens")
+    with_pieces: bool = Field(False, description="with the text of each token; bytes where that is no text")
+
+
+class DetokenizeRequest(Body):
+    """Turn tokens into a text."""
+
+    tokens: list[TokenId] = Field(description="token ids; special ones are no text")
+
+
+class EmbeddingsRequest(Body):
+    """Refused, whatever it says."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Doors:
+    """What they answer."""
+
+    def __init__(self, package: Package, coordinator: Coordinator, context_tokens: int) -> None:
+        self._package, self._coordinator, self._context_tokens = package, coordinator, context_tokens
+
+    async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
+        """The tokens of a text."""
+        body = await read_body(request, TokenizeRequest)
+        ask = Tokenize(request=self._coordinator.name(), text=body.content, frame=body.add_special)
+        tokenized = await self._ask(ask, client)
+        if not body.with_pieces:
+            return {"tokens": tokenized.tokens}
+        pieces = zip(tokenized.tokens, tokenized.pieces, strict=True)
+        return {"tokens": [{"id": token, "piece": _shown(piece)} for token, piece in pieces]}
+
+    async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
+        """The text of tokens."""
+        body = await read_body(request, DetokenizeRequest)
+        ask = Tokenize(request=self._coordinator.name(), tokens=tuple(body.tokens))
+        return {"content": (await self._ask(ask, client)).text}
+
+    async def props(self) -> dict[str, Any]:
+        """What the server is, and how texts are sampled when nothing is said."""
+        status = await self._coordinator.fresh_status(STATUS_S)
+        manifest, defaults = self._package.manifest, Generate(request="", prompt="")
+        params = {NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
+        chat = manifest.chat
+        return {
+            "default_generation_settings": {
+                "n_ctx": self._context_tokens,
+                "params": params | {"temperature": 1.0, "n_predict": -1, "stream": False},
+            },
+            "total_slots": status.max_sequences,
+            "model_alias": manifest.name,
+            "model_path": manifest.name,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": "" if chat is None else self._package.chat_template(),
+            "bos_token": "" if chat is None else chat.begin,
+            "eos_token": "" if chat is None else chat.end,
+        }
+
+    async def embeddings(self, request: Request) -> NoReturn:
+        """Refuse."""
+        await read_body(request, EmbeddingsRequest)
+        raise Problem(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
+
+    async def _ask(self, ask: Tokenize, client: str) -> Tokenized:
+        mailbox, names = await self._coordinator.generate([ask], client)
+        try:
+            ((_, answer),) = await mailbox.take()
+        finally:
+            self._coordinator.give_up(names)
+        assert isinstance(answer, Tokenized)
+        return answer
+
+
+def _shown(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
