@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from neuronpipe.services.gateway.bases import KINDS, NOT_SERVED
 from neuronpipe.services.gateway.problems import MAX_QUOTED, Problem, quoted
@@ -39,6 +39,14 @@ def parse_body(data: bytes, kind: type[Wanted]) -> Wanted:
     """A body's bytes as `kind`. Raises Problem naming the parameter."""
     try:
         return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise _problem(error) from None
+
+
+def checked(content: dict[str, Any], kind: type[Wanted]) -> Wanted:
+    """What another form of a request says, as `kind`. Raises Problem naming the parameter there."""
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         raise _problem(error) from None
 

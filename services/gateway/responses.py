@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
 from neuronpipe.services.gateway.bases import IGNORED, ITEMS, PARTS, TEXT, Body, kind_or, not_served, one_of
+from neuronpipe.services.gateway.bodies import checked
 from neuronpipe.services.gateway.constraints import JsonFormat, TextFormat
+from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import (
     MAX_LOGPROBS,
     NAMES,
@@ -209,16 +211,18 @@ class ResponsesRequest(SamplingOptions):
         return (self.top_logprobs or 0) if self.top_logprobs is not None or RATED in self.include else None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat request."""
+        """The same as a chat request. Raises Problem where that would be refused."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             said = [{"role": "user", "content": self.input}]
         else:
             said = [message for item in self.input for message in item.messages()]
+            if not said:
+                raise Problem(400, "invalid_value", "input: expected a message in it", param="input")
         options = {NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
         rated = {} if self.rated is None else {"logprobs": True, "top_logprobs": self.rated}
         same = {name: getattr(self, name) for name in ("model", "seed", "stream", "user", "safety_identifier")}
-        return ChatRequest.model_validate(
+        return checked(
             {
                 "messages": system + said,
                 "max_completion_tokens": self.max_output_tokens,
@@ -227,7 +231,8 @@ class ResponsesRequest(SamplingOptions):
                 **rated,
                 **same,
                 **self._tools(),
-            }
+            },
+            ChatRequest,
         )
 
     def _tools(self) -> dict[str, Any]:

@@ -122,13 +122,15 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
         ({"input": [{"type": "computer_call"}]}, "input.0", "an item of type message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),
         ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "reasoning"}], "instructions": "i"}, "input", "a message in it"),
+        ({"input": [{"role": "user", "content": "x"}] * 4096, "instructions": "i"}, "messages", "at most 4096"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
     ],
-    ids=json.dumps,
+    ids=lambda asked: json.dumps(asked)[:80],
 )
 def test_what_is_not_served_is_refused_with_its_reason(asked: dict[str, Any], param: str | None, reason: str) -> None:
     with pytest.raises(Problem) as raised:
-        parsed(**asked)
+        parsed(**asked).as_chat()
     problem = raised.value
     assert problem.status == 400
     assert param is None or problem.param == param
