@@ -107,7 +107,8 @@ class Placement:
 
 
 class Backend(Protocol):
-    """One process's means to compute. One thread uses it."""
+    """One process's means to compute. One thread uses it. One that fills `StepWork.ratings` says so by an attribute
+    `rates` that is true; of others a prefill worker asks for logits and rates by these."""
 
     @property
     def numerics(self) -> str:

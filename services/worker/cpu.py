@@ -39,6 +39,7 @@ class CpuBackend:
     layers, where a prefill worker's engines do not; see Participant."""
 
     multiply: Multiply | None = None
+    rates = True
 
     def __init__(self, options: str = "") -> None:
         offered = ffi.string(lib.np_isa_names()).decode()

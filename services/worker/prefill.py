@@ -8,7 +8,9 @@ is computed, the next one is on its way.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from neuronpipe.native import lib
 from neuronpipe.protocol.channel import open_context
@@ -29,6 +31,7 @@ class PrefillService:
     def __init__(self, job: Job) -> None:
         compute, manifest, backend = job.plan.compute, job.package.manifest, self.backend(job)
         self._blocks, self._vocabulary = manifest.layout.blocks, manifest.model.vocabulary
+        self._logit_rows, self._rates = compute.logit_rows, getattr(backend, "rates", False)
         self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
             self._worker.memory.view("kv", "kv"),
@@ -55,24 +58,43 @@ class PrefillService:
 
     def compute(self, ask: Prefill) -> Outcome:
         """One chunk of a prompt, and how it went."""
-        count = len(ask.tokens)
-        first, wanted = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[ask.logits]
-        ratings = Ratings(ask.targets, min(ask.likely, self._vocabulary)) if ask.targets else None
-        work = StepWork(
+        if not ask.targets:
+            return self._worker.answer(self._work(ask, 0, len(ask.tokens), ask.logits), Prefilled)
+        ratings = Ratings(ask.targets, min(ask.likely, self._vocabulary))
+        if self._rates:
+            work = self._work(ask, 0, len(ask.tokens), "none")
+            work.ratings = ratings
+            outcome = self._worker.answer(work, Prefilled)
+        else:
+            outcome = self._in_rows(ask, ratings)
+        return dataclasses.replace(outcome, ratings=ratings.told()) if isinstance(outcome, Prefilled) else outcome
+
+    def _in_rows(self, ask: Prefill, ratings: Ratings) -> Outcome:
+        """With a backend that computes logits alone: as many tokens at a time as there are rows for them."""
+        counters: Counter[str] = Counter()
+        for first in range(0, len(ask.tokens), self._logit_rows):
+            count = min(self._logit_rows, len(ask.tokens) - first)
+            outcome = self._worker.answer(self._work(ask, first, count, "all"), Prefilled)
+            if not isinstance(outcome, Prefilled):
+                return outcome
+            ratings.read(self._worker.memory.view("exchange", "logits"), self._vocabulary, first, count)
+            counters.update(outcome.counters)
+        return dataclasses.replace(outcome, counters=dict(counters))
+
+    def _work(self, ask: Prefill, first: int, count: int, logits: Literal["none", "last", "all"]) -> StepWork:
+        """Of the chunk's tokens so many, from the first one on."""
+        logits_first, wanted = {"none": (0, 0), "last": (count - 1, 1), "all": (0, count)}[logits]
+        begin = ask.position + first
+        return StepWork(
             number=ask.step,
             epoch=ask.epoch,
             sequences=(ask.sequence,) * count,
-            positions=range(ask.position, ask.position + count),
-            tokens=ask.tokens,
-            logits_first=first,
+            positions=range(begin, begin + count),
+            tokens=ask.tokens[first : first + count],
+            logits_first=logits_first,
             logits_count=wanted,
             share=Share(first_block=0, end_block=self._blocks),
-            ratings=ratings,
         )
-        outcome = self._worker.answer(work, Prefilled)
-        if ratings is None or not isinstance(outcome, Prefilled):
-            return outcome
-        return dataclasses.replace(outcome, ratings=ratings.told())
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Prefill):

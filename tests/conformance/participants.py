@@ -14,6 +14,7 @@ from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.services.worker.backend import Share, StepWork
 from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
 from neuronpipe.services.worker.participant import EngineConfig, Participant, View
+from neuronpipe.services.worker.ratings import Ratings
 from numpy.typing import NDArray
 
 RING_ENTRIES = 1024
@@ -108,6 +109,18 @@ class Participants:
                 list(threads.map(_compute, self.all[: len(shares)], works, held, *others))
                 logits[first : first + len(some)] = self._logits[: len(some)]
         return logits
+
+    def rate(self, tokens: Sequence[int], likely: int) -> Ratings:
+        """Of each token after the first, in one step, with these tokens' logits a few rows at a time."""
+        ratings = Ratings(tokens[1:], likely)
+        self._claims[:] = 0
+        shares = [(0, self._package.manifest.layout.blocks)] * len(self.all)
+        with ThreadPoolExecutor(len(self.all)) as threads:
+            works = [_work(0, list(tokens), shares, own, 0, ()) for own in range(len(shares))]
+            for work in works:
+                work.logits_count, work.ratings = 0, ratings
+            list(threads.map(Participant.compute, self.all, works))
+        return ratings
 
     def lose(self, clusters: range) -> None:
         """These are no longer resident."""

@@ -21,6 +21,7 @@ from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.worker.backend import Share, StepWork
+from neuronpipe.services.worker.ratings import Ratings
 from numpy.typing import NDArray
 
 from tests.conformance.participants import Participants, Ranges
@@ -74,6 +75,32 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     for count, tokens, config in [*cases, (2, 1, in_parts), (2, CHUNK, in_parts)]:
         participants = Participants(package, count=count, max_tokens=tokens, **config)
         assert np.array_equal(logits, participants.run(TEXT, tokens)), (count, tokens, config)
+
+
+@pytest.mark.parametrize(("workers", "rows"), [(1, 1), (1, 4), (2, 3), (3, 5), (3, CHUNK)])
+def test_ratings_are_those_of_the_logits_however_few_rows_there_are(
+    workers: int, rows: int, packages: Packages
+) -> None:
+    """Between two turns nobody may still claim pieces of the one before, nor overwrite what another reads."""
+    package, text = packages("qwen3", "q8"), TEXT[:CHUNK]
+    vocabulary = package.manifest.model.vocabulary
+    logits = Participants(package, count=1, max_tokens=1).run(text, 1)
+    wanted = Ratings(text[1:], 2)
+    for first in range(len(text)):
+        wanted.read(memoryview(logits[first : first + 1]).cast("B"), vocabulary, first, 1)
+    participants = Participants(package, count=workers, max_tokens=len(text), logit_rows=rows)
+    for _ in range(5):
+        assert participants.rate(text, 2).told() == wanted.told()
+    target, found = text[1], wanted.told()[0]
+    row = logits[0].astype(np.float64)
+    assert found.logprob == pytest.approx(row[target] - np.log(np.exp(row).sum()), abs=1e-9)
+    assert list(found.likely) == np.argsort(-row, kind="stable")[:2].tolist()
+
+
+@pytest.mark.parametrize("target", [-1, 1 << 20])
+def test_a_target_that_is_no_token_is_refused(target: int, packages: Packages) -> None:
+    with pytest.raises(ValueError, match="refused"):
+        Participants(packages("qwen3", "q8"), count=1, max_tokens=2).rate([1, target], 0)
 
 
 @pytest.mark.parametrize(("name", "guesses"), [("mixtral", True), ("turbosparse", True), ("smallthinker", False)])

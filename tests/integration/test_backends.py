@@ -109,7 +109,8 @@ def disagreement(
         for path in ("decode", "prefill"):
             out = shell.folder / f"{path}.npy"
             with kept_logits(out, RunDirectory(run.path), package, len(text)) as keep:
-                score(client, text, window_tokens=context_tokens, path=path, keep=keep)
+                nll = score(client, text, window_tokens=context_tokens, path=path, keep=keep)
+            assert np.allclose(score(client, text, window_tokens=context_tokens, path=path), nll, rtol=1e-4, atol=1e-5)
             rows[path] = np.load(out)
     error = np.sqrt(np.mean(np.square(rows["decode"] - rows["prefill"]), axis=1)) / rows["decode"].std(axis=1)
     return float(error.max())
