@@ -8,7 +8,6 @@ is computed, the next one is on its way.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -31,6 +30,7 @@ class PrefillService:
     def __init__(self, job: Job) -> None:
         compute, manifest, backend = job.plan.compute, job.package.manifest, self.backend(job)
         self._blocks, self._vocabulary = manifest.layout.blocks, manifest.model.vocabulary
+        self._index = job.process.index
         self._logit_rows, self._rates = compute.logit_rows, getattr(backend, "rates", False)
         self._worker = Worker(job, backend)
         self._keys_values = KeysValues(
@@ -71,15 +71,15 @@ class PrefillService:
 
     def _in_rows(self, ask: Prefill, ratings: Ratings) -> Outcome:
         """With a backend that computes logits alone: as many tokens at a time as there are rows for them."""
-        counters: Counter[str] = Counter()
+        counters: dict[str, float] = {}
         for first in range(0, len(ask.tokens), self._logit_rows):
             count = min(self._logit_rows, len(ask.tokens) - first)
             outcome = self._worker.answer(self._work(ask, first, count, "all"), Prefilled)
             if not isinstance(outcome, Prefilled):
                 return outcome
             ratings.read(self._worker.memory.view("exchange", "logits"), self._vocabulary, first, count)
-            counters.update(outcome.counters)
-        return dataclasses.replace(outcome, counters=dict(counters))
+            counters = {name: counters.get(name, 0.0) + value for name, value in outcome.counters.items()}
+        return Prefilled(step=ask.step, epoch=ask.epoch, index=self._index, counters=counters)
 
     def _work(self, ask: Prefill, first: int, count: int, logits: Literal["none", "last", "all"]) -> StepWork:
         """Of the chunk's tokens so many, from the first one on."""
