@@ -71,12 +71,12 @@ class Generate(Message):
     logit_bias: tuple[Bias, ...] = ()
     ignore_end: Annotated[bool, SAMPLING] = False
     grammar: str | None = None
+    grammar_syntax: GrammarSyntax = "json"
     logprobs: Annotated[int | None, Range(0, 20)] = None
     seed: int = 0
     stop: tuple[str, ...] = ()
     share_prefix: bool = True
     owner: str = ""
-    grammar_syntax: GrammarSyntax = "json"
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):

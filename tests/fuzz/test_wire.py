@@ -76,12 +76,14 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
     elif cls.__name__ == "Prefill":
         fields["tokens"] = (*fields["tokens"], 1)
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
+        fields["targets"] = fields["targets"][: len(fields["tokens"])] if fields["logits"] == "none" else ()
+        fields["likely"] = abs(fields["likely"])
     elif cls.__name__ == "Throttle":
         fields["share"], fields["for_s"] = draw(st.floats(0, 0.95)), draw(st.floats(1, 600))
     for packed in ("clusters", "slots"):
         if isinstance(fields.get(packed), bytes):
             fields[packed] = fields[packed] * 4
-    if cls.__name__ in ("Generate", "Score"):
+    if cls.__name__ in ("Generate", "Score", "Tokenize"):
         text = "prompt" if cls.__name__ == "Generate" else "text"
         fields[text], fields["tokens"] = draw(st.sampled_from([("a", None), (None, (1, 2))]))
     return cls(**fields)
