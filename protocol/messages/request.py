@@ -10,6 +10,7 @@ from neuronpipe.protocol.options import PENALTY, SAMPLING, Range, ranges_of, sam
 GrammarSyntax = Literal["json", "regex", "lark", "gbnf"]
 MAX_TOKENS = 1 << 24
 MAX_BIAS = 100
+MAX_CALLS = 64
 
 
 @message
@@ -22,6 +23,56 @@ class Bias(Message):
 
     token: int
     bias: Annotated[float, Range(-MAX_BIAS, MAX_BIAS)]
+
+
+@message
+class Function(Message):
+    """A function that an answer may call, in `Calls`.
+
+    name: its name
+    arguments: JSON schema of its arguments, an object
+    strict: whether a schema is refused that says what a grammar cannot; if not, such parts of it are passed over
+    """
+
+    name: str
+    arguments: str
+    strict: bool = False
+
+
+@message
+class Calls(Message):
+    """How an answer calls functions, in `Generate`: `before`, a name, `between`, the arguments; for each further call
+    `next`, a name, `between`, the arguments; at last `after`, and nothing more. In these texts a NUL stands for any
+    letter or digit of ASCII, and the name of a special token for that token, which is text of the answer then.
+
+    functions: those that may be called
+    before: what stands before the name of the first function
+    between: what stands between a name and the arguments, which are a JSON object with a space after each comma and
+        colon
+    next: what stands between the arguments and the next name
+    after: what stands after the last arguments
+    marker: how `before` begins: the first time that this occurs, text ends and calls begin. Empty: calls are the whole
+        answer, and text begins in another way than they
+    text: whether there may be text in place of calls, and before them where there is a marker
+    most: most calls
+    """
+
+    functions: tuple[Function, ...]
+    before: str
+    between: str
+    next: str
+    after: str
+    marker: str = ""
+    text: bool = True
+    most: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.functions or not self.before or not self.between:
+            raise ValueError("functions, before, between: expected at least one function, and texts")
+        if not self.before.startswith(self.marker):
+            raise ValueError("marker: expected the beginning of before")
+        if not 1 <= self.most <= MAX_CALLS or (self.most > 1 and not self.next):
+            raise ValueError(f"most: expected 1 to {MAX_CALLS}, and 1 without next")
 
 
 @message
@@ -54,6 +105,7 @@ class Generate(Message):
     share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
         either way
     owner: for whom the client asks. Where requests wait, clients and their owners have equal shares of the KV slots
+    calls: functions that the answer may call; what it says instead of that follows the grammar, if there is one
     """
 
     request: str
@@ -77,6 +129,7 @@ class Generate(Message):
     stop: tuple[str, ...] = ()
     share_prefix: bool = True
     owner: str = ""
+    calls: Calls | None = None
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):

@@ -87,11 +87,13 @@ class Admission:
             if value is not None and value not in allowed:
                 raise _Refusal("bad_request", f"{name} is out of range: {value}; it must be {allowed}")
         self._check_biases(ask.logit_bias)
-        if ask.grammar is not None:
-            try:
+        try:
+            if ask.calls is not None:
+                self._grammars.start_calls(ask.calls, ask.grammar, ask.grammar_syntax)
+            elif ask.grammar is not None:
                 self._grammars.start(ask.grammar, ask.grammar_syntax)
-            except GrammarError as error:
-                raise _Refusal("bad_request", f"grammar: {error}") from None
+        except GrammarError as error:
+            raise _Refusal("bad_request", f"grammar: {error}") from None
 
     def _check_biases(self, biases: tuple[Bias, ...]) -> None:
         if len({entry.token for entry in biases}) != len(biases):

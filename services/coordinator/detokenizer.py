@@ -163,12 +163,17 @@ class TextStream:
     """The text of a growing token list. Holds back incomplete UTF-8 and what may become a stop string.
 
     Only a short tail of the ids is decoded for each token, so that the work per token does not grow.
+
+    marks: special tokens that are text here, and that text
     """
 
     TAIL_TOKENS = 16
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], marks: Mapping[int, str] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks or {}
         self._ids = list(prompt[-self.TAIL_TOKENS :])
         self._seen = tokenizer.decode(self._ids)
         self._held = ""
@@ -179,6 +184,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Take a token; returns the text that may be shown. Sets `stopped` when a stop string was met."""
         self._ids.append(token)
+        self._held += self._marks.get(token, "")
         text = self._tokenizer.decode(self._ids)
         if text.endswith("�"):
             return ""  # a character that is not complete yet

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from neuronpipe.protocol.messages.request import GrammarSyntax
+from neuronpipe.protocol.messages.request import Calls, GrammarSyntax
+from neuronpipe.services.coordinator.constraints.calls import CallsError, as_lark, marks, schema_of
+from neuronpipe.services.coordinator.constraints.schemas import as_followed
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 64 << 10
 KEPT_COMPILED = 8
 # Between the parts of JSON, a space or an indented line: a model that has lost its way would write spaces for ever.
 BETWEEN = r" |\r?\n[ \t]{0,16}"
-# Where schemas stand in a schema: as a value, in a list, by names; and what says more of an object's properties.
-ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "unevaluatedItems")
-MANY = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-SAYS_MORE = ("additionalProperties", "unevaluatedProperties", "allOf", "$ref", "if", "dependentSchemas")
 
 
 class GrammarError(Exception):
@@ -55,23 +52,61 @@ class Grammars:
         self._vocabulary = vocabulary
         self._end_tokens = sorted(end_tokens)
         self._compiled = functools.lru_cache(KEPT_COMPILED)(self._compile)
+        self._compiled_calls = functools.lru_cache(KEPT_COMPILED)(self._compile_calls)
 
     def start(self, grammar: str, syntax: GrammarSyntax = "json") -> Grammar:
         """The beginning of a text. grammar, syntax: as in `Generate`. Raises GrammarError."""
         return _Following(self._compiled(grammar, syntax).deep_copy())
 
+    def start_calls(self, calls: Calls, grammar: str | None, syntax: GrammarSyntax = "json") -> Grammar:
+        """The beginning of a text that may call functions. calls, grammar, syntax: as in `Generate`. Raises
+        GrammarError."""
+        if grammar is not None and syntax != "json":
+            raise GrammarError("an answer that may call functions follows a JSON schema, or nothing")
+        return _Following(self._compiled_calls(calls, grammar).deep_copy())
+
+    def marks(self, calls: Calls) -> dict[int, str]:
+        """The special tokens that are text in such an answer, and that text."""
+        return marks(calls, self._special)
+
     def _compile(self, grammar: str, syntax: GrammarSyntax) -> Any:
+        _library()
+        return self._matcher(_source(grammar, syntax))
+
+    def _compile_calls(self, calls: Calls, grammar: str | None) -> Any:
+        library = _library()
+        if not marks(calls, self._special).keys().isdisjoint(self._end_tokens):
+            raise GrammarError("an end token is part of the calls")
         try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError:
-            raise GrammarError("the llguidance package is not installed here: pip install llguidance") from None
-        if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES} bytes")
-        limits = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
-        matcher = LLMatcher(self._tokens, _source(grammar, syntax), log_level=0, limits=limits)
+            lark = as_lark(calls, None if grammar is None else _as_part(grammar), self._special)
+            try:
+                return self._matcher(library.LLMatcher.grammar_from_lark(lark))
+            except GrammarError:
+                for one in calls.functions:  # the error speaks of our grammar: which of the schemas is it about?
+                    try:
+                        self._matcher(library.LLMatcher.grammar_from_json_schema(json.dumps(schema_of(one))))
+                    except GrammarError as error:
+                        raise CallsError(f"the arguments of {one.name!r}: {error}") from None
+                raise
+        except CallsError as error:
+            raise GrammarError(_one_line(error)) from None
+
+    def _matcher(self, source: str) -> Any:
+        """The beginning of what the library's own description of a grammar describes."""
+        library = _library()
+        limits = library.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)  # 1-2 kB each
+        matcher = library.LLMatcher(self._tokens, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(_one_line(matcher.get_error()))
         return matcher
+
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        """Ids of special tokens by their names."""
+        names = (
+            (self._tokenizer.piece(token).decode(errors="replace"), token) for token in self._tokenizer.special_tokens
+        )
+        return {name: token for name, token in names if name}
 
     @functools.cached_property
     def _tokens(self) -> Any:
@@ -122,8 +157,23 @@ class _Following:
         return mask
 
 
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise GrammarError("the llguidance package is not installed here: pip install llguidance") from None
+    return llguidance
+
+
+def _as_part(grammar: str) -> str:
+    """The JSON schema of a grammar as part of another, with its options in it."""
+    return json.dumps(_schema(grammar) | {"x-guidance": {"whitespace_pattern": BETWEEN}})
+
+
 def _source(grammar: str, syntax: GrammarSyntax) -> str:
     """The grammar as the library takes it."""
+    if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it is longer than {MAX_GRAMMAR_BYTES} bytes")
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
@@ -131,10 +181,7 @@ def _source(grammar: str, syntax: GrammarSyntax) -> str:
         return LLMatcher.grammar_from_regex(grammar)
     if syntax == "json":
         options: Any = {"whitespace_pattern": BETWEEN}
-        try:
-            return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=options)
-        except RecursionError:
-            raise GrammarError("the schema is nested too deeply") from None
+        return LLMatcher.grammar_from_json_schema(json.dumps(_schema(grammar)), overrides=options)
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar) if syntax == "gbnf" else grammar)
     except (GbnfToLarkError, ValueError, IndexError, KeyError, RecursionError) as error:
@@ -142,7 +189,7 @@ def _source(grammar: str, syntax: GrammarSyntax) -> str:
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """The schema that answers follow."""
+    """The schema that answers follow. Raises GrammarError."""
     if text == "json":
         return {"type": "object"}
     try:
@@ -151,83 +198,10 @@ def _schema(text: str) -> dict[str, Any]:
         raise GrammarError(f"the schema is no JSON: {_one_line(error)}") from None
     if not isinstance(schema, dict):
         raise GrammarError("the schema is no JSON object")
-    return as_followed(schema)
-
-
-# ---- JSON schemas --------------------------------------------------------------------------------------------
-def as_followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema that answers follow: stricter in one point than it is written, and looser in one. The given one stays
-    as it is.
-
-    An object that names its properties and says nothing of others has no others. By the letter it could have any, and a
-    model that has lost its way would write them for ever. `uniqueItems` is passed over: no grammar can say whether an
-    item is new, and a schema with it is common.
-    """
-    joined = {id(part) for one in _schemas(schema) for part in _joined(one, schema)}
-    made = _followed(schema, joined)
-    assert isinstance(made, dict)
-    return made
-
-
-def _followed(value: Any, joined: set[int]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    made = {name: item for name, item in value.items() if name != "uniqueItems"}
-    for name, item in value.items():
-        if name in BY_NAME and isinstance(item, dict):
-            made[name] = {key: _followed(one, joined) for key, one in item.items()}
-        elif name in MANY and isinstance(item, list):
-            made[name] = [_followed(one, joined) for one in item]
-        elif name in ONE:
-            made[name] = _followed(item, joined)
-    if isinstance(value.get("properties"), dict) and id(value) not in joined and not any(n in value for n in SAYS_MORE):
-        made["additionalProperties"] = False
-    return made
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """It and all schemas in it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for name, item in schema.items():
-        if name in BY_NAME and isinstance(item, dict):
-            inner = list(item.values())
-        elif name in MANY and isinstance(item, list):
-            inner = item
-        else:
-            inner = [item] if name in ONE else []
-        for one in inner:
-            yield from _schemas(one)
-
-
-def _joined(schema: dict[str, Any], document: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that describe one object together with others: closed one by one, no object would satisfy all."""
-    parts = schema.get("allOf")
-    together = list(parts) if isinstance(parts, list) else []
-    if "$ref" in schema and "properties" in schema:
-        together.append(schema)
-    for part in together:
-        if len(together) == 1 and part is not schema and "properties" not in schema:
-            continue
-        yield from _reached(part, document, set())
-
-
-def _reached(part: Any, document: dict[str, Any], seen: set[int]) -> Iterator[Any]:
-    """A schema, what it refers to in this document, and its alternatives."""
-    if not isinstance(part, dict) or id(part) in seen:
-        return
-    seen.add(id(part))
-    yield part
-    for name in ("anyOf", "oneOf", "allOf"):
-        alternatives = part.get(name)
-        for one in alternatives if isinstance(alternatives, list) else []:
-            yield from _reached(one, document, seen)
-    if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#/"):
-        target: Any = document
-        for key in part["$ref"].removeprefix("#/").split("/"):
-            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        yield from _reached(target, document, seen)
+    try:
+        return as_followed(schema)
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
 
 
 def _one_line(reason: object) -> str:

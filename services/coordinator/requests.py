@@ -380,11 +380,19 @@ class Requests:
             provenance=Provenance([(kept_tokens, numerics)] if kept_tokens else []),
             cached_tokens=kept_tokens,
             ask=ask,
-            grammar=self._grammars.start(ask.grammar, ask.grammar_syntax) if ask.grammar is not None else None,
-            stream=TextStream(self._tokenizer, one.tokens, ask.stop),
+            grammar=self._grammar(ask),
+            stream=TextStream(self._tokenizer, one.tokens, ask.stop, self._marks(ask)),
             prompt_tokens=prompt_tokens,
             max_total_tokens=min(room_tokens, prompt_tokens + ask.max_tokens),
         )
+
+    def _grammar(self, ask: Generate) -> Grammar | None:
+        if ask.calls is not None:
+            return self._grammars.start_calls(ask.calls, ask.grammar, ask.grammar_syntax)
+        return None if ask.grammar is None else self._grammars.start(ask.grammar, ask.grammar_syntax)
+
+    def _marks(self, ask: Generate) -> dict[int, str]:
+        return {} if ask.calls is None else self._grammars.marks(ask.calls)
 
     def prefix_source(self, text: Generation, numerics: str) -> Match | None:
         """The slot, of a sequence or free, that holds more of the prompt than was computed, in the numerics of prompts.

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Generate
+from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
 from neuronpipe.services.gateway.access import AccessControl, client_of, respond
+from neuronpipe.services.gateway.answer_calls import CallingForm
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.chat import Chat
@@ -96,9 +97,14 @@ class Gateway:
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        prompt = self._chat.prompt(body.messages)
-        limit = body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        return self._answer(request, body, [prompt.text], limit, ChatForm, frame=prompt.frame)
+        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
+        prompt = self._chat.prompt(body.messages, offer, marked=body.constraint is not None)
+        if offer is None:
+            return self._answer(request, body, [prompt.text], limit, ChatForm, frame=prompt.frame)
+        form = functools.partial(CallingForm, calls=prompt.calls, text=not offer.required)
+        return self._answer(
+            request, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
+        )
 
     async def responses(self, request: Request) -> Answer:
         """Answer a conversation, as the Responses API asks."""
@@ -125,6 +131,7 @@ class Gateway:
         *,
         frame: bool = True,
         answer: type[Answer] = Answer,
+        calls: Calls | None = None,
     ) -> Answer:
         if body.model not in (None, self._name):
             raise self._unknown(body.model)
@@ -147,8 +154,9 @@ class Gateway:
                 logit_bias=biases,
                 grammar=constraint.text if constraint is not None else None,
                 grammar_syntax=constraint.syntax if constraint is not None else "json",
+                calls=calls,
                 logprobs=0 if chooses and body.rated is None else body.rated,
-                stop=body.stops,
+                stop=body.stops if calls is None or calls.text else (),
                 owner=client,
                 **body.options,
             )

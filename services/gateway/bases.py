@@ -22,6 +22,11 @@ def not_served(said: str) -> PydanticCustomError:
     return PydanticCustomError(NOT_SERVED, "{said}", {"said": said})
 
 
+def missing(param: str) -> PydanticCustomError:
+    """A parameter that others make necessary."""
+    return PydanticCustomError("missing", "Field required", {"param": param})
+
+
 class Body(BaseModel):
     """What all parts of a request share."""
 
@@ -42,7 +47,8 @@ TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS = (
     "[parts]",
     "[items]",
 )
-KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS)
+MODE, NAMED, ALLOWED = ("[mode]", "[named]", "[allowed]")
+KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, NAMED, ALLOWED)
 
 
 def one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:

@@ -76,7 +76,7 @@ _CLOSE = (("connection", "close"),)
 def _problem(error: ValidationError) -> Problem:
     """The first thing that is wrong, and where."""
     first = error.errors(include_url=False)[0]
-    param = _path(first["loc"]) or first.get("ctx", {}).get("param")
+    param = ".".join(filter(None, (_path(first["loc"]), first.get("ctx", {}).get("param")))) or None
     message = _message(first)
     if first["type"] == "extra_forbidden":
         message = f"unsupported parameter: {param!r}"

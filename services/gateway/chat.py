@@ -2,24 +2,41 @@
 
 A package without a chat template holds a base model, which knows no roles: the messages are written one below the
 other, and the model goes on where the last one ends.
+
+Functions that the answer may call, calls and their results are written by a template that knows them. For all others
+they become texts of messages: what can be called is said at the beginning, calls stand in the assistant's messages,
+results in the user's.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.services.gateway.call_format import (
+    DEFAULT,
+    ONE_CALL,
+    RESULT,
+    CallFormat,
+    Message,
+    format_of,
+    instruction,
+)
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import ChatMessage
 from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
+from neuronpipe.services.gateway.tools import Offer
 
 
 class Prompt(NamedTuple):
-    """A text, and whether the tokenizer is to put its own tokens round it: a template has written them already."""
+    """A text, and whether the tokenizer is to put its own tokens round it: a template has written them already. calls:
+    how the answer calls functions."""
 
     text: str
     frame: bool
+    calls: CallFormat
 
 
 class Chat:
@@ -28,16 +45,23 @@ class Chat:
     def __init__(self, package: Package) -> None:
         self._package = package
         self._template: Template | None = None
+        self._format: CallFormat | None = None
 
-    def prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt of a conversation. Raises Problem when the template refuses it, or fails."""
+    def prompt(self, messages: Sequence[ChatMessage], offer: Offer | None = None, *, marked: bool = False) -> Prompt:
+        """The prompt of a conversation. offer: the functions that the answer may call; marked: they must be told from
+        text that is JSON as well. Raises Problem when the template refuses it, or fails."""
         chat = self._package.manifest.chat
         if chat is None:
-            return Prompt("\n".join(message.text for message in messages), frame=True)
+            told = _told(messages, offer, ONE_CALL)
+            return Prompt("\n".join(message["content"] for message in told), frame=True, calls=ONE_CALL)
         try:
             if self._template is None:
                 self._template = Template(self._package.chat_template(), chat.begin, chat.end)
-            return Prompt(self._template.render([_as_dict(message) for message in messages]), frame=False)
+            calling = offer is not None or any(message.tool_calls or message.role == "tool" for message in messages)
+            form = self._format_of(self._template) if calling else DEFAULT
+            if marked and not form.marker:
+                form = DEFAULT
+            return Prompt(_rendered(self._template, form, messages, offer), frame=False, calls=form)
         except Refused as refused:
             raise Problem(
                 400, "messages_refused", f"the model's chat template refuses this: {refused}", param="messages"
@@ -46,8 +70,73 @@ class Chat:
             message = f"the package's chat template fails: {error}; correct it and convert the model again"
             raise Problem(500, "chat_template_failed", message, kind="server_error") from None
 
+    def _format_of(self, template: Template) -> CallFormat:
+        if self._format is None:
+            self._format = format_of(template)
+        return self._format
 
-def _as_dict(message: ChatMessage) -> dict[str, str]:
-    """What templates know: "developer" is the newer name of "system"."""
+
+def _rendered(template: Template, form: CallFormat, messages: Sequence[ChatMessage], offer: Offer | None) -> str:
+    """What the template makes of it. Raises Refused, TemplateError."""
+    if form.by_template:
+        tools = None if offer is None else offer.descriptions()
+        return template.render([_as_message(message, form, messages) for message in messages], tools=tools)
+    if offer is None:
+        return template.render(_told(messages, offer))
+    try:
+        text = template.render(_told(messages, offer))
+        if json.dumps(offer.functions[0].name) in text:
+            return text
+    except Refused:
+        pass  # it may know no system messages
+    return template.render(_told(messages, offer, by="user"))
+
+
+def _as_message(message: ChatMessage, form: CallFormat, messages: Sequence[ChatMessage]) -> Message:
+    """What templates know: "developer" is the newer name of "system", and results have the name of their function."""
+    if message.tool_calls:
+        return form.message(message.text, message.calls)
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": message.text} | ({"name": message.name} if message.name is not None else {})
+    made: Message = {"role": role, "content": message.text}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.role == "tool" and message.tool_call_id is not None:
+        made["tool_call_id"] = form.id_of(message.tool_call_id)
+        names = {id_: name for one in messages for id_, name, _ in one.calls}
+        if message.tool_call_id in names:
+            made.setdefault("name", names[message.tool_call_id])
+    return made
+
+
+def _told(
+    messages: Sequence[ChatMessage], offer: Offer | None, form: CallFormat = DEFAULT, by: str = "system"
+) -> list[Message]:
+    """The conversation in texts alone. by: whose message says what can be called: the first of this role, or a new one
+    at the beginning."""
+    told: list[Message] = []
+    after_result = False
+    for message in messages:
+        made = _as_message(message, DEFAULT, messages) if not message.tool_calls else {"role": "assistant"}
+        if message.tool_calls:
+            calls = DEFAULT.written([(name, arguments) for _, name, arguments in message.calls])
+            made["content"] = f"{message.text}\n{calls}" if message.text else calls
+        result = message.role == "tool"
+        if result:
+            made = {"role": "user", "content": RESULT.format(message.text)}
+        if told and made["role"] == told[-1]["role"] == "user" and (result or after_result):
+            told[-1]["content"] += "\n" + made["content"]  # templates want the roles to alternate
+        else:
+            told.append(made)
+        after_result = result
+    if offer is not None:
+        text = instruction(offer.descriptions(), form)
+        place = next((one for one in told if one["role"] == by), None)
+        if by == "system" and told[0] is not place:
+            place = None
+        if place is None:
+            told.insert(0, {"role": by, "content": text})
+        elif by == "system":
+            place["content"] += f"\n\n{text}"
+        else:
+            place["content"] = f"{text}\n\n{place['content']}"
+    return told

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from neuronpipe.protocol.messages.request import GrammarSyntax
 from neuronpipe.services.gateway.bases import IGNORED, Body, beside_others
 from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 1024
 IS_LARK_WITHOUT = "::="  # which every rule of GBNF has
@@ -82,9 +83,7 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def _just_one(self) -> StructuredOutputs:
         if len(self.constraints) != 1:
-            raise beside_others(
-                "structured_outputs", "expected exactly one of json, json_object, regex, choice, grammar"
-            )
+            raise PydanticCustomError("just_one", "expected one of json, json_object, regex, choice, grammar")
         return self
 
 

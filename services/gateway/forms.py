@@ -79,7 +79,7 @@ class Form(ABC):
 
     def last(self, number: int, finished: Finished) -> bytes:
         """The end of a text."""
-        return self._event(number, self._nothing, "null", f'"{REASONS[finished.reason]}"')
+        return self._event(number, self._nothing, "null", f'"{self._reason(finished)}"')
 
     def counted(self, total: dict[str, int]) -> bytes:
         """The last chunk of a stream, when token counts were asked for."""
@@ -115,10 +115,14 @@ class Form(ABC):
         choices = []
         for index, (number, one) in enumerate(sent):
             ratings = self._rated(self._kept.pop(number, [])) if self._rates else "null"
-            choice = {"index": index, **self._content(one), "finish_reason": REASONS[one.reason]}
+            choice = {"index": index, **self._content(one), "finish_reason": self._reason(one)}
             choices.append(f'{json.dumps(choice)[:-1]}, "logprobs": {ratings}}}')
         head = json.dumps({"id": self._id, "object": self.kind, **self._head, "usage": total})[:-1]
         return f'{head}, "choices": [{", ".join(choices)}]}}'.encode()
+
+    def _reason(self, finished: Finished) -> str:
+        """Why the text ended."""
+        return REASONS[finished.reason]
 
     def _rated(self, ratings: Sequence[Rating]) -> str:
         columns = zip(*ratings, strict=True) if ratings else ((),) * len(self._lists)

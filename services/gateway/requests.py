@@ -7,6 +7,7 @@ client sends it to every server alike. The descriptions are those of the served 
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, SAMPLING_OPTIONS
@@ -21,19 +22,12 @@ from neuronpipe.services.gateway.bases import (
     Body,
     beside_others,
     kind_or,
-    not_served,
+    missing,
     one_of,
 )
 from neuronpipe.services.gateway.constraints import Constrained
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    Tag,
-    create_model,
-    model_validator,
-)
+from neuronpipe.services.gateway.tools import MAX_TOOLS, Offer, Tool, ToolCall, ToolChoice
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, Tag, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
@@ -48,12 +42,6 @@ NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
 TOO_FEW = "expected 1 or more, or -1 for as many as fit the context"
 DEFAULTS = {"temperature": 1.0}  # OpenAI's
 OFF_TOO = {"top_k"}  # where -1 counts as 0, as on other servers
-
-
-def _none(tools: list[Any]) -> list[Any]:
-    if tools:
-        raise not_served("no tools are called here; leave it out")
-    return tools
 
 
 def _to_the_end(tokens: int) -> int:
@@ -91,7 +79,6 @@ Prompts = Annotated[
 ]
 MostTokensOrNone = Annotated[int, Field(ge=OFF, le=MAX_TOKENS), AfterValidator(_to_the_end)]
 MostTokens = Annotated[MostTokensOrNone, AfterValidator(_some)]
-NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), AfterValidator(_none)]
 
 
 class StreamOptions(Body):
@@ -236,24 +223,91 @@ class CompletionRequest(Sampling):
 class TextPart(Body):
     """A piece of a message's text."""
 
+    model_config = ConfigDict(extra="ignore")
+
     type: Literal["text"]
     text: str
+
+
+_SAID = {"type": ["string", "array"]}
+_NO_CALLS = {"maxItems": 0}
+# Which fields go together, for the OpenAPI document; `_whole` checks it.
+_MESSAGES = [
+    {
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": _SAID,
+            "tool_calls": _NO_CALLS,
+        },
+        "required": ["content"],
+    },
+    {
+        "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+        "required": ["tool_calls"],
+    },
+    {
+        "properties": {
+            "role": {"const": "tool"},
+            "content": _SAID,
+            "tool_call_id": {"type": "string"},
+            "tool_calls": _NO_CALLS,
+        },
+        "required": ["content", "tool_call_id"],
+    },
+]
 
 
 class ChatMessage(Body):
     """One message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
-        one_of("expected a text, or a list of parts", kind_or(PARTS)),
-    ] = Field(description="the text, whole or in parts")
+    model_config = ConfigDict(json_schema_extra={"anyOf": _MESSAGES})  # type: ignore[dict-item]
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            Annotated[str, Tag(TEXT)] | Annotated[list[TextPart], Tag(PARTS)],
+            one_of("expected a text, or a list of parts", kind_or(PARTS)),
+        ]
+        | None
+    ) = Field(None, description="the text, whole or in parts; only where there are `tool_calls` it need not be given")
     name: str | None = None
+    tool_calls: list[ToolCall] = Field(
+        default=[], max_length=MAX_TOOLS, description="functions that the assistant called"
+    )
+    tool_call_id: str | None = Field(None, description="which call this is the result of; only in the role `tool`")
+    refusal: str | None = Field(None, description=IGNORED)
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_notes(cls, value: Any) -> Any:
+        """An earlier answer comes back with what the client has noted on it, which is for nobody here."""
+        if isinstance(value, dict) and value.get("role") == "assistant":
+            return {name: item for name, item in value.items() if name in cls.model_fields}
+        return value
+
+    @model_validator(mode="after")
+    def _whole(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise missing("content")
+        if self.tool_calls and self.role != "assistant":
+            raise beside_others("tool_calls", f"the role {self.role} calls no functions")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise missing("tool_call_id")
+        return self
 
     @property
     def text(self) -> str:
         """The text, parts joined."""
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def calls(self) -> list[tuple[str, str, str]]:
+        """The functions that it calls: ids, names and arguments."""
+        return [(one.id, one.function.name, one.function.arguments) for one in self.tool_calls]
 
 
 class ChatRequest(Sampling):
@@ -271,9 +325,11 @@ class ChatRequest(Sampling):
         le=MAX_LOGPROBS,
         description="name this many likely tokens beside each, and itself; only with `logprobs`",
     )
-    tools: NoTools = Field(default=[], description="only none")
-    tool_choice: Literal["none", "auto"] = Field("none", description="there are no tools to choose")
-    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS, description="functions that the answer may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="whether it calls any, and which; without it the model decides"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
     modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
     reasoning_effort: str | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
@@ -283,8 +339,14 @@ class ChatRequest(Sampling):
         """How many likely tokens to name beside each token, None to rate none."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @cached_property
+    def offer(self) -> Offer | None:
+        """The functions that the answer may call; None: it is a text."""
+        return Offer.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
+
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
+        _ = self.offer
         if self.top_logprobs is not None and not self.logprobs:
             raise beside_others("top_logprobs", "only with logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}

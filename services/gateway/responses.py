@@ -19,7 +19,6 @@ from neuronpipe.services.gateway.requests import (
     NAMES,
     USER,
     ChatRequest,
-    NoTools,
     SamplingOptions,
 )
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
@@ -27,6 +26,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 RATED = "message.output_text.logprobs"  # of `include`
 NO_TEMPLATE = "prompt templates are not stored here"
+NO_TOOLS = "responses call no tools here; /v1/chat/completions does"
 NOT_LATER = "there is nowhere to fetch a response later"
 NOT_STORED = "responses are not stored here; send the whole conversation in input"
 
@@ -43,6 +43,7 @@ def _refusing(said: str) -> AfterValidator:
 
 
 Never = Field(json_schema_extra={"type": "null"})
+NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), _refusing(NO_TOOLS)]
 NotStored = Annotated[Any, Never, _refusing(NOT_STORED)]
 NoTemplate = Annotated[Any, Never, _refusing(NO_TEMPLATE)]
 NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), _refusing(NOT_LATER)]
@@ -106,8 +107,8 @@ class ReasoningItem(Lenient):
 READ_ITEMS = ("message", "reasoning")
 REFUSED_ITEMS = {
     "item_reference": NOT_STORED,
-    "function_call": "tool calls are not supported here",
-    "function_call_output": "tool calls are not supported here",
+    "function_call": NO_TOOLS,
+    "function_call_output": NO_TOOLS,
 }
 
 

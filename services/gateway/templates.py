@@ -125,13 +125,17 @@ class Template:
         except Exception as error:  # Jinja's own, and Python's for what it was compiled to
             raise TemplateError(_one_line(error)) from None
 
-    def render(self, messages: Sequence[dict[str, str]]) -> str:
-        """The conversation as the model was trained to see it, up to where the assistant speaks. Raises Refused,
-        TemplateError."""
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None, answer: bool = True
+    ) -> str:
+        """The conversation as the model was trained to see it, up to where the assistant speaks. tools: functions that
+        it may call, as in OpenAI's API; answer: whether the assistant speaks next. Raises Refused, TemplateError."""
         before = sys.gettrace()
         sys.settrace(_counter())
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+            text = self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=answer, **self._tokens
+            )
         except (Refused, TemplateError):
             raise
         except Exception as error:  # a template may do anything wrong that a program can

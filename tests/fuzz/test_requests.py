@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Finished, Refused
-from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Bias, Generate
+from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Bias, Calls, Function, Generate
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.coordinator.admission import Limits
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
@@ -60,6 +60,27 @@ schemas = st.fixed_dictionaries(
     },
 )
 grammars = st.none() | st.sampled_from(["json", "", "{"]) | st.text() | (schemas | documents).map(json.dumps)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Calls:
+    """Functions with schemas of all kinds, and any text round them."""
+    before = draw(st.sampled_from(['<call>{"name": "', "<|endoftext|>[", "/x", "\0", "]"]) | st.text(min_size=1))
+    names = st.sampled_from(["f", "ff"]) | st.text(max_size=3)
+    arguments = (schemas | documents).map(json.dumps) | st.text(max_size=3)
+    functions = st.builds(Function, name=names, arguments=arguments, strict=st.booleans())
+    return Calls(
+        functions=tuple(draw(st.lists(functions, min_size=1, max_size=2))),
+        before=before,
+        between=draw(st.text(min_size=1, max_size=4)),
+        next=draw(st.sampled_from(["}{", "\0"]) | st.text(min_size=1)),
+        after=draw(st.text(max_size=3)),
+        marker=before[: draw(st.integers(0, len(before)))],
+        text=draw(st.booleans()),
+        most=draw(st.integers(1, 3)),
+    )
+
+
 anything = {
     "request": st.text(max_size=4),
     "prompt": st.text(min_size=1, max_size=6),
@@ -67,6 +88,7 @@ anything = {
     **{option.name: {float: any_float, int: any_int, bool: st.booleans()}[option.kind] for option in SAMPLING_OPTIONS},
     "logit_bias": st.lists(st.builds(Bias, token=any_int, bias=any_float), max_size=3).map(tuple),
     "grammar": grammars,
+    "calls": calls(),
     "logprobs": st.none() | any_int,
     "seed": any_int,
     "stop": st.lists(st.text(max_size=2), max_size=2).map(tuple),
@@ -86,6 +108,7 @@ plain = {
     **{option.name: allowed(option) for option in SAMPLING_OPTIONS},
     "logprobs": st.none() | st.integers(0, 20),
     "grammar": st.none() | schemas.map(json.dumps),
+    "calls": st.none() | calls(),
 }
 servable = st.builds(
     Generate, request=st.just("r"), prompt=st.just("x ="), max_tokens=st.integers(1, 6), seed=any_int, **plain
@@ -151,5 +174,5 @@ def test_any_request_is_answered_or_refused(ask: Generate) -> None:
 def test_a_request_within_the_ranges_is_refused_for_its_schema_alone(ask: Generate) -> None:
     heard = answers(ask)
     if not ended_well(heard):
-        assert ask.grammar is not None
+        assert ask.grammar is not None or ask.calls is not None
         assert heard[-1].message.startswith("grammar: ")  # type: ignore[attr-defined]

@@ -22,7 +22,17 @@ from neuronpipe.services.gateway.requests import (
 PROMPT: dict[str, Any] = {"prompt": "x"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 KINDS: dict[type[Sampling], dict[str, Any]] = {CompletionRequest: PROMPT, ChatRequest: CHAT}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 Refusal = tuple[str, str | None, str]
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [chosen(name) for name in names]}}
 
 
 def parsed(kind: type[Sampling], **body: Any) -> Any:
@@ -69,6 +79,7 @@ def test_what_changes_nothing_is_accepted(kind: type[Sampling], harmless: dict[s
         {"parallel_tool_calls": True},
         {"tools": []},
         {"tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
         {"reasoning_effort": "low"},
         {"verbosity": "high"},
@@ -108,9 +119,17 @@ def test_minus_one_means_no_limit() -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools.0.function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "invalid_value", "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools.0.function.name"),
+        ({"tools": [TOOL, TOOL]}, "invalid_value", "tools"),
         ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "invalid_value", "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": 7, "tools": [TOOL]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "missing_required_parameter", "tool_choice.function"),
+        ({"tool_choice": chosen("g"), "tools": [TOOL]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": chosen("f")}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowed("auto", "f", "g"), "tools": [TOOL]}, "invalid_value", "tool_choice"),
         ({"modalities": ["text", "audio"]}, "invalid_value", "modalities.1"),
         ({"store": "yes"}, "invalid_value", "store"),
         ({"metadata": "m"}, "invalid_value", "metadata"),
@@ -157,6 +176,62 @@ def test_a_wrong_part_of_a_message_is_told_what_is_wrong_with_it(content: Any, p
     code, at, message = refusal(ChatRequest, messages=[{"role": "user", "content": content}])
     assert (code, at) == ("invalid_value", f"messages.0.content{param}")
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [
+        ({"role": "assistant"}, "messages.0.content", "field required"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content", "field required"),
+        ({"role": "user", "content": None, "tool_calls": [CALL]}, "messages.0.content", "field required"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", "user calls no functions"),
+        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id", "field required"),
+        ({"role": "user", "content": "x", "notes": 1}, "messages.0.notes", "unsupported"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "messages.0.audio", "should be null"),
+        ({"role": "function", "name": "f", "content": "x"}, "messages.0.role", "'tool', not 'function'"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "valid string",
+        ),
+    ],
+)
+def test_a_message_that_says_nothing_is_told_what_it_lacks(message: dict[str, Any], param: str, said: str) -> None:
+    _, at, problem = refusal(ChatRequest, messages=[message])
+    assert at == param
+    assert said in problem
+
+
+def test_an_answer_can_be_sent_back_as_clients_have_it() -> None:
+    message = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None}
+    message |= {"function_call": None, "tool_calls": [CALL | {"index": 0}], "provider_specific_fields": {"a": 1}}
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]}
+    body = parsed(ChatRequest, messages=[*CHAT["messages"], message, result])
+    assert [one.text for one in body.messages] == ["x", "", "4"]
+    assert body.messages[1].calls == [("c", "f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed", "required", "several"),
+    [
+        ({}, ["f", "g"], False, True),
+        ({"tool_choice": "auto"}, ["f", "g"], False, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["f", "g"], True, False),
+        ({"tool_choice": chosen("g")}, ["g"], True, False),
+        ({"tool_choice": allowed("auto", "g", "g")}, ["g"], False, True),
+        ({"tool_choice": allowed("required", "g", "f")}, ["g", "f"], True, True),
+    ],
+)
+def test_what_may_be_called_and_how_often(asked: Any, allowed: list[str], required: bool, several: bool) -> None:
+    tools = [TOOL, {"type": "function", "function": {"name": "g", "strict": True}, "cache_control": {}}]
+    offer = parsed(ChatRequest, tools=tools, **asked).offer
+    assert [one.name for one in offer.functions] == ["f", "g"]
+    assert ([one.name for one in offer.allowed], offer.required, offer.several) == (allowed, required, several)
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_nothing_is_called(asked: dict[str, Any]) -> None:
+    assert parsed(ChatRequest, **asked).offer is None
 
 
 def test_limits_are_named() -> None:

@@ -1,0 +1,1 @@
+"""What answers must follow: see README.md."""

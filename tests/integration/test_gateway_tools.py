@@ -1,0 +1,180 @@
+"""Functions that answers call, with OpenAI's own client. The demo knows only Python; its calls are valid still."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from neuronpipe.plans.convert import convert
+from tokenizers import Tokenizer
+
+from tests.conformance.checkpoints import TINY, write_checkpoint
+from tests.http_client import Server, served
+from tests.pipeline import Shell
+from tests.unit.test_call_formats import LIST
+
+MODEL = "neuronpipe-demo"
+SIZES = {"type": "integer", "minimum": 1, "maximum": 9}
+FIBONACCI = {"type": "object", "properties": {"n": SIZES, "how": {"enum": ["loop", "call"]}}, "required": ["n", "how"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "fibonacci", "description": "A number.", "parameters": FIBONACCI}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "def fibonacci(n):"}],
+    "tools": TOOLS,
+    "max_tokens": 60,
+}
+NAMED = {"type": "function", "function": {"name": "fibonacci"}}
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell) -> Iterator[Server]:
+    with served(long_shell, "--sequences", "2") as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def checked(call: Any) -> None:
+    """A call is of a function that there is, with arguments of its schema."""
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "fibonacci":
+        assert 1 <= arguments["n"] <= 9
+        assert arguments["how"] in ("loop", "call")
+    else:
+        assert (call.function.name, arguments) == ("now", {})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_call_that_is_required_is_valid_whatever_the_model_is_after(client: openai.OpenAI, seed: int) -> None:
+    answer = client.chat.completions.create(**ASKED, tool_choice="required", temperature=2, seed=seed)
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or []
+    checked(call)
+
+
+def test_stop_texts_do_not_cut_what_must_be_a_call(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**ASKED, tool_choice="required", stop=["\n", '"'])
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_function_that_is_named_is_called(client: openai.OpenAI) -> None:
+    for name in ("fibonacci", "now"):
+        named: Any = {"type": "function", "function": {"name": name}}
+        answer = client.chat.completions.create(**ASKED, tool_choice=named, n=2, temperature=1.5)
+        for choice in answer.choices:
+            (call,) = choice.message.tool_calls or []
+            assert call.function.name == name
+            checked(call)
+
+
+def test_a_stream_of_a_call_is_the_call_of_the_whole_answer(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as events:
+        streamed = events.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+    calls = [one.message.tool_calls[0].function for one in (streamed, whole)]  # type: ignore[index]
+    assert (calls[0].name, calls[0].arguments) == (calls[1].name, calls[1].arguments)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert deltas[0].id
+    assert (deltas[0].function.name, deltas[0].function.arguments) == ("fibonacci", "")  # type: ignore[union-attr]
+    assert "".join(delta.function.arguments for delta in deltas) == calls[1].arguments  # type: ignore[union-attr,misc]
+    assert len(deltas) > 5
+
+
+def test_the_model_that_decides_writes_python(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**ASKED, "temperature": 0, "max_tokens": 12}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert (whole.finish_reason, whole.message.tool_calls) == ("length", None)
+    chunks = client.chat.completions.create(**asked, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.message.content != ""
+
+
+def test_a_call_that_is_cut_off_says_so(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    tokens = client.chat.completions.create(**asked).usage
+    assert tokens is not None
+    cut = client.chat.completions.create(**asked | {"max_tokens": tokens.completion_tokens - 12}).choices[0]
+    assert cut.finish_reason == "length"
+    assert not (cut.message.tool_calls or [])[0].function.arguments.endswith("}")
+
+
+def test_an_answer_and_what_was_returned_are_sent_back(server: Server, client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(**ASKED, tool_choice=NAMED, temperature=0)  # type: ignore[arg-type]
+    message = first.choices[0].message
+    (call,) = message.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "13"}
+    for answer in (message, message.model_dump()):
+        messages = [*ASKED["messages"], answer, result]
+        second = client.chat.completions.create(**ASKED | {"messages": messages, "temperature": 0, "max_tokens": 4})
+        assert second.usage is not None
+        details = second.usage.prompt_tokens_details
+        assert details is not None
+        assert (details.cached_tokens or 0) >= first.usage.prompt_tokens  # type: ignore[union-attr]
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens + 20  # type: ignore[union-attr]
+
+
+def test_without_tools_or_with_none_that_count_nothing_changes(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASKED["messages"], "max_tokens": 8, "temperature": 0}
+    plain = client.chat.completions.create(**asked)
+    for more in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = client.chat.completions.create(**asked, **more)  # type: ignore[call-overload]
+        assert answer.choices[0].message.content == plain.choices[0].message.content
+        assert answer.usage.prompt_tokens == plain.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def test_a_schema_that_cannot_be_followed_is_refused_by_its_function(client: openai.OpenAI) -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}, "required": ["a"]}
+    tool = {"name": "paint", "parameters": odd, "strict": True}
+    with pytest.raises(openai.BadRequestError, match=r"arguments of 'paint': .*colour"):
+        client.chat.completions.create(**ASKED | {"tools": [{"type": "function", "function": tool}]})
+    loose = {"type": "function", "function": {**tool, "strict": False}}
+    asked = ASKED | {"tools": [loose], "tool_choice": "required", "temperature": 0}
+    client.chat.completions.create(**asked)
+
+
+def test_a_template_that_knows_tools_is_asked_in_its_own_way_and_its_special_tokens_mark_calls(
+    shell: Shell, tmp_path: Path
+) -> None:
+    source = write_checkpoint(tmp_path / "source", replace(TINY, context_tokens=1024))
+    library = Tokenizer.from_file(str(source / "tokenizer.json"))
+    mark = library.get_vocab_size() - 2  # the last but one, before the end token
+    text = json.loads(library.to_str())
+    (name,) = (name for name, id_ in text["model"]["vocab"].items() if id_ == mark)
+    del text["model"]["vocab"][name]
+    text["model"]["merges"].pop()
+    text["added_tokens"].insert(0, {**text["added_tokens"][0], "id": mark, "content": "[TOOL_CALLS]"})
+    (source / "tokenizer.json").write_text(json.dumps(text))
+    (source / "chat_template.jinja").write_text(LIST)
+    package = convert(source, tmp_path / "package", quantization="q8")
+    asked = ASKED | {"model": package.manifest.name, "tool_choice": "required", "max_tokens": 200}
+    with served(shell, package.path) as one:
+        url = f"http://127.0.0.1:{one.port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+            assert choice.finish_reason == "tool_calls"
+            (call,) = choice.message.tool_calls or []
+            checked(call)
+            assert len(call.id) == 9  # as the template wants them
+            with client.chat.completions.stream(**asked) as events:
+                streamed = events.get_final_completion().choices[0].message.tool_calls or []
+            assert streamed
+            result = {"role": "tool", "tool_call_id": call.id, "content": "13"}
+            messages = [*ASKED["messages"], choice.message, result]
+            more = client.chat.completions.create(**asked | {"messages": messages, "tool_choice": "auto"})
+            assert more.choices[0].finish_reason in ("stop", "length", "tool_calls")

@@ -1,0 +1,220 @@
+"""Calls in an answer: found in its text however it is cut into pieces, and sent as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.services.gateway.answer_calls import Arguments, Begun, Call, CallingForm, Content, Part, Reader, read
+from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL, CallFormat
+
+ROME, NOW = '{"of": "a \\"}\\\\", "x": [{}]}', "{}"
+CALLS = [Call("look_up", ROME), Call("now", NOW)]
+WRITTEN = DEFAULT.written([*CALLS])
+LIST = CallFormat(
+    before='[TOOL_CALLS] [{"name": "',
+    between='", "arguments": ',
+    next=', "id": "\0\0\0"}, {"name": "',
+    after=', "id": "\0\0\0"}]',
+    marker="[TOOL_CALLS]",
+    own_ids=True,
+)
+BARE = CallFormat(before='{"name": "', between='", "parameters": ', next="", after="}", marker="")
+TOKEN = Token(request="r", index=0, token=7, text="", ms=1.0)
+FINISHED = Finished(
+    request="r",
+    reason="end",
+    text="",
+    tokens=2,
+    prompt_tokens=1,
+    ttft_ms=1.0,
+    tokens_per_s=1.0,
+    tbt_ms={},
+    memory={},
+    flash={},
+    prefill={},
+    decode={},
+    plan="p",
+    mode="exact",
+)
+
+
+def joined(parts: list[Part]) -> tuple[str, list[Call]]:
+    said, calls = "", list[Call]()
+    for part in parts:
+        if isinstance(part, Content):
+            assert not calls
+            said += part.text
+        elif isinstance(part, Begun):
+            assert part.call == len(calls)
+            calls.append(Call(part.name, ""))
+        else:
+            assert part.call == len(calls) - 1
+            assert part.text
+            calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
+    return said, calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("before", ["", "Let me look.", "  Is 1 < 2?\n", "<tool", "Ünï <tool_ "])
+def test_text_and_calls_are_told_apart_however_the_answer_is_cut(size: int, before: str) -> None:
+    text = f"{before}\n{WRITTEN}"
+    reader = Reader(DEFAULT)
+    parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+    assert joined([*parts, *reader.finish()]) == (before.rstrip(), CALLS)
+    assert reader.complete
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("text", ["", "Hello", " a\n\n b <tool_cal", "<<tool_call", "{} \n"])
+def test_an_answer_without_calls_is_its_text_to_the_letter(size: int, text: str) -> None:
+    for form in (DEFAULT, LIST, BARE):
+        reader = Reader(form)
+        parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+        assert joined([*parts, *reader.finish()]) == (text, [])
+
+
+def test_text_is_shown_as_soon_as_it_cannot_be_a_call() -> None:
+    reader = Reader(DEFAULT)
+    pieces = ["Is ", "1 ", "<", " 2", "?", " <tool", "_cal", "led>", "!"]
+    assert ["".join(part.text for part in reader.push(piece) if isinstance(part, Content)) for piece in pieces] == [
+        "Is",
+        " 1",
+        "",
+        " < 2",
+        "?",
+        "",
+        "",
+        " <tool_called>",
+        "!",
+    ]
+
+
+def test_a_call_is_shown_as_it_comes_its_name_first() -> None:
+    reader = Reader(DEFAULT)
+    pieces = ["<tool_call>", '\n{"name": "no', 'w", "argu', 'ments": ', '{"a"', ": 1", "}", "}\n</tool_call>"]
+    assert [list(reader.push(piece)) for piece in pieces] == [
+        [],
+        [],
+        [Begun(0, "now")],
+        [],
+        [Arguments(0, '{"a"')],
+        [Arguments(0, ": 1")],
+        [Arguments(0, "}")],
+        [],
+    ]
+
+
+def test_ids_that_the_model_writes_are_passed_over() -> None:
+    text = LIST.written([*CALLS]).replace("\0\0\0", "a1B")
+    assert read(text, LIST) == ("", CALLS, True)
+    assert read(text.replace("] [", "]["), LIST) == ("", CALLS, True)  # a space that the tokenizer dropped
+
+
+def test_without_a_marker_a_call_is_the_whole_answer() -> None:
+    assert read(BARE.written(CALLS[:1]), BARE) == ("", CALLS[:1], True)
+    assert read('{"names": 1}', BARE) == ('{"names": 1}', [], False)
+    assert read(f"So: {BARE.written(CALLS[:1])}", BARE)[1] == []
+
+
+@pytest.mark.parametrize("form", [DEFAULT, ONE_CALL])
+def test_an_answer_that_is_cut_off_has_what_there_is(form: CallFormat) -> None:
+    text = f"Well.\n{form.written(CALLS[:1])}"
+    for end in range(len(text)):
+        said, calls, complete = read(text[:end], form)
+        assert complete == (end >= text.index("]}") + 2)
+        if calls:
+            assert (said, calls[0].name) == ("Well.", "look_up")
+            assert ROME.startswith(calls[0].arguments)
+        else:
+            assert said == text[:end]
+
+
+# ---- as OpenAI's API has it ----------------------------------------------------------------------------------
+def form_of(calls: CallFormat = DEFAULT, *, text: bool = True, rates: bool = False) -> CallingForm:
+    return CallingForm("m", "f", counts=False, rates=rates, end_tokens=[0], calls=calls, text=text)
+
+
+def choice(text: str, reason: Any = "end", calls: CallFormat = DEFAULT) -> dict[str, Any]:
+    finished = dataclasses.replace(FINISHED, text=text, reason=reason)
+    (made,) = json.loads(form_of(calls).whole([(0, finished)], {}))["choices"]
+    return dict(made)
+
+
+def deltas(form: CallingForm, pieces: list[str], **last: Any) -> list[dict[str, Any]]:
+    events = form.first(0)
+    for piece in pieces:
+        events += form.piece(0, dataclasses.replace(TOKEN, text=piece, logprob=-1.0, piece=piece.encode()))
+    events += form.last(0, dataclasses.replace(FINISHED, text="".join(pieces), **last))
+    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events.decode().split("\n\n") if event]
+
+
+def test_a_whole_answer_has_its_calls_beside_its_text() -> None:
+    made = choice(f"Well.\n{WRITTEN}")
+    message = made["message"]
+    assert (made["finish_reason"], message["content"]) == ("tool_calls", "Well.")
+    assert [one["function"] for one in message["tool_calls"]] == [call._asdict() for call in CALLS]
+    assert [one["type"] for one in message["tool_calls"]] == ["function"] * 2
+    ids = [one["id"] for one in message["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert all(one.startswith("call_") for one in ids)
+
+
+def test_an_answer_that_only_calls_has_no_content_and_one_that_calls_nothing_no_calls() -> None:
+    assert choice(WRITTEN)["message"]["content"] is None
+    made = choice("Hello")
+    assert (made["finish_reason"], made["message"]) == (
+        "stop",
+        {"role": "assistant", "content": "Hello", "refusal": None},
+    )
+    assert choice("")["message"]["content"] == ""
+
+
+def test_calls_that_are_cut_off_say_so() -> None:
+    cut = WRITTEN[: WRITTEN.index("]}")]
+    assert choice(cut, "length")["finish_reason"] == "length"
+    assert choice(cut, "stop")["finish_reason"] == "stop"
+    assert choice(WRITTEN, "length")["finish_reason"] == "length"
+
+
+def test_templates_with_ids_of_their_own_get_such_ids() -> None:
+    text = LIST.written([*CALLS]).replace("\0\0\0", "a1B")
+    for one in choice(text, calls=LIST)["message"]["tool_calls"]:
+        assert len(one["id"]) == 9
+        assert one["id"].isalnum()
+
+
+def test_a_stream_says_who_speaks_then_what_then_whom_it_calls() -> None:
+    pieces = [f"Well.\n{WRITTEN}"[at : at + 9] for at in range(0, len(WRITTEN) + 6, 9)]
+    made = deltas(form_of(), pieces)
+    assert made[0]["delta"] == {"role": "assistant", "content": None}
+    assert made[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+    said, calls = "", dict[int, dict[str, Any]]()
+    for one in made[1:-1]:
+        assert one["finish_reason"] is None
+        said += one["delta"].get("content", "")
+        for call in one["delta"].get("tool_calls", []):
+            if "id" in call:
+                assert call["function"] == {"name": CALLS[call["index"]].name, "arguments": ""}
+                calls[call["index"]] = call
+            else:
+                assert set(call) == {"index", "function"}
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    assert said == "Well."
+    assert [call["function"] for call in calls.values()] == [call._asdict() for call in CALLS]
+
+
+def test_a_stream_of_text_is_sent_to_the_letter() -> None:
+    made = deltas(form_of(), ["Hel", "lo <", "tool "], reason="length")
+    assert "".join(one["delta"].get("content") or "" for one in made) == "Hello <tool "
+    assert made[-1]["finish_reason"] == "length"
+
+
+def test_every_token_of_a_stream_is_rated_whatever_it_belongs_to() -> None:
+    pieces = [WRITTEN[at : at + 9] for at in range(0, len(WRITTEN), 9)]
+    made = deltas(form_of(rates=True), pieces)
+    rated = [entry["token"] for one in made if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert rated == pieces

@@ -1,0 +1,184 @@
+"""How models write calls of functions, as their chat templates show it: small templates of the families there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from neuronpipe.services.gateway.answer_calls import Call, read
+from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat, format_of
+from neuronpipe.services.gateway.templates import Template
+
+TURNS = """{%- for m in messages %}{% if m.role == 'tool' %}[result]{{ m.content }}
+{%- elif m.tool_calls is defined %}CALLS{% else %}[{{ m.role }}]{{ m.content }}[end]{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+# A block for each call; a message may have text before it.
+BLOCKS = (
+    TOOLS
+    + """{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if m.content %}{{- '\n' + m.content }}{% endif %}
+        {%- for call in m.tool_calls %}
+            {%- if call.function is defined %}{% set call = call.function %}{% endif %}
+            {{- '\n<tool_call>\n{"name": "' }}{{ call.name }}{{ '", "arguments": ' }}
+            {{- call.arguments | tojson }}{{ '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+)
+
+# The same, with an empty thought before the last answer, which is no part of the call.
+THINKING = BLOCKS.replace("{{- '<|im_start|>assistant' }}", "{{- '<|im_start|>assistant\n<think>\n\n</think>\n' }}")
+THINKING = THINKING.replace(
+    "{{- '<|im_start|>' + m.role + '\n' + m.content",
+    "{{- '<|im_start|>' + m.role + '\n' + ('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content",
+)
+
+# A list after a special token; calls have ids of nine characters.
+LIST = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{{ bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}
+    {%- elif m.tool_calls is defined and m.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- set out = call.function | tojson %}{{- out[:-1] }}
+            {%- if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
+            {{- ', "id": "' + call.id + '"}' }}
+            {%- if not loop.last %}{{- ', ' }}{% else %}{{- ']' + eos_token }}{% endif %}
+        {%- endfor %}
+    {%- elif m.role == 'assistant' %}{{- ' ' + m.content + eos_token }}
+    {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% endif %}
+{%- endfor %}"""
+
+# JSON without a marker; one call only.
+BARE = """{{- bos_token }}{%- for m in messages %}
+    {%- if loop.first and tools %}{{ '\nFunctions: ' + tools | tojson }}{% endif %}
+    {%- if m.tool_calls is defined %}
+        {%- if m.tool_calls | length != 1 %}{{ raise_exception('one at a time') }}{% endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start|>assistant<|stop|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}{{ '}<|eot|>' }}
+    {%- else %}{{- '<|start|>' + m.role + '<|stop|>\n\n' + m.content | trim + '<|eot|>' }}{% endif %}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}"""
+
+# Names outside of the JSON, a frame round all calls, arguments as text, and nothing as their content.
+FRAMED = (
+    TOOLS
+    + """{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.content is none %}
+        {{- '<calls>' }}
+        {%- for call in m.tool_calls %}
+            {{- '<call>function<sep>' + call.function.name + '\n```json\n' + call.function.arguments + '\n```</call>' }}
+            {%- if not loop.last %}{{ '\n' }}{% endif %}
+        {%- endfor %}{{ '</calls><eos>' }}
+    {%- elif m.role == 'assistant' %}{{ m.content + '<eos>' }}
+    {%- else %}{{ '<' + m.role + '>' + m.content }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+)
+
+# A tag with the name in it; no white space.
+TAGS = TOOLS + TURNS.replace(
+    "CALLS",
+    "[assistant]{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}"
+    "</function>{% endfor %}[end]",
+)
+
+# A number for each call.
+NUMBERED = TOOLS + TURNS.replace(
+    "CALLS",
+    "[assistant]<act>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+    '{"call": "{{ loop.index0 }}", "tool": "{{ c.function.name }}", "with": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}]</act>[end]",
+)
+
+PARAMETERS = TOOLS + TURNS.replace(
+    "CALLS",
+    "[assistant]{% for c in m.tool_calls %}<tool_call><function={{ c.function.name }}>{% for k, v in "
+    "c.function.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function></tool_call>"
+    "{% endfor %}[end]",
+)
+
+
+def found(template: str) -> CallFormat:
+    return format_of(Template(template, "<s>", "</s>"))
+
+
+@pytest.mark.parametrize("template", [BLOCKS, THINKING], ids=["blocks", "thinking"])
+def test_a_block_for_each_call(template: str) -> None:
+    assert found(template) == dataclasses.replace(DEFAULT, by_template=True)
+
+
+def test_a_list_whose_calls_have_ids() -> None:
+    assert found(LIST) == CallFormat(
+        before='[TOOL_CALLS] [{"name": "',
+        between='", "arguments": ',
+        next=', "id": "\0\0\0\0\0\0\0\0\0"}, {"name": "',
+        after=', "id": "\0\0\0\0\0\0\0\0\0"}]',
+        marker="[TOOL_CALLS]",
+        by_template=True,
+        own_ids=True,
+    )
+
+
+def test_json_without_a_marker_and_only_one_call() -> None:
+    assert found(BARE) == CallFormat(
+        before='{"name": "', between='", "parameters": ', next="", after="}", marker="", by_template=True
+    )
+
+
+def test_a_frame_round_calls_whose_arguments_are_text() -> None:
+    assert found(FRAMED) == CallFormat(
+        before="<calls><call>function<sep>",
+        between="\n```json\n",
+        next="\n```</call>\n<call>function<sep>",
+        after="\n```</call></calls>",
+        marker="<calls>",
+        by_template=True,
+        objects=False,
+        empty=None,
+    )
+
+
+def test_names_in_tags() -> None:
+    assert found(TAGS) == CallFormat(
+        before="<function=",
+        between=">",
+        next="</function><function=",
+        after="</function>",
+        marker="<function=",
+        by_template=True,
+    )
+
+
+def test_calls_that_are_numbered_come_one_at_a_time() -> None:
+    form = found(NUMBERED)
+    assert (form.before, form.next, form.after) == ('<act>[{"call": "0", "tool": "', "", "}]</act>")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [TURNS, TURNS.replace("CALLS", "{{ m.tool_calls }}"), TOOLS + TURNS, PARAMETERS, "{{ 1 / 0 }}"],
+    ids=["no tools", "unwritten tools", "unwritten calls", "arguments that are no JSON", "failing"],
+)
+def test_a_template_that_writes_no_such_calls_has_the_stated_format(template: str) -> None:
+    assert found(template) is DEFAULT
+
+
+@pytest.mark.parametrize("template", [BLOCKS, LIST, FRAMED, TAGS], ids=["blocks", "list", "framed", "tags"])
+def test_what_the_template_writes_is_read_as_the_calls_that_it_was_given(template: str) -> None:
+    form, one = found(template), Template(template, "<s>", "</s>")
+    calls = [("call_1", "look_up", '{"of": "a }]\\"}"}'), ("call_2", "f", '{"deep": [{"x": {}}]}')]
+    text = one.render([{"role": "user", "content": "?"}, form.message("", calls)], answer=False)
+    said, made, complete = read(text[text.index(form.marker) :], form)
+    assert said == ""
+    assert complete
+    assert [(call.name, json.loads(call.arguments)) for call in made] == [(n, json.loads(a)) for _, n, a in calls]
+    assert made[0] == Call("look_up", calls[0][2])

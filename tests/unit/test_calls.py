@@ -1,0 +1,209 @@
+"""Answers that call functions: which tokens may follow, with the demo's tokenizer and with one that has a marker."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+from neuronpipe.protocol.messages.request import Calls, Function
+from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
+from neuronpipe.services.coordinator.grammar import Grammar, GrammarError, Grammars
+from tokenizers import AddedToken, Tokenizer
+
+pytest.importorskip("llguidance")
+PATH = Path(__file__).parents[2] / "plans/demo/package/tokenizer.json"
+VOCABULARY, END, MARK = 4097, 0, 4096
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+}
+FUNCTIONS = (
+    Function(name="weather", arguments=json.dumps(WEATHER)),
+    Function(name="weather_now", arguments='{"type": "object", "properties": {}}'),
+)
+BLOCKS = Calls(
+    functions=FUNCTIONS,
+    before='<tool_call>\n{"name": "',
+    between='", "arguments": ',
+    next='}\n</tool_call>\n<tool_call>\n{"name": "',
+    after="}\n</tool_call>",
+    marker="<tool_call>",
+    most=3,
+)
+LIST = Calls(
+    functions=FUNCTIONS,
+    before='[TOOL_CALLS] [{"name": "',
+    between='", "arguments": ',
+    next=', "id": "\0\0\0"}, {"name": "',
+    after=', "id": "\0\0\0"}]',
+    marker="[TOOL_CALLS]",
+    most=2,
+)
+BARE = dataclasses.replace(BLOCKS, before='{"name": "', next="", after="}", marker="", most=1)
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "weather_now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> FileTokenizer:
+    library = Tokenizer.from_file(str(PATH))
+    library.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    return FileTokenizer(library.to_str())
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: FileTokenizer) -> Grammars:
+    return Grammars(tokenizer, VOCABULARY, [END])
+
+
+def allowed(grammar: Grammar) -> list[int]:
+    bits = int.from_bytes(grammar.allowed, "little")
+    return [token for token in range(VOCABULARY) if bits >> token & 1]
+
+
+def follow(grammar: Grammar, tokens: list[int]) -> bool | None:
+    """Whether the text is complete with these tokens; None when one may not follow."""
+    complete = False
+    for token in tokens:
+        if complete or token not in allowed(grammar):
+            return None
+        complete = grammar.take(token)
+    return complete
+
+
+@pytest.fixture
+def said(grammars: Grammars, tokenizer: FileTokenizer):  # type: ignore[no-untyped-def]
+    """How a text goes with calls: "over" when nothing can follow, "whole" when it may end, "open", or "wrong"."""
+
+    def how(calls: Calls, text: str, grammar: str | None = None) -> str:
+        one = grammars.start_calls(calls, grammar)
+        complete = follow(one, tokenizer.encode(text))
+        return "wrong" if complete is None else "over" if complete else "whole" if END in allowed(one) else "open"
+
+    return how
+
+
+def test_an_answer_is_text_until_a_call_begins_and_then_nothing_but_calls(said) -> None:  # type: ignore[no-untyped-def]
+    assert said(BLOCKS, "") == said(BLOCKS, "Hello < there, {") == said(BLOCKS, "Say <tool") == "whole"
+    assert said(BLOCKS, "Hello\n<tool_call>") == "open"
+    assert said(BLOCKS, f"Hello\n{ROME}") == said(BLOCKS, ROME) == said(BLOCKS, NOW) == "whole"
+    assert said(BLOCKS, f"{ROME}\n{NOW}\n{ROME}") == "over"
+    assert said(BLOCKS, f"{ROME} and more") == said(BLOCKS, "<tool_call> is a tag") == "wrong"
+
+
+def test_a_call_is_of_a_function_that_there_is_with_arguments_of_its_schema(said) -> None:  # type: ignore[no-untyped-def]
+    for old, new in (("weather", "climate"), ("Rome", "Bonn"), ("3", "0"), ('"days"', '"hours"'), ("3}", '3, "x": 1}')):
+        assert said(BLOCKS, ROME.replace(old, new)) == "wrong", new
+    assert said(BLOCKS, NOW.replace("{}", '{"x": 1}')) == "wrong"
+
+
+def test_where_a_call_is_required_there_is_no_text(said) -> None:  # type: ignore[no-untyped-def]
+    required = dataclasses.replace(BLOCKS, text=False, most=1)
+    assert said(required, "Hello") == "wrong"
+    assert said(required, "") == "open"
+    assert said(required, ROME) == "over"
+
+
+def test_text_may_have_to_follow_a_schema_of_its_own(said) -> None:  # type: ignore[no-untyped-def]
+    answer = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    assert said(BLOCKS, '{"a": 1}', answer) == "over"
+    assert said(BLOCKS, ROME, answer) == "whole"
+    assert said(BLOCKS, "Hello", answer) == said(BLOCKS, '{"a": "b"}', answer) == "wrong"
+
+
+def test_without_a_marker_the_first_character_decides(said) -> None:  # type: ignore[no-untyped-def]
+    call = '{"name": "weather", "parameters": {"city": "Oslo"}}'.replace("parameters", "arguments")
+    assert said(BARE, call) == "over"
+    assert said(BARE, "Hello {") == said(BARE, "") == "whole"
+    assert said(BARE, "{x") == "wrong"
+
+
+def test_a_special_token_marks_calls_and_its_name_in_other_tokens_does_not(
+    grammars: Grammars, tokenizer: FileTokenizer
+) -> None:
+    rest = ' [{"name": "weather", "arguments": {"city": "Rome"}, "id": "'
+    assert tokenizer.encode("[TOOL_CALLS]") == [MARK]
+    one = grammars.start_calls(LIST, None)
+    assert follow(one, [*tokenizer.encode("Well."), MARK]) is False
+    assert END not in allowed(one)
+    assert follow(one, tokenizer.encode(rest + 'a1B"}]')) is True
+    assert follow(grammars.start_calls(LIST, None), [MARK, *tokenizer.encode(rest + 'a1-"}]')]) is None
+    spelled = [token for letter in "[TOOL_CALLS]" for token in tokenizer.encode(letter)]
+    other = grammars.start_calls(LIST, None)
+    assert follow(other, spelled + tokenizer.encode("anything")) is False
+
+
+def test_a_special_token_that_marks_calls_is_shown(grammars: Grammars, tokenizer: FileTokenizer) -> None:
+    assert grammars.marks(LIST) == {MARK: "[TOOL_CALLS]"}
+    assert grammars.marks(BLOCKS) == {}
+    tokens = [*tokenizer.encode("Well. "), MARK, *tokenizer.encode(' [{"name"')]
+    for marks, shown in ((grammars.marks(LIST), 'Well. [TOOL_CALLS] [{"name"'), ({}, 'Well.  [{"name"')):
+        stream = TextStream(tokenizer, tokenizer.encode("x"), (), marks)
+        assert "".join(map(stream.push, tokens)) + stream.finish() == shown
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_is_drawn_from_the_allowed_tokens_is_valid_calls(
+    grammars: Grammars, tokenizer: FileTokenizer, seed: int
+) -> None:
+    grammar, chance = grammars.start_calls(dataclasses.replace(BLOCKS, text=False), None), random.Random(seed)
+    text = b""
+    while True:
+        token = chance.choice(allowed(grammar))
+        text += b"" if token == END else tokenizer.piece(token)
+        if token == END or grammar.take(token):
+            break
+    calls = text.decode().removesuffix("\n</tool_call>").split("\n</tool_call>\n")
+    assert 1 <= len(calls) <= 3
+    for call in calls:
+        made = json.loads(call.removeprefix("<tool_call>\n"))
+        if made["name"] == "weather":
+            assert made["arguments"]["city"] in ("Rome", "Oslo")
+        else:
+            assert made == {"name": "weather_now", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "strict", "reason"),
+    [
+        ({"type": "objecto"}, False, "'f': the schema is not that of an object"),
+        ({"type": "string"}, False, "not that of an object"),
+        ({"properties": {"a": {"type": "objecto"}}}, False, "'f': Invalid type: objecto"),
+        ({"properties": {"a": {"type": "string", "format": "colour"}}}, True, "'f': .*colour"),
+        ({"properties": {"a": {"pattern": "(?=x)"}}}, False, "'f': .*look-around"),
+        ([], False, "no JSON object"),
+        ("x" * 300_000, False, "longer than"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_arguments_that_cannot_be_followed_are_named_in_one_line(
+    grammars: Grammars, schema: object, strict: bool, reason: str
+) -> None:
+    wrong = Function(name="f", arguments=json.dumps(schema), strict=strict)
+    with pytest.raises(GrammarError, match=reason) as caught:
+        grammars.start_calls(dataclasses.replace(BLOCKS, functions=(*FUNCTIONS, wrong)), None)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_what_a_grammar_cannot_say_is_passed_over_unless_the_function_is_strict(said) -> None:  # type: ignore[no-untyped-def]
+    schema = {"properties": {"a": {"type": "string", "format": "colour"}}, "required": ["a"], "not": {}}
+    loose = dataclasses.replace(BLOCKS, functions=(Function(name="paint", arguments=json.dumps(schema)),))
+    assert said(loose, '<tool_call>\n{"name": "paint", "arguments": {"a": "red"}}\n</tool_call>') == "whole"
+
+
+def test_a_call_that_would_end_the_text_is_refused(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match="an end token is part of the calls"):
+        grammars.start_calls(dataclasses.replace(LIST, after="]<|endoftext|>"), None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"functions": ()}, {"before": ""}, {"between": ""}, {"marker": "x"}, {"most": 0}, {"next": ""}]
+)
+def test_calls_that_cannot_be_written_are_no_message(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        dataclasses.replace(BLOCKS, **wrong)  # type: ignore[arg-type]

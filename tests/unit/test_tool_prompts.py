@@ -1,0 +1,137 @@
+"""What a model is told of functions, calls and results: by a template that knows them, or as texts."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.services.gateway.bodies import parse_body
+from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL
+from neuronpipe.services.gateway.chat import Chat, Prompt
+from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.requests import ChatRequest
+
+from tests.unit.test_call_formats import BARE, BLOCKS, FRAMED, LIST
+
+PLAIN = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+STRICT = "{%- for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}{% endfor %}"
+)
+DEAF = "{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": WEATHER}}]
+CALL = {"id": "call_7", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+USER = {"role": "user", "content": "Rain?"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call_7", "content": "12 mm"}
+TURN: list[dict[str, Any]] = [USER, CALLING, RESULT]
+
+
+def prompt(template: str | None, messages: list[dict[str, Any]], *, marked: bool = False, **more: Any) -> Prompt:
+    chat = None if template is None else SimpleNamespace(begin="<s>", end="</s>")
+    package = SimpleNamespace(manifest=SimpleNamespace(chat=chat), chat_template=lambda: template)
+    body = parse_body(json.dumps({"messages": messages, **more}).encode(), ChatRequest)
+    return Chat(cast(Package, package)).prompt(body.messages, body.offer, marked=marked)
+
+
+def test_a_template_that_knows_tools_writes_all_of_it() -> None:
+    made = prompt(BLOCKS, TURN, tools=TOOLS)
+    assert made.calls.by_template
+    assert json.dumps(TOOLS) in made.text
+    assert '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in made.text
+    assert made.text.endswith("<|im_start|>tool\n12 mm<|im_end|>\n<|im_start|>assistant\n")
+    assert "You can call functions" not in made.text
+
+
+def test_without_tools_a_prompt_says_nothing_of_them() -> None:
+    for more in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        for template in (BLOCKS, PLAIN, None):
+            assert "weather" not in prompt(template, [USER], **more).text
+    assert '"arguments": {"city": "Oslo"}' in prompt(BLOCKS, TURN).text  # what was called stays said
+
+
+def test_what_may_be_called_does_not_change_the_prompt() -> None:
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f"}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    for template in (BLOCKS, PLAIN, None):
+        texts = {prompt(template, [USER], tools=tools, tool_choice=one).text for one in ("auto", "required", named)}
+        assert len(texts) == 1
+
+
+def test_ids_are_as_the_template_wants_them_and_always_the_same() -> None:
+    ids = [
+        prompt(LIST, [USER, {**CALLING, "tool_calls": [{**CALL, "id": id_}]}], tools=TOOLS).text.partition('"id": "')[2]
+        for id_ in ("abcDEF123", "call_7", "call_7", "call_8")
+    ]
+    assert ids[0].startswith('abcDEF123"')
+    assert ids[1] == ids[2] != ids[3]
+    assert ids[1][:9].isalnum()
+
+
+def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
+    assert '```json\n{"city": "Oslo"}\n```' in prompt(FRAMED, TURN, tools=TOOLS).text
+    cut = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Os'}}]}
+    assert '{"city": "Os\n```' in prompt(FRAMED, [USER, cut], tools=TOOLS).text
+    assert json.dumps('{"city": "Os') in prompt(BLOCKS, [USER, cut], tools=TOOLS).text
+
+
+def test_a_result_has_the_name_of_its_function() -> None:
+    template = BLOCKS.replace("m.role + '\n'", "m.role + (m.name or '') + '\n'")
+    assert "<|im_start|>toolweather\n12 mm" in prompt(template, TURN, tools=TOOLS).text
+
+
+def test_text_that_is_json_cannot_be_told_from_calls_without_a_marker() -> None:
+    assert prompt(BARE, [USER], tools=TOOLS).calls.marker == ""
+    made = prompt(BARE, [USER], tools=TOOLS, marked=True)
+    assert made.calls == DEFAULT
+    assert "You can call functions" in made.text
+    assert prompt(BLOCKS, [USER], tools=TOOLS, marked=True).calls.by_template
+
+
+def test_a_model_that_knows_no_tools_is_told_of_them_in_texts() -> None:
+    made = prompt(PLAIN, [{"role": "system", "content": "Be brief."}, *TURN, USER], tools=TOOLS)
+    assert made.calls == DEFAULT
+    system, rest = made.text.split("</system>")
+    assert system.startswith("<system>Be brief.\n\nYou can call functions.")
+    assert json.dumps(TOOLS[0]["function"]) in system
+    assert DEFAULT.written([("NAME", "ARGUMENTS")]) in system
+    assert rest == (
+        '<user>Rain?</user><assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        "</assistant><user><tool_response>\n12 mm\n</tool_response>\nRain?</user><assistant>"
+    )
+    assert prompt(PLAIN, TURN, tools=TOOLS).text.startswith("<system>You can call functions.")
+
+
+def test_several_results_are_one_message_and_text_stands_before_calls() -> None:
+    two = {"role": "assistant", "content": "Well.", "tool_calls": [CALL, {**CALL, "id": "call_8"}]}
+    made = prompt(STRICT + PLAIN, [USER, two, RESULT, {**RESULT, "tool_call_id": "call_8", "content": "3 mm"}]).text
+    assert "<assistant>Well.\n<tool_call>\n" in made
+    assert made.count("</tool_call>") == 2
+    assert made.endswith(
+        "<user><tool_response>\n12 mm\n</tool_response>\n<tool_response>\n3 mm\n</tool_response></user><assistant>"
+    )
+
+
+@pytest.mark.parametrize("template", [STRICT + PLAIN, DEAF + PLAIN], ids=["refusing", "leaving out"])
+def test_where_there_is_no_system_message_the_user_tells_of_functions(template: str) -> None:
+    made = prompt(template, [USER], tools=TOOLS).text
+    assert made.startswith("<user>You can call functions.")
+    assert made.endswith("\n\nRain?</user><assistant>")
+
+
+def test_what_a_template_refuses_is_refused() -> None:
+    with pytest.raises(Problem, match="refuses this: take turns"):
+        prompt(STRICT + PLAIN, [USER, USER], tools=TOOLS)
+
+
+def test_a_base_model_is_told_in_lines_and_makes_one_call() -> None:
+    made = prompt(None, TURN, tools=TOOLS)
+    assert made.calls == ONE_CALL
+    assert made.frame
+    assert made.text.startswith("You can call functions.")
+    assert "several" not in made.text
+    assert made.text.endswith("\n</tool_call>\n<tool_response>\n12 mm\n</tool_response>")
