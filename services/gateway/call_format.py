@@ -28,10 +28,12 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 Message = dict[str, Any]
 """A message as templates know it."""
 
+_END = re.compile(r"<\|[^<>|]+\|>\s*\Z")
 _TAG = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
 _NAMES = ("qzx_first", "qzx_second", "qzx_third")
 _IDS = ("qzxid0001", "qzxid0002", "qzxid0003")
 _TEXT = "qzx text"
+_TOOL = "qzx_offered"
 _ARGUMENTS = {"qzx": 7}
 _WRITTEN = re.compile(r'\{\s*"qzx"\s*:\s*7\s*\}')
 
@@ -112,9 +114,7 @@ def instruction(descriptions: Sequence[dict[str, Any]], form: CallFormat) -> str
 
 def format_of(template: Template) -> CallFormat:
     """How this template's model writes calls; DEFAULT where it does not say."""
-    tool = {"name": _NAMES[0], "description": "", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": tool}]
-    if _NAMES[0] not in _rendered(template, [], tools):
+    if _TOOL not in _rendered(template, []):
         return DEFAULT
     for objects in (True, False):
         for empty in ("", None):
@@ -127,8 +127,10 @@ def format_of(template: Template) -> CallFormat:
 def _found(template: Template, way: CallFormat) -> CallFormat | None:
     """What the template writes when it is given calls in this way; None when that is no format that is known here."""
     said = _rendered(template, [{"role": "assistant", "content": _TEXT}])
-    end = said.partition(_TEXT)[2]
     one, two, three = (_rendered(template, [_calling(way, count)]) for count in (1, 2, 3))
+    end = said.partition(_TEXT)[2]
+    if _END.fullmatch(end) and (own := _END.search(one)):
+        end = own[0]  # calls may end with another end token than texts
     if _TEXT not in said or not one.endswith(end):
         return None
     begin = next((at for at, (a, b) in enumerate(zip(said, one, strict=False)) if a != b), min(len(said), len(one)))
@@ -165,8 +167,10 @@ def _calling(way: CallFormat, count: int) -> Message:
     return way.message("", calls)
 
 
-def _rendered(template: Template, more: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-    """What the template makes of a question and more; nothing where it does not take that."""
+def _rendered(template: Template, more: list[Message]) -> str:
+    """What the template makes of a question and more, with a function; nothing where it does not take that."""
+    tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}]
     try:
         return template.render([{"role": "user", "content": "Hi"}, *more], tools=tools, answer=not more)
     except (Refused, TemplateError):

@@ -78,13 +78,17 @@ class Chat:
 
 def _rendered(template: Template, form: CallFormat, messages: Sequence[ChatMessage], offer: Offer | None) -> str:
     """What the template makes of it. Raises Refused, TemplateError."""
-    if form.by_template:
-        tools = None if offer is None else offer.descriptions()
-        return template.render([_as_message(message, form, messages) for message in messages], tools=tools)
+    by_template = form.by_template
+    written = [_as_message(one, form, messages) for one in messages] if by_template else _told(messages, offer)
+    if by_template and offer is not None:
+        return template.render(written, tools=offer.descriptions())
     if offer is None:
-        return template.render(_told(messages, offer))
+        try:
+            return template.render(written)
+        except TemplateError:
+            return template.render(written, tools=[])  # it may count on a list
     try:
-        text = template.render(_told(messages, offer))
+        text = template.render(written)
         if json.dumps(offer.functions[0].name) in text:
             return text
     except Refused:

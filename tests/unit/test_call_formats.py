@@ -91,6 +91,13 @@ TAGS = TOOLS + TURNS.replace(
     "</function>{% endfor %}[end]",
 )
 
+# Another end token after calls than after texts, and a list of tools that must be one.
+ENDING = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + TURNS.replace("[end]", "<|eot|>").replace(
+    "CALLS",
+    "[assistant]{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}"
+    "</function>{% endfor %}<|eom|>",
+)
+
 # A number for each call.
 NUMBERED = TOOLS + TURNS.replace(
     "CALLS",
@@ -147,8 +154,9 @@ def test_a_frame_round_calls_whose_arguments_are_text() -> None:
     )
 
 
-def test_names_in_tags() -> None:
-    assert found(TAGS) == CallFormat(
+@pytest.mark.parametrize("template", [TAGS, ENDING], ids=["one end", "two ends"])
+def test_names_in_tags(template: str) -> None:
+    assert found(template) == CallFormat(
         before="<function=",
         between=">",
         next="</function><function=",

@@ -14,7 +14,7 @@ from neuronpipe.services.gateway.chat import Chat, Prompt
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import ChatRequest
 
-from tests.unit.test_call_formats import BARE, BLOCKS, FRAMED, LIST
+from tests.unit.test_call_formats import BARE, BLOCKS, ENDING, FRAMED, LIST
 
 PLAIN = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
@@ -52,6 +52,13 @@ def test_without_tools_a_prompt_says_nothing_of_them() -> None:
         for template in (BLOCKS, PLAIN, None):
             assert "weather" not in prompt(template, [USER], **more).text
     assert '"arguments": {"city": "Oslo"}' in prompt(BLOCKS, TURN).text  # what was called stays said
+
+
+def test_a_template_that_counts_on_a_list_of_tools_writes_conversations_without_any() -> None:
+    assert prompt(ENDING, [USER]).text == "[user]Rain?<|eot|>[assistant]"
+    assert prompt(ENDING, TURN).text.endswith(
+        '<function=weather>{"city": "Oslo"}</function><|eom|>[result]12 mm[assistant]'
+    )
 
 
 def test_what_may_be_called_does_not_change_the_prompt() -> None:
