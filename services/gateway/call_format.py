@@ -22,6 +22,7 @@ from neuronpipe.services.gateway.templates import Refused, Template, TemplateErr
 
 WILD = "\0"  # a letter or digit, whichever
 ID_CHARACTERS = 9
+MIN_MARKER_CHARACTERS = 4  # what is shorter occurs in text
 NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_.:-]*")
 RESULT = "<tool_response>\n{}\n</tool_response>"
 
@@ -152,6 +153,8 @@ def _found(template: Template, way: CallFormat) -> CallFormat | None:
     texts = [_without_ids(text) for text in (before, between, next_, after)]
     tag = _TAG.match(before)
     marker = tag[0] if tag else "" if before[0] in "{[" else before
+    if 0 < len(marker) < MIN_MARKER_CHARACTERS:
+        return None
     made = dataclasses.replace(
         way, before=texts[0], between=texts[1], next=texts[2], after=texts[3], marker=marker, own_ids=_IDS[0] in one
     )

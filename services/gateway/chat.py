@@ -83,17 +83,22 @@ def _rendered(template: Template, form: CallFormat, messages: Sequence[ChatMessa
     if by_template and offer is not None:
         return template.render(written, tools=offer.descriptions())
     if offer is None:
-        try:
-            return template.render(written)
-        except TemplateError:
-            return template.render(written, tools=[])  # it may count on a list
+        return _without_tools(template, written)
     try:
-        text = template.render(written)
+        text = _without_tools(template, written)
         if json.dumps(offer.functions[0].name) in text:
             return text
     except Refused:
         pass  # it may know no system messages
-    return template.render(_told(messages, offer, by="user"))
+    return _without_tools(template, _told(messages, offer, by="user"))
+
+
+def _without_tools(template: Template, messages: Sequence[Message]) -> str:
+    """What the template makes of messages alone. Raises Refused, TemplateError."""
+    try:
+        return template.render(messages)
+    except TemplateError:
+        return template.render(messages, tools=[])  # it may count on a list
 
 
 def _as_message(message: ChatMessage, form: CallFormat, messages: Sequence[ChatMessage]) -> Message:

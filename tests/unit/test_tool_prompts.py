@@ -59,6 +59,7 @@ def test_a_template_that_counts_on_a_list_of_tools_writes_conversations_without_
     assert prompt(ENDING, TURN).text.endswith(
         '<function=weather>{"city": "Oslo"}</function><|eom|>[result]12 mm[assistant]'
     )
+    assert "You can call functions" in prompt(ENDING.replace("function=", ""), [USER], tools=TOOLS).text
 
 
 def test_what_may_be_called_does_not_change_the_prompt() -> None:
