@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import SILENT_S, Elapsed
@@ -21,14 +22,30 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import RANGES, Generate
 
-MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
-
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Prompt and sampling."""
-    parser.add_argument("-p", "--prompt", type=parse_text, help="the text to continue (default: standard input)")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        type=parse_text,
+        help="what to say to the model; a base model continues it (default: standard input)",
+    )
+    add_conversation_arguments(parser)
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text as it stands, without the model's chat template"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
+    """What holds for one text as for all of a conversation."""
+    parser.add_argument(
+        "--system", type=parse_text, metavar="TEXT", help="what the model is told before (needs a chat template)"
+    )
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
     )
@@ -41,11 +58,12 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="end the text before TEXT; may be given again",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
+    if arguments.raw and arguments.system is not None:
+        raise UserError("--system and --raw: only a chat template has a place for it; leave one out")
     check_range("max_tokens", arguments.max_tokens, RANGES["max_tokens"])
     if arguments.logprobs is not None and not arguments.json:
         raise UserError("--logprobs: only with --json, which has a place for them")
@@ -85,7 +103,8 @@ def generate(
         if status.warm_up is not None and not status.warm_up.done:
             cold.append(status.warm_up)
 
-    with _Answer(ask.prompt or "", arguments.json, beside or {}) as answer, Elapsed(plain=arguments.json) as elapsed:
+    shown = ask.prompt if ask.frame else None  # what a template has written is not for people
+    with _Answer(shown or "", arguments.json, beside or {}) as answer, Elapsed(plain=arguments.json) as elapsed:
         for message in client.request(ask, quiet, seen_before):
             if isinstance(message, Accepted):
                 prompt_tokens = message.prompt_tokens

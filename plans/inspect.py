@@ -100,13 +100,6 @@ def dense_reading(model: ModelSpec) -> str | None:
     return (ALWAYS_FIRES if share == 1 else CHOSEN_FIRE.format(share=share)) + LEAVES_OUT
 
 
-def continues(manifest: Manifest) -> str | None:
-    """What a prompt is, to a model that was made for conversations; None: it may be a base model."""
-    if manifest.chat is None:
-        return None
-    return "the model has a chat template, and -p is continued as it stands; `neuronpipe serve` holds conversations"
-
-
 def low_recall(predictor: Predictor, wanted: float) -> str | None:
     """Where a predictor finds clearly fewer of the active neurons than wanted, on held-out text; None: nowhere."""
     recalls = [layer.recall for layer in predictor.by_layer]

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from neuronpipe.launch.chat.conversation import asked_in_conversation
 from neuronpipe.launch.client import Client
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
@@ -21,7 +22,7 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.supervisor.logs import last_line
 from neuronpipe.launch.supervisor.start import started_run
-from neuronpipe.plans.inspect import continues, dense_reading
+from neuronpipe.plans.inspect import dense_reading
 from neuronpipe.plans.plan.firing import unmeasured_predictor
 from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
 from neuronpipe.plans.pull.packages import refuse_unknown
@@ -41,6 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
     _refuse_a_prompt_as_package(arguments)
     ask = generate_request(arguments)
     package, plan = package_and_plan(arguments)
+    if not arguments.raw:
+        ask = asked_in_conversation(ask, package, arguments.system)
     uses = implementations(arguments.use, plan)
     with (
         started_run(package, plan, arguments.run, stays=False, uses=uses) as live,
@@ -53,7 +56,6 @@ def main(arguments: argparse.Namespace) -> int:
         lost,
         dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}",
         unmeasured_predictor(package.manifest, plan.compute.mode),
-        continues(package.manifest),
     )
     for said in notes:
         if said is not None and not arguments.json:
