@@ -23,6 +23,7 @@ from neuronpipe.protocol.errors import UserError
 
 VERBS = {
     "run": "generate text from a prompt, with a pipeline started for it",
+    "chat": "talk to a model in this terminal, with a run that is live or one of its own",
     "serve": "talk to a model over HTTP: OpenAI's API, and a page",
     "up": "start a run that stays",
     "ask": "generate text with a run that is up",
@@ -54,7 +55,7 @@ OF_TWO_WORDS = {
 }
 """Verbs of their own that read as words of another one; a package of such a name is written ./device."""
 
-ENDED_AS_TOLD = ("run", "serve", "up", "watch", "bench")
+ENDED_AS_TOLD = ("run", "chat", "serve", "up", "watch", "bench")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 MAX_QUOTED_CHARACTERS = 80

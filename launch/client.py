@@ -26,6 +26,10 @@ WARM_UP_POLL_S = 0.1
 MAX_UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
 
 
+class Declined(UserError):
+    """The run lives, and does not take this request on."""
+
+
 class Client(Closing):
     """One client connection. `failed` is asked while waiting: the reason when the run is over."""
 
@@ -65,7 +69,7 @@ class Client(Closing):
     ) -> Iterator[Message]:
         """Send a request and yield its answers up to the last. Interrupted, it is cancelled. quiet: called again and
         again while nothing comes, with how the run is, once that is known. seen_before: told once how it was before the
-        request. Raises UserError when it is refused.
+        request. Raises Declined when it is refused, UserError when the run ends.
 
         A coordinator that was restarted does not know the request: a text is asked for again (the same tokens come
         again, `Token.index` tells which), a score has to be started again by the person. Asking twice is harmless.
@@ -101,7 +105,7 @@ class Client(Closing):
                 if isinstance(message, Refused):
                     if message.code == "draining":
                         continue  # why the run ends is known when it has ended
-                    raise UserError(message.message)
+                    raise Declined(message.message)
                 if isinstance(message, Accepted):
                     home = seen
                 yield message

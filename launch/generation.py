@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
 from neuronpipe.protocol.messages.request import RANGES, Generate
 
+MAX_TOKENS = 200  # unless a person asks for more
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
 
@@ -41,15 +42,27 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
-def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
-    """What holds for one text as for all of a conversation."""
+def add_conversation_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    max_tokens: int | None = MAX_TOKENS,
+    shown: str = "%(default)s",
+    logprobs: bool = True,
+) -> None:
+    """What holds for one text as for all of a conversation. max_tokens, shown: the default of -n, and how help shows
+    it. logprobs: whether there is a place to show them."""
     parser.add_argument(
         "--system", type=parse_text, metavar="TEXT", help="what the model is told before (needs a chat template)"
     )
     parser.add_argument(
-        "-n", "--max-tokens", type=int, default=200, metavar="N", help="most tokens to generate (default: %(default)s)"
+        "-n",
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens to generate (default: {shown})",
     )
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, logprobs=logprobs)
     parser.add_argument(
         "--stop",
         action="append",
@@ -64,16 +77,21 @@ def generate_request(arguments: argparse.Namespace) -> Generate:
     """The request the arguments describe. Raises UserError when a value is out of range."""
     if arguments.raw and arguments.system is not None:
         raise UserError("--system and --raw: only a chat template has a place for it; leave one out")
-    check_range("max_tokens", arguments.max_tokens, RANGES["max_tokens"])
     if arguments.logprobs is not None and not arguments.json:
         raise UserError("--logprobs: only with --json, which has a place for them")
-    options = sampling_options(arguments)
+    options = sampled_as_asked(arguments)
     prompt = arguments.prompt if arguments.prompt is not None else _standard_input()
     if not prompt:
         raise UserError("the prompt is empty: give -p TEXT, or pipe a text into standard input")
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         raise UserError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters: give a shorter one")
-    return Generate(request="1", prompt=prompt, max_tokens=arguments.max_tokens, stop=tuple(arguments.stop), **options)
+    return Generate(request="1", prompt=prompt, **options)
+
+
+def sampled_as_asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Generate` but for what is said. Raises UserError when a value is out of range."""
+    check_range("max_tokens", arguments.max_tokens, RANGES["max_tokens"])
+    return {"max_tokens": arguments.max_tokens, "stop": tuple(arguments.stop), **sampling_options(arguments)}
 
 
 def _standard_input() -> str:
@@ -92,30 +110,50 @@ def generate(
 ) -> None:
     """Stream the text to a person, or print the JSON object, with the fields of `beside`. stderr says what the first
     token waits for."""
-    prompt_tokens = 0
     cold: list[WarmUp] = []  # how far memory was warmed up before, if it was not
     began = time.monotonic()
-
-    def quiet(status: Status | None) -> None:
-        elapsed.say(_awaited(status, prompt_tokens))
 
     def seen_before(status: Status) -> None:
         if status.warm_up is not None and not status.warm_up.done:
             cold.append(status.warm_up)
 
     shown = ask.prompt if ask.frame else None  # what a template has written is not for people
-    with _Answer(shown or "", arguments.json, beside or {}) as answer, Elapsed(plain=arguments.json) as elapsed:
+    with _Answer(shown or "", arguments.json, beside or {}) as answer:
+        for message in followed(client, ask, seen_before, plain=arguments.json):
+            if isinstance(message, Token):
+                answer.take(message)
+            else:
+                answer.finish(message)
+    if cold and not arguments.json and time.monotonic() - began > SILENT_S:
+        print(f"neuronpipe: {_was_cold(cold[0], client.status().warm_up)}", file=sys.stderr)
+
+
+def followed(
+    client: Client,
+    ask: Generate,
+    seen_before: Callable[[Status], None] = lambda status: None,
+    *,
+    plain: bool = False,
+) -> Iterator[Token | Finished]:
+    """The text as it comes, each token once. Meanwhile stderr says what the first one waits for. seen_before: told once
+    how the run was before the request. plain: lines, not one that changes. Raises Declined, UserError."""
+    prompt_tokens = tokens = 0
+
+    def quiet(status: Status | None) -> None:
+        elapsed.say(_awaited(status, prompt_tokens))
+
+    with Elapsed(plain=plain) as elapsed:
         for message in client.request(ask, quiet, seen_before):
             if isinstance(message, Accepted):
                 prompt_tokens = message.prompt_tokens
             elif isinstance(message, Token):
                 elapsed.end()
-                answer.take(message)
+                if message.index == tokens:  # or it comes again, after the coordinator was restarted
+                    tokens += 1
+                    yield message
             elif isinstance(message, Finished):
                 elapsed.end()
-                answer.finish(message)
-    if cold and not arguments.json and time.monotonic() - began > SILENT_S:
-        print(f"neuronpipe: {_was_cold(cold[0], client.status().warm_up)}", file=sys.stderr)
+                yield message
 
 
 def _was_cold(before: WarmUp, after: WarmUp | None) -> str:
@@ -149,9 +187,7 @@ class _Answer:
         self._open = False  # a line is begun and not ended
 
     def take(self, token: Token) -> None:
-        """One more token, or one that comes again after the coordinator was restarted."""
-        if token.index < len(self._tokens):
-            return
+        """One more token."""
         self._tokens.append(token)
         if not self._as_json:
             self._show(self._filter(token.text))

@@ -67,6 +67,14 @@ def open_package(path: Path) -> Package:
     return Package.open(path)
 
 
+def what_the_demo_is() -> str:
+    """For whoever names no package: what they get, and how to get something else."""
+    return (
+        "no model was named: this is the demo, 11 million parameters, which continue Python code; "
+        "`neuronpipe pull ORG/NAME` gets a real one"
+    )
+
+
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What a plan can be asked for."""
     group = parser.add_argument_group("plan")

@@ -17,8 +17,8 @@ SEEDS = Range(0, (1 << 63) - 1)
 MAX_SCHEMA_CHARACTERS = 1 << 20
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Temperature, cuts, penalties, biases, the form of the answer."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, logprobs: bool = True) -> None:
+    """Temperature, cuts, penalties, biases, the form of the answer. logprobs: whether there is a place to show them."""
     for option in SAMPLING_OPTIONS:
         _add(parser, option)
     add = parser.add_argument
@@ -35,7 +35,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|TEXT",
         help="the answer is JSON of this schema; 'json' for any object",
     )
-    add("--logprobs", type=int, metavar="N", help="with --json: log probabilities, and the N likeliest of each place")
+    if logprobs:
+        help_text = "with --json: log probabilities, and the N likeliest of each place"
+        add("--logprobs", type=int, metavar="N", help=help_text)
+    else:
+        parser.set_defaults(logprobs=None, json=False)
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: %(default)s)")
 
 

@@ -28,7 +28,7 @@ def test_a_mistyped_verb_names_the_nearest(capsys: pytest.CaptureFixture[str], w
 
 
 def test_a_verb_like_no_other_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "the verbs are run, serve, up, ask" in refused(capsys, "xyzzy")
+    assert "the verbs are run, chat, serve, up, ask" in refused(capsys, "xyzzy")
 
 
 @pytest.mark.parametrize(
