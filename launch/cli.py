@@ -27,6 +27,7 @@ VERBS = {
     "serve": "talk to a model over HTTP: OpenAI's API, and a page",
     "up": "start a run that stays",
     "ask": "generate text with a run that is up",
+    "ps": "show your live runs: model, memory, texts under way, addresses",
     "status": "show a live run's processes, memory and counters",
     "watch": "see what live runs do, in this terminal or as JSON, or let others see it",
     "down": "stop a run",
@@ -48,6 +49,9 @@ VERBS = {
     "trace": "record what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
 }
+
+ALIASES = {"stop": "down"}
+"""Other names of verbs; help shows them."""
 
 OF_TWO_WORDS = {
     "profile device": "measure this device for the planner: kernels, memory, flash, what a read costs",
@@ -125,7 +129,8 @@ def _nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """The words, with a verb of two words as one."""
+    """The words, with a verb of two words as one, and under its own name."""
+    words = [ALIASES.get(word, word) for word in words[:1]] + words[1:]
     return [" ".join(words[:2]), *words[2:]] if " ".join(words[:2]) in OF_TWO_WORDS else words
 
 
@@ -139,7 +144,7 @@ def _check_first(words: list[str], parser: _Parser) -> None:
     if first in VERBS or first in OF_TWO_WORDS or first in parser.options:
         return
     if not first.startswith("-"):
-        near = _nearest(_cut(first), VERBS)
+        near = _nearest(_cut(first), (*VERBS, *ALIASES))
         meant = f"did you mean `{near}`?" if near else f"the verbs are {', '.join(VERBS)}."
         raise UserError(f"{_cut(first)!r} is no verb; {meant} See `neuronpipe --help`")
     if (verb := _verb_in(words)) is not None:
@@ -157,7 +162,11 @@ def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
     by_name = {}
     for name, purpose in VERBS.items():
         by_name[name] = verbs.add_parser(
-            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", add_help=name == verb
+            name,
+            aliases=[alias for alias, meant in ALIASES.items() if meant == name],
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            add_help=name == verb,
         )
     if verb in OF_TWO_WORDS:
         purpose = OF_TWO_WORDS[verb]

@@ -10,6 +10,7 @@ from neuronpipe.plans.models.spec import LayerKind, ModelSpec
 from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.firing import ASSUMED_FIRED, ASSUMED_PREDICTED
+from neuronpipe.plans.pull.packages import REPOSITORY, refuse_unknown
 from neuronpipe.plans.simulate.device_file import Sourced
 from neuronpipe.plans.synth.shapes import SHAPES, rank_of
 from neuronpipe.protocol.errors import UserError, quoted
@@ -178,6 +179,8 @@ def model_named(name: str) -> SimulatedModel:
         )
     if name in SHAPES:
         return _assumed(name, SHAPES[name])
+    if REPOSITORY.fullmatch(name):
+        refuse_unknown(Path(name))
     raise UserError(f"{quoted(name)}: is neither a package nor a known shape; shapes are {', '.join(known_models())}")
 
 

@@ -116,7 +116,7 @@ def test_a_run_has_the_same_names_whoever_tells_of_it(shell: Shell, converted: C
     assert {name: watched[name] for name in ("id", "model", "plan")} == {n: up[n] for n in ("id", "model", "plan")}
     said = shell.call("status").out
     assert all(str(up[name]) in said for name in ("run", "model", "package", "plan"))
-    assert shell.json("down") == {"run": up["run"], "stopped": True}
+    assert shell.json("stop") == {"run": up["run"], "stopped": True}
 
 
 def test_a_run_is_found_wherever_its_directory_is(shell: Shell, converted: Converted) -> None:
