@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
+from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.protocol.errors import UserError
 
@@ -87,6 +88,12 @@ class _Version(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong with the words in one line, like everything else that a person gets wrong."""
 
+    note = ""  # what help ends with
+
+    def format_help(self) -> str:
+        """Whole lines at the end stay whole: they hold what can be pasted."""
+        return super().format_help() + self.note
+
     @property
     def options(self) -> Iterable[str]:
         """Every option there is, as it is typed."""
@@ -152,7 +159,7 @@ def _check_first(words: list[str], parser: _Parser) -> None:
     parser.refuse(first)
 
 
-def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
+def parsers(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
     """The parser, and that of each verb; only the one of `verb` knows its arguments."""
     parser = _Parser(
         prog="neuronpipe", description="Runs language models that are larger than the memory they may use."
@@ -176,6 +183,16 @@ def _parser(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
     return parser, by_name
 
 
+def verb_parser(verb: str) -> _Parser:
+    """The parser of one verb, with all its arguments."""
+    return parsers(verb)[1][verb]
+
+
+def settings() -> Settings:
+    """What the settings file says. Raises UserError."""
+    return Settings(settings_file(), (*VERBS, *OF_TWO_WORDS), _nearest)
+
+
 def _module(verb: str) -> Any:
     return importlib.import_module(f"neuronpipe.launch.verbs.{verb.replace(' ', '_')}")
 
@@ -183,12 +200,17 @@ def _module(verb: str) -> Any:
 def _parsed(words: list[str]) -> argparse.Namespace:
     """The verb and its arguments. Raises UserError for words that mean nothing."""
     words = _joined(words)
-    parser, by_name = _parser(_verb_in(words))
+    verb = _verb_in(words)
+    parser, by_name = parsers(verb)
     _check_first(words, parser)
+    if verb is not None:
+        made = settings()
+        made.apply(verb, by_name[verb])
+        by_name[verb].note = made.note(verb)
     asked, unknown = parser.parse_known_args(words)
     if unknown:
         by_name[asked.verb].refuse(next((word for word in unknown if word.startswith("-")), unknown[0]))
-    return asked
+    return settled(asked)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -226,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     _prepare_streams()
     if not words:
-        _parser(None)[0].print_help(sys.stderr)
+        parsers(None)[0].print_help(sys.stderr)
         return UserError.exit_code
     asked = _parsed(words)
     code = _module(asked.verb).main(asked)

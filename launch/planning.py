@@ -185,11 +185,17 @@ def _parse_quality(text: str) -> Quality:
 
 
 def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
-    """The options by which a plan was asked for."""
+    """The options by which a plan was asked for. What the settings file says is no wish for this very run, but for a
+    plan that is there already."""
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     defaults = vars(parser.parse_args([]))
-    return [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(arguments, name) != default]
+    settings: set[str] = getattr(arguments, "from_file", set()) - {"plan"}
+    return [
+        f"--{name.replace('_', '-')}"
+        for name, default in defaults.items()
+        if getattr(arguments, name) != default and name not in settings
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

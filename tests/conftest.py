@@ -57,6 +57,7 @@ def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     speeds = {"one_thread_bytes_per_s": 12e9, "sequential_bytes_per_s": 20e9, "pieces": pieces}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("NEURONPIPE_CONFIG", "")  # whatever options this user never wants to type
         for folder in (DEMO, package):  # they may lie on two file systems
             probe(folder)
         for kept in cache.glob("neuronpipe/*.json"):

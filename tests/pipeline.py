@@ -64,7 +64,13 @@ class Shell:
     ) -> subprocess.Popen[str]:
         """Start a command; its standard input is empty. environment: what differs from ours."""
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-        variables = {**inherited, "TMPDIR": str(self.folder), MARK: self._mark, **(environment or {})}
+        variables = {
+            **inherited,
+            "TMPDIR": str(self.folder),
+            MARK: self._mark,
+            "NEURONPIPE_CONFIG": "",
+            **(environment or {}),
+        }
         defaults: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(
             [*map(str, program), *map(str, words)], env=variables, text=True, **{**defaults, **options}

@@ -47,6 +47,7 @@ def checks(directory: Path) -> list[Check]:
         _guarded("shared memory", _shared_memory),
         _guarded("run directory", _run_directory),
         _guarded("free disk", lambda: _free_disk(directory)),
+        _guarded("settings", _settings),
     ]
     return made + _npu_checks(directory)
 
@@ -89,7 +90,19 @@ _ADVICE_WHEN_BROKEN = {
     "shared memory": "the kernel must offer memfd_create with sealing (Linux 3.17 or newer)",
     "run directory": "set TMPDIR to a folder that can be written, with a short path",
     "free disk": "name a package directory that exists",
+    "settings": "make the file readable, or name another one with NEURONPIPE_CONFIG",
 }
+
+
+def _settings() -> Check:
+    """Of every verb, not of this one alone: a mistake would show when that verb is typed."""
+    from neuronpipe.launch.cli import settings, verb_parser
+
+    made = settings()
+    for verb in made.verbs:
+        made.apply(verb, verb_parser(verb))
+    said = "; ".join(f"{verb}: {', '.join(made.of(verb)) or 'nothing'}" for verb in made.verbs)
+    return Check(name="settings", state="ok", found=f"{made.file or 'no file'}: {said or 'none'}")
 
 
 def _python() -> Check:

@@ -1,0 +1,1 @@
+"""What options mean when they are not typed: defaults from the user's file."""
