@@ -1,4 +1,5 @@
-"""`python -m neuronpipe.launch` is the `neuronpipe` command."""
+"""`python -m neuronpipe`, or `neuronpipe.launch`, is the `neuronpipe` command. native/CMakeLists.txt puts this file one
+folder up as well."""
 
 import sys
 

@@ -49,6 +49,8 @@ VERBS = {
     "bench": "measure how fast a package runs here, and where the time goes",
     "trace": "record what a live run's processes do when, for Perfetto or as a picture",
     "doctor": "check this machine and say what to do about it",
+    "completion": "print what bash, zsh or fish completes neuronpipe with",
+    "man": "print the manual page",
 }
 
 ALIASES = {"stop": "down"}
@@ -186,6 +188,13 @@ def parsers(verb: str | None) -> tuple[_Parser, dict[str, _Parser]]:
 def verb_parser(verb: str) -> _Parser:
     """The parser of one verb, with all its arguments."""
     return parsers(verb)[1][verb]
+
+
+def help_of(action: argparse.Action) -> str:
+    """What the help says of an argument, on one line."""
+    if action.help in (None, argparse.SUPPRESS):
+        return ""
+    return " ".join(str(action.help % {**vars(action), "prog": "neuronpipe"}).split())
 
 
 def settings() -> Settings:

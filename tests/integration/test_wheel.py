@@ -39,7 +39,7 @@ def test_nothing_lies_outside_the_package(names: set[str]) -> None:
     tops = {name.split("/")[0] for name in names}
     assert len(tops) == 2
     assert "neuronpipe" in tops
-    assert {name.split("/")[1] for name in names if name.startswith("neuronpipe/")} == set(FOLDERS)
+    assert {name.split("/")[1] for name in names if name.startswith("neuronpipe/")} == {*FOLDERS, "__main__.py"}
 
 
 def test_every_module_is_there(names: set[str]) -> None:
@@ -92,6 +92,8 @@ def test_the_command_works_without_the_checkout(wheel: Path, installed: Path) ->
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(f"{installed}/neuronpipe/native/__init__.py {installed}/neuronpipe/launch/cli.py")
     assert "neuronpipe 0.1.0" in ran.stdout
+    module = [sys.executable, "-m", "neuronpipe", "--version"]
+    assert subprocess.run(module, cwd=installed, capture_output=True, text=True).stdout == "neuronpipe 0.1.0\n"
 
 
 def test_the_page_and_the_demo_model_are_served_without_the_checkout(shell: Shell, installed: Path) -> None:
