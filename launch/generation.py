@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from neuronpipe.launch.arguments.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
 from neuronpipe.launch.progress import SILENT_S, Elapsed
-from neuronpipe.launch.sampling import add_sampling_arguments, check_range, sampling_options
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
@@ -106,10 +106,16 @@ def _standard_input() -> str:
 
 
 def generate(
-    client: Client, arguments: argparse.Namespace, ask: Generate, beside: Mapping[str, Any] | None = None
+    client: Client,
+    arguments: argparse.Namespace,
+    ask: Generate,
+    beside: Mapping[str, Any] | None = None,
+    *,
+    stays: bool = False,
 ) -> None:
     """Stream the text to a person, or print the JSON object, with the fields of `beside`. stderr says what the first
-    token waits for."""
+    token waits for, and that memory was warming up: when that took time, or when the run stays and will be asked more.
+    """
     cold: list[WarmUp] = []  # how far memory was warmed up before, if it was not
     began = time.monotonic()
 
@@ -124,7 +130,7 @@ def generate(
                 answer.take(message)
             else:
                 answer.finish(message)
-    if cold and not arguments.json and time.monotonic() - began > SILENT_S:
+    if cold and not arguments.json and (stays or time.monotonic() - began > SILENT_S):
         print(f"neuronpipe: {_was_cold(cold[0], client.status().warm_up)}", file=sys.stderr)
 
 

@@ -1,1 +1,1 @@
-"""What options mean when they are not typed: defaults from the user's file."""
+"""Options that several verbs share, and what they are when they are not typed."""

@@ -1,7 +1,7 @@
 """The settings file: options that one would type every time, by verb.
 
     [run]
-    package = "qwen3-4b"
+    package = "Qwen3-4B"
     memory = "4GiB"
     temperature = 0.5
 

@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.raw:
         ask = asked_in_conversation(ask, _package(run_file), arguments.system)
     with attach(directory.path) as client:
-        generate(client, arguments, ask)
+        generate(client, arguments, ask, stays=True)
     return 0
 
 

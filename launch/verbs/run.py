@@ -14,11 +14,13 @@ from neuronpipe.launch.client import Client
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.generation import add_generation_arguments, generate, generate_request
 from neuronpipe.launch.planning import (
+    DEMO,
     add_package_argument,
     add_plan_arguments,
     add_use_argument,
     implementations,
     package_and_plan,
+    what_the_demo_is,
 )
 from neuronpipe.launch.supervisor.logs import last_line
 from neuronpipe.launch.supervisor.start import started_run
@@ -54,6 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         lost = _lost_accelerator(client, plan, live.directory.path)
     notes = (
         lost,
+        what_the_demo_is() if arguments.package is DEMO else None,
         dense_reading(package.manifest.model) if silent is None else f"mode thresholded: {silent.loss()}",
         unmeasured_predictor(package.manifest, plan.compute.mode),
     )

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
-from neuronpipe.launch.formats import line_to_paste
+from neuronpipe.launch.formats import as_typed, line_to_paste
 from neuronpipe.launch.planning import (
     DEMO,
     add_package_argument,
@@ -22,6 +22,7 @@ from neuronpipe.launch.planning import (
     asked_of_plan,
     implementations,
     package_and_plan,
+    what_the_demo_is,
 )
 from neuronpipe.launch.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
@@ -199,4 +200,6 @@ def _say(
     print(f"  run:             {'one that was live already' if joined else 'a new one'}, {place}")
     print(f"  OpenAI clients:  base URL {address}/v1, {'the key' if listener.key else 'any key'}")
     print(f"  look inside:     {address} in a browser, or {line_to_paste('watch', place)}")
+    if not joined and arguments.package is DEMO:
+        print(f"  model:           {as_typed(what_the_demo_is())}")
     print("  end:             Ctrl-C", flush=True)

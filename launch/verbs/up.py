@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, described, follow_warm_up, show_warm_up
-from neuronpipe.launch.formats import line_to_paste
+from neuronpipe.launch.formats import as_typed, line_to_paste
 from neuronpipe.launch.planning import (
+    DEMO,
     add_package_argument,
     add_plan_arguments,
     add_use_argument,
     implementations,
     package_and_plan,
+    what_the_demo_is,
 )
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.protocol.links import CONTROL
@@ -50,9 +52,11 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"up: {place}")
         if warm_up is not None and not warm_up.done:
             print(f"  it is warming up and serves meanwhile: {show_warm_up(warm_up)}; `up --warm` waits for it")
-        for purpose, verb in (("ask it", "ask"), ("watch it", "watch"), ("end it", "down")):
-            prompt = ("-p", "TEXT") if verb == "ask" else ()
-            print(f"  {purpose + ':':<10}{line_to_paste(verb, '--run', place, *prompt)}")
+        if arguments.package is DEMO:
+            print(f"  {as_typed(what_the_demo_is())}")
+        for purpose, verb in (("ask it", "ask"), ("talk to it", "chat"), ("watch it", "watch"), ("end it", "down")):
+            prompt = ("TEXT",) if verb == "ask" else ()
+            print(f"  {purpose + ':':<12}{line_to_paste(verb, '--run', place, *prompt)}")
     return 0
 
 

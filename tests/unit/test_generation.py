@@ -60,10 +60,14 @@ class Scripted:
 
 
 def shown(
-    *said: Message | BaseException | None, before: Status = STATUS, after: Status = STATUS, **options: Any
+    *said: Message | BaseException | None,
+    before: Status = STATUS,
+    after: Status = STATUS,
+    stays: bool = False,
+    **options: Any,
 ) -> None:
     client = Scripted(*said, before=before, after=after)
-    generate(cast(Client, client), argparse.Namespace(**{"json": False, **options}), ASK)
+    generate(cast(Client, client), argparse.Namespace(**{"json": False, **options}), ASK, stays=stays)
 
 
 def test_the_prompt_comes_with_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +95,8 @@ def test_a_text_that_waited_for_cold_memory_says_so_once(
         return [line for line in capsys.readouterr().err.splitlines() if "warming up" in line]
 
     assert said(before=COLD, after=WARM) == []  # it did not take long
+    assert said(before=WARM, after=WARM, stays=True) == []
+    assert len(said(before=COLD, after=WARM, stays=True)) == 1  # the next text is asked of the same run
     monkeypatch.setattr("neuronpipe.launch.generation.SILENT_S", -1.0)
     whole = "memory was warming up when this was asked, 25 % of it"
     assert said(before=COLD, after=WARM) == [f"neuronpipe: {whole}; it is warm now. The next text takes less time"]
