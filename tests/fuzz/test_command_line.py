@@ -22,6 +22,7 @@ from neuronpipe.launch.supervisor import start
 from neuronpipe.launch.verbs import (
     ask,
     bench,
+    chat,
     conformance,
     convert,
     doctor,
@@ -34,6 +35,7 @@ from neuronpipe.launch.verbs import (
 from neuronpipe.plans.device.heat import Heat
 from neuronpipe.plans.predictor import profile as profiling
 from neuronpipe.plans.synth import make, measure, twin
+from neuronpipe.protocol import run_directory
 from neuronpipe.protocol.errors import NotRunning
 from neuronpipe.services.worker.npu import files
 
@@ -83,7 +85,8 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.chdir(folder)
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        for module in (start, run, up, serve, bench, perplexity):
+        patch.setattr(run_directory, "_bound_places", set)  # where other runs of this user are
+        for module in (start, run, chat, up, serve, bench, perplexity):
             patch.setattr(module, "started_run", begun)
         for verb in (ask, throttle, client):
             patch.setattr(verb, "attach", nowhere)
