@@ -47,7 +47,7 @@ class Chat:
         """Until the input ends. Raises UserError when the run does."""
         while True:
             try:
-                message = self._lines.message()
+                message = self._typed()
                 if message is None:
                     if self._lines.asks:
                         print()
@@ -64,6 +64,16 @@ class Chat:
                     raise  # told to end, by SIGTERM
                 print()
                 self._say("Ctrl-D or /exit ends the chat")
+
+    def _typed(self) -> str | None:
+        """What is said next; None at the end. Who sits at a terminal may type again what was no text."""
+        while True:
+            try:
+                return self._lines.message()
+            except UserError as error:
+                if not self._lines.asks:
+                    raise
+                self._say(str(error))
 
     def _does(self, line: str) -> bool:
         """What a line with a slash asks for; whether the chat goes on."""
