@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from neuronpipe.plans.device.limits import read_stalled_share
 from neuronpipe.plans.package.layout import PAGE_BYTES
@@ -152,6 +152,7 @@ def test_a_run_is_expected_to_hold_what_it_was_given() -> None:
     assert 0.99 * one.memory.total_bytes() <= held <= one.memory.total_bytes()
 
 
+@example([0, 0, 0], 1, 2)
 @given(st.lists(st.integers(0, 86), min_size=3, max_size=3), st.integers(0, 300), st.integers(0, 100))
 def test_pins_leave_what_moves_its_slots(counts: list[int], slots: int, moving: int) -> None:
     kept = pins_within(tuple(counts), slots, moving, 258)
@@ -331,6 +332,16 @@ def test_under_pressure_slots_go_down_to_what_a_step_holds_open(mode: Any, extra
     assert resizing.least >= 2 * open_clusters(MODEL, one.compute)
     resizing.withhold(0)
     assert resizing.begin() == all_slots
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_under_pressure_everything_gives_values_back_first_in_exact_mode(mode: Any) -> None:
+    one = made(4 << 30, mode=mode)
+    resizing = Resizing(MODEL, one.compute, one.memory)
+    resizing.withhold(4 << 20)
+    triggers, values = resizing.begin()
+    assert one.memory.trigger_slots == one.memory.value_slots == MODEL.clusters > values
+    assert triggers == (MODEL.clusters if mode == "exact" else values)
 
 
 # ---- when memory is short ------------------------------------------------------------------------------------

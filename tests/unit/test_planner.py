@@ -432,6 +432,13 @@ def test_a_prompt_takes_the_processor_longer_than_memory_where_nothing_was_measu
     assert matrices + gates < e.first_token_ms / 1e3 * 2 * 50e9 / tokens < matrices + 3 * gates
 
 
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_a_share_of_one_is_everything(mode: str) -> None:
+    m = predicted(manifest(width=1024, neurons=4096, order="frequency"))
+    memory = plan(m, device(), Wanted(mode=mode, ffn_resident_share=1.0)).memory  # type: ignore[arg-type]
+    assert memory.trigger_slots == memory.value_slots == m.clusters
+
+
 def test_less_memory_is_never_expected_to_be_faster() -> None:
     m = predicted(manifest(width=1024, neurons=4096, order="frequency"))
     for mode in ("exact", "predicted"):
