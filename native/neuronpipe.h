@@ -30,8 +30,9 @@ enum {
 /* ---- weights ------------------------------------------------------------------------------------------- */
 /* A matrix is rows of `n` weights. Quantized rows come in groups of 32: the quants of a row are contiguous, its
  * fp16 scales lie apart. q8: int8, w = s*q. q4: two per byte, byte j of a group holds element j (low nibble) and
- * j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. */
-enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2 };
+ * j+16 (high nibble), w = s*(nibble-8), which is GGUF's Q4_0 with the scales moved out. q3: 12 bytes a group, w = s*(code-4) with a
+ * code of three bits (kernels/three_bits.h); whatever is made of a q3 row has the bits of a q4 row of the same weights and scales. */
+enum { NP_F16 = 0, NP_Q8 = 1, NP_Q4 = 2, NP_Q3 = 3 };
 
 size_t np_quant_bytes(int type, size_t n); /* bytes of one row's quants; 0 for an unknown type or n%32 != 0 when quantized */
 size_t np_scale_bytes(int type, size_t n); /* bytes of one row's scales; 0 for f16 */
@@ -45,8 +46,9 @@ const char *np_isa_names(void);
 /* Why "amx" is not among them, in a few words; NULL where it is. The first call asks the kernel for the tile registers. */
 const char *np_isa_amx_lacks(void);
 
-/* A prepared activation vector: what a dot product with rows of `type` reads. f16 rows read float32; q8 and q4 rows read
- * int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. 64-byte aligned buffers of np_activation_bytes. */
+/* A prepared activation vector: what a dot product with rows of `type` reads. f16 rows read float32; q8, q4 and q3 rows read
+ * int8 in groups of 32 (scale = absmax/127, round to nearest even) with scale and group sum. Those for q4 and for q3 are the same.
+ * 64-byte aligned buffers of np_activation_bytes. */
 size_t np_activation_bytes(int type, size_t n);
 void np_activation_prepare(int type, const float *x, size_t n, void *activation);
 
@@ -56,8 +58,8 @@ void np_dot_rows(int type, const void *quants, const void *scales, size_t rows, 
                  const void *activations, size_t activation_stride_bytes, size_t tokens,
                  const float *bias, float *out, size_t out_stride);
 
-/* Many tokens at once: activations packed once for all rows that they meet. A panel serves rows of the type and n it was prepared for,
- * under the instruction set in use then. 64-byte aligned buffers of np_panel_bytes, which is 0 where np_quant_bytes is. */
+/* Many tokens at once: activations packed once for all rows that they meet. A panel serves rows of the type and n it was prepared for (of
+ * q4 and q3 alike), under the instruction set in use then. 64-byte aligned buffers of np_panel_bytes, which is 0 where np_quant_bytes is. */
 size_t np_panel_bytes(int type, size_t n, size_t tokens);
 void np_panel_prepare(int type, const void *activations, size_t activation_stride_bytes, size_t tokens, size_t n, void *panel);
 
@@ -86,10 +88,11 @@ void np_dot_wanted(int type, const void *const *quants, const void *const *scale
 
 /* y[j] += sum over r of a[r] * w[r][j]. The bits depend on y and the list (rows and factors, in order), and on nothing else; a list
  * cut in two may give others. On avx512 the factors of q8 and q4 rows are rounded: in each 32 rows and group by half a 32639th of the
- * largest |a * scale| at most. A factor or scale that is not finite shows in all of its columns. Takes 25 KiB of stack. */
+ * largest |a * scale| at most. A factor or scale that is not finite shows in all of its columns. Of q3
+ * rows nothing is added: they are only multiplied with vectors. Takes 25 KiB of stack. */
 void np_add_rows(int type, const void *const *quants, const void *const *scales, const float *a, size_t rows, size_t n, float *y);
 
-/* Rows of q8 or q4 that lie anywhere as signed bytes, `out_stride` apart, with one scale each: w[r][j] is about row_scales[r] *
+/* Rows of q8, q4 or q3 that lie anywhere as signed bytes, `out_stride` apart, with one scale each: w[r][j] is about row_scales[r] *
  * out[r*out_stride + j], rounded to the nearest, to even between two; the largest magnitude of a row becomes 127. The same bits under every
  * instruction set. A row with a scale that is not finite gets no number as its scale, and zeros. Returns NP_OK, or NP_E_ARGUMENT for
  * another type, for n that is no multiple of 32, or for an out_stride below n, and then writes nothing. */
@@ -454,7 +457,8 @@ typedef struct {
     float norm_epsilon;             /* of every norm */
     int32_t head_norm;              /* 1: queries and keys are RMS-normed, each head by itself, before they are rotated */
     int32_t rotary;                 /* 1: heads are rotated; 0: a position has a learned row, which is added to the embedding */
-    int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of every matrix */
+    int32_t type;                   /* NP_F16, NP_Q8, NP_Q4: of every matrix, */
+    int32_t trigger_type;           /* but for that of the trigger part: the same, or with NP_Q4 and a gate NP_Q3 */
     int32_t activation;             /* NP_RELU ...; without a gate NP_RELU or NP_RELU2 */
     float activation_threshold;     /* what a trigger must exceed for its neuron to fire; other than 0 with NP_RELU alone */
     float embedding_scale, logit_scale; /* a token's embedding, and every logit, is multiplied by it */

@@ -72,7 +72,7 @@ def settled_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package]:
-    """converted(recipe name, quantization, activation=the recipe's) -> the package."""
+    """converted(recipe name, quantization, activation=the recipe's, gates=as the rest) -> the package."""
     directory = tmp_path_factory.mktemp("packages")
 
     @cache
@@ -80,15 +80,16 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Package
         return write_checkpoint(directory / name, RECIPES[name])
 
     @cache
-    def package(name: str, quantization: str, activation: str | None) -> Package:
+    def package(name: str, quantization: str, activation: str | None, gates: str | None) -> Package:
         return convert(
             checkpoint(name),
-            directory / f"{name}-{quantization}-{activation}",
+            directory / f"{name}-{quantization}-{activation}-{gates}",
             quantization=cast(Quantization, quantization),
             activation=cast(Activation | None, activation),
+            gates=cast(Quantization | None, gates),
         )
 
-    return lambda name, quantization, activation=None: package(name, quantization, activation)
+    return lambda name, quantization, activation=None, gates=None: package(name, quantization, activation, gates)
 
 
 @pytest.fixture(scope="module")

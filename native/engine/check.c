@@ -20,7 +20,9 @@ enum { NP_MAX_BLOCK_CLUSTERS = 65536, NP_MAX_EXPERTS = 4096 };
 
 static const char *wrong_size(const np_shape *s)
 {
-    FIRST_WRONG({"width", s->width && np_quant_bytes(s->type, s->width) > 0}, {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
+    FIRST_WRONG({"width", s->width && s->type != NP_Q3 && np_quant_bytes(s->type, s->width) > 0},
+                {"trigger_type", s->trigger_type == s->type || (s->trigger_type == NP_Q3 && s->type == NP_Q4 && s->gated)},
+                {"neurons", s->neurons > 0}, {"layers", s->layers > 0},
                 {"experts", s->experts > 0 && s->experts <= NP_MAX_EXPERTS && (s->experts == 1 || s->gated)},
                 {"experts_per_token", s->experts_per_token > 0 && s->experts_per_token <= s->experts},
                 {"router", s->router == NP_ROUTER_SOFTMAX || s->router == NP_ROUTER_SIGMOID},
@@ -41,7 +43,7 @@ static const char *wrong_size(const np_shape *s)
                 {"residual_scale", s->residual_scale > 0.0f && isfinite(s->residual_scale)},
                 {"predictor_reads", s->predictor_reads == NP_READS_FEED_FORWARD || s->predictor_reads == NP_READS_RESIDUAL ||
                                         (s->predictor_reads == NP_READS_ATTENTION && s->experts == 1)},
-                {"predictor_rank", !s->predictor_rank || np_quant_bytes(s->predictor_type, s->predictor_rank) > 0});
+                {"predictor_rank", !s->predictor_rank || (s->predictor_type != NP_Q3 && np_quant_bytes(s->predictor_type, s->predictor_rank) > 0)});
 }
 
 static const char *wrong_layout(const np_shape *s)
@@ -63,9 +65,10 @@ static int fits(const np_shape *s, uint32_t part, uint32_t offset, size_t row_by
 /* part: where its rows must be. */
 static int is_placed(const np_shape *s, const np_matrix_place *place, uint32_t part)
 {
+    const int type = part == NP_TRIGGER ? s->trigger_type : s->type;
     return place->part == part && (part == NP_VALUE || place->scales_part == NP_TRIGGER) &&
-           fits(s, place->part, place->quants, np_quant_bytes(s->type, s->width)) &&
-           fits(s, place->scales_part, place->scales, np_scale_bytes(s->type, s->width));
+           fits(s, place->part, place->quants, np_quant_bytes(type, s->width)) &&
+           fits(s, place->scales_part, place->scales, np_scale_bytes(type, s->width));
 }
 
 static const char *wrong_place(const np_shape *s)

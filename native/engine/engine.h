@@ -113,7 +113,8 @@ struct np_engine {
     int layer_open;            /* 1: the window is the whole layer: all groups are open at once */
     uint32_t opened_groups;    /* of these, the first that has no states yet */
     uint32_t claimed[2];       /* pieces of the layer's blocks and Downs that were taken, where nobody shares them */
-    uint32_t row_quant_bytes, row_scale_bytes;
+    uint32_t row_quant_bytes, row_scale_bytes; /* of a row of `width` weights; */
+    uint32_t trigger_quant_bytes;              /* of one of the trigger part, whose scales take as much */
     size_t mask_bytes;         /* of one neuron's predictions */
     size_t layer_neurons;      /* blocks * block_neurons */
     uint32_t open_groups;      /* most groups that are open at once */
@@ -259,6 +260,15 @@ void np_rows_count(np_engine *engine, np_engine_counters *to);
  * asks for the next; returns 1 when all parts of the blocks' clusters are there. */
 int np_fetch_blocks(np_engine *engine, const np_group *group, np_range blocks);
 void np_close_window(np_engine *engine);
+/* Of the rows of a feed-forward's matrix: their type, and the bytes of one's quants. */
+static inline int np_type_of(const np_engine *engine, const np_matrix_place *matrix)
+{
+    return matrix->part == NP_TRIGGER ? engine->shape.trigger_type : engine->shape.type;
+}
+static inline size_t np_quant_bytes_of(const np_engine *engine, const np_matrix_place *matrix)
+{
+    return matrix->part == NP_TRIGGER ? engine->trigger_quant_bytes : engine->row_quant_bytes;
+}
 /* Where a neuron's row of a matrix lies, inside a window whose clusters are there; padding beyond the clusters has none. */
 void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint32_t neuron, const void **quants, const void **scales);
 /* A neuron's value, from its gate's product and its up's. */

@@ -62,7 +62,7 @@ void np_neuron_row(const np_engine *engine, const np_matrix_place *matrix, uint3
 {
     const uint32_t cluster = neuron / engine->shape.cluster_neurons;
     const size_t i = neuron % engine->shape.cluster_neurons;
-    *quants = quants_of(engine, matrix, cluster) + i * engine->row_quant_bytes;
+    *quants = quants_of(engine, matrix, cluster) + i * np_quant_bytes_of(engine, matrix);
     *scales = scales_of(engine, matrix, cluster) + i * engine->row_scale_bytes;
 }
 
@@ -109,7 +109,7 @@ static void multiply_by_ups(np_engine *engine, token_lot lot)
     const np_shape *s = &engine->shape;
     const np_fetch fetch = {.beside = engine->list.beside, .beside_bytes = engine->row_quant_bytes};
     list_ups(engine, lot);
-    dot_listed(engine, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
+    dot_listed(engine, &s->up, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
     for (uint32_t r = 0; r < engine->list.count; r++)
         for (uint32_t wanted = engine->list.wanted[r]; wanted;) {
             const uint32_t t = lot.first + next_token(&wanted), neuron = engine->list.neurons[r];

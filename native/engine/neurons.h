@@ -60,12 +60,12 @@ static inline void list_row(np_engine *engine, const uint8_t *quants, const uint
     list->wanted[list->count++] = (uint16_t)wanted;
 }
 
-/* The listed rows' products with the lot's tokens that want them; product_of has them. */
-static inline void dot_listed(np_engine *engine, token_lot lot, const np_fetch *fetch)
+/* Products of the listed rows, which are of this matrix, with the lot's tokens that want them; product_of has them. */
+static inline void dot_listed(np_engine *engine, const np_matrix_place *matrix, token_lot lot, const np_fetch *fetch)
 {
     const np_vectors *x = engine->inputs;
     const np_row_list *list = &engine->list;
-    np_dot_wanted(engine->shape.type, list->quants, list->scales, list->wanted, list->count, engine->shape.width, fetch,
+    np_dot_wanted(np_type_of(engine, matrix), list->quants, list->scales, list->wanted, list->count, engine->shape.width, fetch,
                   x->prepared + lot.first * x->stride, x->stride, lot.count, engine->rows + lot.first * engine->max_rows, engine->max_rows);
 }
 

@@ -228,7 +228,7 @@ static void neurons_alone(np_engine *engine, const np_product_rows *p, float *ou
     for (uint32_t row = 0; row < p->rows; row += s->block_neurons) {
         const uint32_t some = p->rows - row < s->block_neurons ? p->rows - row : s->block_neurons;
         np_row_list *list = &engine->list;
-        np_dot_scattered(s->type, p->quants[0] + row, p->scales[0] + row, some, s->width, NULL, engine->vectors.prepared, 0, 1, gates, 0);
+        np_dot_scattered(s->trigger_type, p->quants[0] + row, p->scales[0] + row, some, s->width, NULL, engine->vectors.prepared, 0, 1, gates, 0);
         np_dot_scattered(s->type, p->quants[1] + row, p->scales[1] + row, some, s->width, NULL, engine->vectors.prepared, 0, 1, ups, 0);
         list->count = 0;
         for (uint32_t r = 0; r < some; r++) {

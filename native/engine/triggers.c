@@ -26,13 +26,17 @@ static int was_looked_at(const np_engine *engine, np_range clusters)
 }
 
 /* ---- triggers --------------------------------------------------------------------------------------------------- */
+static const np_matrix_place *trigger_of(const np_engine *engine)
+{
+    return engine->shape.gated ? &engine->shape.gate : &engine->shape.up;
+}
+
 /* Trigger rows of the open clusters that have a trigger slot and are not triggered yet, where tokens of the lot want them: all tokens, where
  * no predictor decides. */
 static void list_triggers(np_engine *engine, token_lot lot)
 {
-    const np_shape *s = &engine->shape;
-    const np_matrix_place *trigger = s->gated ? &s->gate : &s->up;
-    const uint32_t n = s->cluster_neurons, all = (1u << lot.count) - 1;
+    const np_matrix_place *trigger = trigger_of(engine);
+    const uint32_t n = engine->shape.cluster_neurons, all = (1u << lot.count) - 1;
     const int decides = np_decides(engine);
     engine->list.count = 0;
     for (uint32_t o = 0; o < engine->open_count; o++) {
@@ -43,7 +47,7 @@ static void list_triggers(np_engine *engine, token_lot lot)
         for (uint32_t i = 0; i < n; i++) {
             const uint32_t wanted = decides ? np_predicted_for(engine, cluster * n + i, lot.first) & all : all;
             if (wanted)
-                list_row(engine, quants + (size_t)i * engine->row_quant_bytes, scales + (size_t)i * engine->row_scale_bytes,
+                list_row(engine, quants + i * np_quant_bytes_of(engine, trigger), scales + (size_t)i * engine->row_scale_bytes,
                          cluster * n + i, wanted);
         }
     }
@@ -98,7 +102,7 @@ static void take_triggers(np_engine *engine, token_lot lot)
 static size_t scale_bytes_of_neuron(const np_engine *engine)
 {
     const np_shape *s = &engine->shape;
-    const np_matrix_place *trigger = s->gated ? &s->gate : &s->up;
+    const np_matrix_place *trigger = trigger_of(engine);
     const size_t others = (s->cluster_neurons - 1) * (size_t)engine->row_scale_bytes;
     return s->cluster_neurons <= 2 && np_decides(engine) && engine->row_scale_bytes ? s->slot_bytes[NP_TRIGGER] - trigger->scales - others : 0;
 }
@@ -108,7 +112,7 @@ static void dot_all(np_engine *engine)
 {
     const np_shape *s = &engine->shape;
     const np_row_list *list = &engine->list;
-    np_dot_panel(s->type, list->quants, list->scales, list->count, s->width, engine->inputs->panel, engine->group->count, NULL, engine->rows,
+    np_dot_panel(s->trigger_type, list->quants, list->scales, list->count, s->width, engine->inputs->panel, engine->group->count, NULL, engine->rows,
                  engine->max_rows);
 }
 
@@ -125,7 +129,7 @@ void np_compute_triggers(np_engine *engine, np_range clusters)
         lot = lot_from(engine, lot.first);
         list_triggers(engine, lot);
         if (!in_panel)
-            dot_listed(engine, lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
+            dot_listed(engine, trigger_of(engine), lot, engine->group->count < NP_PANEL_TOKENS ? &fetch : NULL);
         else if (lot.first == 0)
             dot_all(engine);
         take_triggers(engine, lot);

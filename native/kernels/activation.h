@@ -1,4 +1,4 @@
-/* Prepared activations of q8 and q4 rows: the layout, and how to fill it. (For f16 rows an activation is n float32.)
+/* Prepared activations of q8 and q4 rows: the layout, and how to fill it. (q3 rows read those of q4. For f16 rows an activation is n float32.)
  *
  *   bytes                            content
  *   padded(n, 128)                   int8 quants, zeros after n
@@ -60,9 +60,9 @@ NP_INLINE void np_prepare_body(int type, const float *x, size_t n, uint8_t *acti
         }
         scales[g] = most <= 1e-30f ? 0.0f : most / 127.0f;
         sums[g] = sum;
-        int8_t *low = quants + (type == NP_Q4 ? np_q4_place(g) : g * NP_GROUP);
+        int8_t *low = quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g));
         memcpy(low, group, 16);
-        memcpy(low + (type == NP_Q4 ? 64 : 16), group + 16, 16);
+        memcpy(low + (type == NP_Q8 ? 16 : 64), group + 16, 16);
     }
 }
 #endif

@@ -1,4 +1,4 @@
-/* AMX: q8 and q4 rows times a panel of many tokens, with the bits of avx512_panel.c.
+/* AMX: q8, q4 and q3 rows times a panel of many tokens, with the bits of avx512_panel.c.
  *
  * A tile product takes 16 rows and 16 tokens over one group of 32 columns, since the next group has other scales: half of what a
  * tile could hold. Its integers go through memory to vectors of 16 tokens, where they are converted, scaled and added in the
@@ -215,6 +215,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
                              .scales = space.scales + (from - r) * groups,
                              .rows = end - from < BLOCK_ROWS ? end - from : BLOCK_ROWS};
             if (type == NP_Q4) unpack_rows(NP_Q4, rows, from, &v, b);
+            else if (type == NP_Q3) unpack_rows(NP_Q3, rows, from, &v, b);
             else unpack_rows(NP_Q8, rows, from, &v, b);
         }
         fetch_rows(rows, end, end + most);

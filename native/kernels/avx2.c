@@ -126,7 +126,7 @@ static int runs_here(void) {
 const np_isa np_isa_avx2 = {
     "avx2",
     runs_here,
-    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4},
+    {np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3},
     {add_f16, add_q8, add_q4},
     prepare,
     softmax_weights,

@@ -1,5 +1,6 @@
 /* AVX2 with FMA and F16C: dot products of rows. */
 #include "kernels/activation.h"
+#include "kernels/three_bits.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -72,6 +73,23 @@ NP_INLINE NP_AVX2 void q8_row(const uint8_t *quants, const uint8_t *scales, size
     for (int t = 0; t < tokens; t++) sums[t] = add_lanes(sum[t]);
 }
 
+/* Two groups of q3 as those of q4. */
+NP_INLINE NP_AVX2 __m256i q3_pair(const uint8_t *first, const uint8_t *second) {
+    int64_t lows[2];
+    int32_t thirds[2];
+    memcpy(lows, first, 8);
+    memcpy(lows + 1, second, 8);
+    memcpy(thirds, first + 8, 4);
+    memcpy(thirds + 1, second + 8, 4);
+    const __m256i low = _mm256_srlv_epi64(_mm256_setr_epi64x(lows[0], lows[0], lows[1], lows[1]), _mm256_setr_epi64x(0, 2, 0, 2));
+    const __m256i third = _mm256_set_m128i(_mm_set1_epi32(thirds[1]), _mm_set1_epi32(thirds[0]));
+    const __m256i left = _mm256_sllv_epi32(third, _mm256_setr_epi32(2, 1, 0, 32, 2, 1, 0, 32)); /* 32: nothing is left */
+    const __m256i right = _mm256_srlv_epi32(third, _mm256_setr_epi32(32, 32, 32, 1, 32, 32, 32, 1));
+    const __m256i three = _mm256_set1_epi8(0x33), four = _mm256_set1_epi8(0x44); /* code + 4 is the nibble */
+    const __m256i codes = _mm256_or_si256(_mm256_and_si256(low, three), _mm256_and_si256(_mm256_or_si256(left, right), four));
+    return _mm256_add_epi8(codes, four);
+}
+
 /* Two groups: lanes 0-3 belong to the first. Nibbles are taken as 0..15, and 8 times the group's sum of activations is taken off
  * in the group's first lane. */
 NP_INLINE NP_AVX2 void q4_pair(__m256i w, size_t pair, __m256 *scale, __m256i *offset, const np_activation *x, size_t group,
@@ -89,10 +107,10 @@ NP_INLINE NP_AVX2 void q4_pair(__m256i w, size_t pair, __m256 *scale, __m256i *o
     }
 }
 
-NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
-                              const uint8_t *activation, size_t stride, const int tokens, float *sums) {
+NP_INLINE NP_AVX2 void nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                  const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const size_t groups = n / NP_GROUP;
+    const size_t groups = n / NP_GROUP, group_bytes = type == NP_Q3 ? NP_Q3_GROUP_BYTES : 16;
     np_activation x[NP_TOKEN_BLOCK];
     __m256 sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
     __m256i offset[NP_TOKEN_BLOCK];
@@ -107,18 +125,35 @@ NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size
             scale[t] = _mm256_mul_ps(weight_scale, _mm256_loadu_ps(x[t].scales + first));
             offset[t] = _mm256_slli_epi32(_mm256_loadu_si256((const void *)(x[t].sums + first)), 3);
         }
-        const uint8_t *w = quants + first * 16;
         for (size_t g = 0; g < count; g += 2) {
-            np_prefetch(w + 16 * g, ahead);
-            const __m128i a = _mm_loadu_si128((const void *)(w + 16 * g));
-            const __m128i b = g + 1 < count ? _mm_loadu_si128((const void *)(w + 16 * g + 16)) : _mm_setzero_si128();
-            q4_pair(_mm256_set_m128i(b, a), g / 2, scale, offset, x, first + g, tokens, sum);
+            const uint8_t *w = quants + (first + g) * group_bytes;
+            __m256i both;
+            np_prefetch(w, ahead);
+            if (type == NP_Q3) {
+                both = q3_pair(w, g + 1 < count ? w + group_bytes : w); /* a second group that is not there meets zeros */
+            } else {
+                const __m128i a = _mm_loadu_si128((const void *)w);
+                const __m128i b = g + 1 < count ? _mm_loadu_si128((const void *)(w + 16)) : _mm_setzero_si128();
+                both = _mm256_set_m128i(b, a);
+            }
+            q4_pair(both, g / 2, scale, offset, x, first + g, tokens, sum);
         }
     }
     for (int t = 0; t < tokens; t++) sums[t] = add_lanes(sum[t]);
 }
 
+NP_INLINE NP_AVX2 void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                              size_t stride, const int tokens, float *sums) {
+    nibble_row(NP_Q4, quants, scales, n, ahead, activation, stride, tokens, sums);
+}
+
+NP_INLINE NP_AVX2 void q3_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                              size_t stride, const int tokens, float *sums) {
+    nibble_row(NP_Q3, quants, scales, n, ahead, activation, stride, tokens, sums);
+}
+
 NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_f16, f16_row)
 NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q8, q8_row)
 NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q4, q4_row)
+NP_DEFINE_DOT_ROWS(NP_AVX2, np_avx2_dot_q3, q3_row)
 #endif

@@ -73,7 +73,7 @@ static int runs_with_amx(void) { return !np_isa_amx_lacks(); }
 #define TABLE(NAME, RUNS_HERE, PANEL)                             \
     {NAME,                                                        \
      RUNS_HERE,                                                   \
-     {np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4},     \
+     {np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3}, \
      {np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4},     \
      prepare,                                                     \
      softmax_weights,                                             \

@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: dot products of rows. Of q8 and q4 here with one token; with a few see avx512_few.c. */
+/* AVX-512 with VNNI: dot products of rows. Of q8, q4 and q3 here with one token; with a few see avx512_few.c. */
 #if defined(__x86_64__)
 #include "kernels/avx512_lanes.h"
 
@@ -42,8 +42,8 @@ NP_INLINE NP_AVX512 __m512i add_up_quarters(__m512i a, __m512i b, __m512i c, __m
 
 /* 16 groups from `group` on. dpbusd wants one side unsigned: weights plus 128; 128 times the group's sum of
  * activations is taken off again. Each register holds two groups. */
-NP_INLINE NP_AVX512 __m512 q8_block(const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
-                                    const np_activation *x, __m512 sum) {
+NP_INLINE NP_AVX512 __m512 q8_block(const int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block,
+                                    size_t ahead, const np_activation *x, __m512 sum) {
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     __m512i half[2];
     for (size_t h = 0; h < 2; h++) {
@@ -64,34 +64,34 @@ NP_INLINE NP_AVX512 __m512 q8_block(const uint8_t *w, const uint16_t *scales, si
     return np_add_scaled(_mm512_sub_epi32(_mm512_permutexvar_epi32(order, dots), taken), scales, block, x->scales + group, sum);
 }
 
-/* The same for q4. Nibbles are taken as 0..15, 8 times the group's sum is taken off. Each register holds four groups. */
-NP_INLINE NP_AVX512 __m512 q4_block(const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
-                                    const np_activation *x, __m512 sum) {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), nibble = _mm512_set1_epi8(15);
+/* The same for q4 and q3. Each register holds four groups. */
+NP_INLINE NP_AVX512 __m512 nibble_block(const int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block,
+                                        size_t ahead, const np_activation *x, __m512 sum) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), nibble = _mm512_set1_epi8(np_nibble(type));
     __m512i dot[4];
     for (size_t k = 0; k < 4; k++) {
         dot[k] = _mm512_setzero_si512();
         if (k >= block->registers) continue;
-        np_prefetch(w + 64 * k, ahead);
-        const __m512i packed = np_load_row(w, k, block);
+        np_prefetch(w + np_register_bytes(type) * k, ahead);
+        const __m512i packed = np_load_nibbles(type, w, k, block);
         const __m512i low = _mm512_and_si512(packed, nibble), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
         const int8_t *quants = x->quants + group * NP_GROUP + 128 * k;
         dot[k] = _mm512_dpbusd_epi32(dot[k], low, _mm512_loadu_si512(quants));
         dot[k] = _mm512_dpbusd_epi32(dot[k], high, _mm512_loadu_si512(quants + 64));
     }
     const __m512i dots = _mm512_permutexvar_epi32(order, add_up_quarters(dot[0], dot[1], dot[2], dot[3]));
-    const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x->sums + group), 3);
+    const __m512i taken = _mm512_slli_epi32(_mm512_loadu_si512(x->sums + group), np_offset_bits(type));
     return np_add_scaled(_mm512_sub_epi32(dots, taken), scales, block, x->scales + group, sum);
 }
 
-typedef __m512 block_function(const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
+typedef __m512 block_function(int type, const uint8_t *w, const uint16_t *scales, size_t group, const np_block *block, size_t ahead,
                               const np_activation *x, __m512 sum);
 
 /* The 16 sums of row r; zeroes where there is none, or it is not wanted. */
-NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const size_t group_bytes, const np_rows *rows, size_t r, int wanted,
+NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const int type, const np_rows *rows, size_t r, int wanted,
                                     const np_block *end, const np_activation *x) {
-    const np_block whole = np_block_of(NP_BLOCK_GROUPS, group_bytes);
-    const size_t groups = rows->n / NP_GROUP;
+    const np_block whole = np_block_of(NP_BLOCK_GROUPS, type);
+    const size_t groups = rows->n / NP_GROUP, group_bytes = np_block_group_bytes(type);
     __m512 sum = _mm512_setzero_ps();
     size_t g = 0;
     if (!wanted) return sum;
@@ -100,40 +100,40 @@ NP_INLINE NP_AVX512 __m512 lane_row(block_function *dot, const size_t group_byte
     const uint16_t *scales = (const uint16_t *)(const void *)row.scales;
     np_prefetch_beside(rows, r);
     for (; g + NP_BLOCK_GROUPS <= groups; g += NP_BLOCK_GROUPS)
-        sum = dot(row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, sum);
-    return g < groups ? dot(row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;
+        sum = dot(type, row.quants + g * group_bytes, scales + g, g, &whole, ahead, x, sum);
+    return g < groups ? dot(type, row.quants + g * group_bytes, scales + g, g, end, ahead, x, sum) : sum;
 }
 
 /* Whether there is a row r, and this token wants it. */
 NP_INLINE int is_wanted(const np_dot_job *job, size_t r, size_t token) { return r < job->rows.rows && np_wanted_of(job, r, token, 1); }
 
-NP_INLINE NP_AVX512 void lane_rows(block_function *dot, const size_t group_bytes, const np_dot_job *job, const np_rows *rows,
-                                   size_t token) {
-    const np_block end = np_block_of(rows->n / NP_GROUP % NP_BLOCK_GROUPS, group_bytes);
+NP_INLINE NP_AVX512 void lane_rows(block_function *dot, const int type, const np_dot_job *job, const np_rows *rows, size_t token) {
+    const np_block end = np_block_of(rows->n / NP_GROUP % NP_BLOCK_GROUPS, type);
     const np_activation x = np_activation_at(job->activations + token * job->activation_stride_bytes, rows->n);
     for (size_t r = 0; r < rows->rows; r += NP_BLOCK_ROWS) {
         /* Named: arguments may be worked out from the last to the first, and rows read backwards arrive half as fast. */
-        const __m512 a = lane_row(dot, group_bytes, rows, r, is_wanted(job, r, token), &end, &x);
-        const __m512 b = lane_row(dot, group_bytes, rows, r + 1, is_wanted(job, r + 1, token), &end, &x);
-        const __m512 c = lane_row(dot, group_bytes, rows, r + 2, is_wanted(job, r + 2, token), &end, &x);
-        const __m512 d = lane_row(dot, group_bytes, rows, r + 3, is_wanted(job, r + 3, token), &end, &x);
+        const __m512 a = lane_row(dot, type, rows, r, is_wanted(job, r, token), &end, &x);
+        const __m512 b = lane_row(dot, type, rows, r + 1, is_wanted(job, r + 1, token), &end, &x);
+        const __m512 c = lane_row(dot, type, rows, r + 2, is_wanted(job, r + 2, token), &end, &x);
+        const __m512 d = lane_row(dot, type, rows, r + 3, is_wanted(job, r + 3, token), &end, &x);
         np_put_four(job, r, token, a, b, c, d);
     }
 }
 
 /* Twice, so that short rows that follow each other do not pay for the question whether they do. */
-NP_INLINE NP_AVX512 void at_or_in_order(block_function *dot, const size_t group_bytes, const np_dot_job *job, size_t token) {
+NP_INLINE NP_AVX512 void at_or_in_order(block_function *dot, const int type, const np_dot_job *job, size_t token) {
     np_rows rows = job->rows;
     if (rows.quants_at) {
-        lane_rows(dot, group_bytes, job, &rows, token);
+        lane_rows(dot, type, job, &rows, token);
     } else {
         rows.quants_at = rows.scales_at = NULL;
-        lane_rows(dot, group_bytes, job, &rows, token);
+        lane_rows(dot, type, job, &rows, token);
     }
 }
 
-static NP_AVX512 void one_q8(const np_dot_job *job, size_t token) { at_or_in_order(q8_block, 32, job, token); }
-static NP_AVX512 void one_q4(const np_dot_job *job, size_t token) { at_or_in_order(q4_block, 16, job, token); }
+static NP_AVX512 void one_q8(const np_dot_job *job, size_t token) { at_or_in_order(q8_block, NP_Q8, job, token); }
+static NP_AVX512 void one_q4(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q4, job, token); }
+static NP_AVX512 void one_q3(const np_dot_job *job, size_t token) { at_or_in_order(nibble_block, NP_Q3, job, token); }
 
 static void dot_tokens(const np_dot_job *job, void (*one)(const np_dot_job *, size_t), np_few_function *few) {
     size_t token = 0;
@@ -151,4 +151,5 @@ static void dot_tokens(const np_dot_job *job, void (*one)(const np_dot_job *, si
 NP_DEFINE_DOT_ROWS(NP_AVX512, np_avx512_dot_f16, f16_row)
 void np_avx512_dot_q8(const np_dot_job *job) { dot_tokens(job, one_q8, np_avx512_few_q8); }
 void np_avx512_dot_q4(const np_dot_job *job) { dot_tokens(job, one_q4, np_avx512_few_q4); }
+void np_avx512_dot_q3(const np_dot_job *job) { dot_tokens(job, one_q3, np_avx512_few_q3); }
 #endif

@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: dot products of q8 and q4 rows with a few tokens.
+/* AVX-512 with VNNI: dot products of q8, q4 and q3 rows with a few tokens.
  *
  * A row with one token spends more on adding up the lanes of a group than on multiplying. Here rows and activations are turned
  * first, so that every lane of a register is a group: four bytes of each of the block's 16 groups, and four more in the next
@@ -6,7 +6,8 @@
  *
  *   turned block    q8, 8 registers    bytes 4j..4j+3 of groups 0..15, j = 0..7
  *                   q4, 4 registers    the same of packed groups, j = 0..3: low nibbles meet the turned activation's register j,
- *                                      high ones its register 4 + j */
+ *                                      high ones its register 4 + j
+ *                   q3                 as q4, once its codes lie in nibbles */
 #if defined(__x86_64__)
 #include "kernels/avx512_lanes.h"
 
@@ -52,29 +53,30 @@ NP_INLINE NP_AVX512 void turn_activation(const int type, const np_activation *x,
         const __m512i sums = _mm512_loadu_si512(x->sums + from / NP_GROUP);
         __m512i in[STEPS];
         for (size_t k = 0; k < STEPS; k++) {
-            const size_t place = type == NP_Q4 ? k % 4 * 2 + k / 4 : k; /* q4: what meets low nibbles first */
+            const size_t place = type == NP_Q8 ? k : k % 4 * 2 + k / 4; /* nibbles: what meets low ones first */
             in[k] = from + 64 * place < bytes ? _mm512_loadu_si512(x->quants + from + 64 * place) : _mm512_setzero_si512();
         }
-        if (type == NP_Q4) {
+        if (type == NP_Q8) {
+            turn_pairs(in, turned->quants);
+        } else {
             turn_fours(in, turned->quants);
             turn_fours(in + 4, turned->quants + 4);
-        } else {
-            turn_pairs(in, turned->quants);
         }
-        turned->owed = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sums, type == NP_Q4 ? 3 : 7));
+        turned->owed = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(sums, type == NP_Q8 ? 7 : np_offset_bits(type)));
     }
 }
 
-/* A block of a row, its quants made unsigned: q8 plus 128, nibbles plus 8 as they are. */
+/* A block of a row, its quants made unsigned: q8 plus 128, nibbles and codes as they are. */
 NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_block *block, size_t ahead, __m512i turned[STEPS]) {
-    const size_t registers = type == NP_Q4 ? 4 : 8;
+    const size_t registers = type == NP_Q8 ? 8 : 4;
+    const __m512i nibble = _mm512_set1_epi8(np_nibble(type));
     __m512i in[STEPS];
     for (size_t k = 0; k < registers; k++) {
         in[k] = _mm512_setzero_si512();
         if (k >= block->registers) continue;
-        np_prefetch(w + 64 * k, ahead);
-        in[k] = np_load_row(w, k, block);
-        if (type == NP_Q8) in[k] = _mm512_xor_si512(in[k], _mm512_set1_epi8(-128));
+        np_prefetch(w + np_register_bytes(type) * k, ahead);
+        if (type == NP_Q8) in[k] = _mm512_xor_si512(np_load_row(w, k, block), _mm512_set1_epi8(-128));
+        else in[k] = np_load_nibbles(type, w, k, block);
     }
     if (type == NP_Q8) {
         turn_pairs(in, turned);
@@ -82,16 +84,16 @@ NP_INLINE NP_AVX512 void turn_block(const int type, const uint8_t *w, const np_b
     }
     turn_fours(in, turned);
     for (int j = 0; j < 4; j++) {
-        turned[4 + j] = _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), _mm512_set1_epi8(15));
-        turned[j] = _mm512_and_si512(turned[j], _mm512_set1_epi8(15));
+        turned[4 + j] = _mm512_and_si512(_mm512_srli_epi16(turned[j], 4), nibble);
+        turned[j] = _mm512_and_si512(turned[j], nibble);
     }
 }
 
 /* The 16 sums of row r with each token that wants it; zeroes of others, and where there is no such row. */
 NP_INLINE NP_AVX512 void few_row(const int type, const np_rows *rows, size_t r, unsigned wanted, const np_block *end, const np_activation *x,
                                  const turned_activation *turned, size_t blocks, const size_t tokens, __m512 *sums) {
-    const size_t group_bytes = type == NP_Q4 ? 16 : 32, groups = rows->n / NP_GROUP;
-    const np_block whole = np_block_of(NP_BLOCK_GROUPS, group_bytes);
+    const size_t group_bytes = np_block_group_bytes(type), groups = rows->n / NP_GROUP;
+    const np_block whole = np_block_of(NP_BLOCK_GROUPS, type);
     __m512 sum[NP_TOKEN_BLOCK];
     for (size_t t = 0; t < tokens; t++) sums[t] = sum[t] = _mm512_setzero_ps();
     if (!wanted) return;
@@ -122,7 +124,7 @@ NP_INLINE unsigned wanted_of(const np_dot_job *job, size_t r, size_t token, size
 NP_INLINE NP_AVX512 void few_rows(const int type, const np_dot_job *job, size_t token, const size_t tokens) {
     const np_rows *rows = &job->rows;
     const size_t groups = rows->n / NP_GROUP, blocks = (groups + NP_BLOCK_GROUPS - 1) / NP_BLOCK_GROUPS;
-    const np_block end = np_block_of(groups % NP_BLOCK_GROUPS, type == NP_Q4 ? 16 : 32);
+    const np_block end = np_block_of(groups % NP_BLOCK_GROUPS, type);
     turned_activation turned[NP_TOKEN_BLOCK * NP_FEW_COLUMNS / BLOCK_COLUMNS];
     np_activation x[NP_TOKEN_BLOCK];
     for (size_t t = 0; t < tokens; t++) {
@@ -148,4 +150,5 @@ NP_INLINE NP_AVX512 void few(const int type, const np_dot_job *job, size_t token
 
 NP_AVX512 void np_avx512_few_q8(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q8, job, token, tokens); }
 NP_AVX512 void np_avx512_few_q4(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q4, job, token, tokens); }
+NP_AVX512 void np_avx512_few_q3(const np_dot_job *job, size_t token, size_t tokens) { few(NP_Q3, job, token, tokens); }
 #endif

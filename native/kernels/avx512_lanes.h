@@ -1,4 +1,4 @@
-/* What avx512_dot.c and avx512_few.c have in common: blocks of 16 groups of a q8 or q4 row, whose sums are the lanes of a register.
+/* What avx512_dot.c and avx512_few.c have in common: blocks of 16 groups of a q8, q4 or q3 row, whose sums are the lanes of a register.
  * Four rows are always written out one after the other: a loop over them would cost a tenth and more.
  *
  * The order of float additions, which np_dot_panel keeps, too: 16 sums, of groups g = 0..15 modulo 16, each over ascending g; then
@@ -7,6 +7,7 @@
 #ifndef NP_KERNELS_AVX512_LANES_H
 #define NP_KERNELS_AVX512_LANES_H
 #include "kernels/activation.h"
+#include "kernels/three_bits.h"
 
 #include <immintrin.h>
 
@@ -15,17 +16,23 @@ enum { NP_BLOCK_GROUPS = 16, NP_BLOCK_ROWS = 4 };
 /* The job's rows with 2 to NP_TOKEN_BLOCK of its tokens; rows of NP_FEW_COLUMNS at most. */
 enum { NP_FEW_COLUMNS = 8192 };
 typedef void np_few_function(const np_dot_job *job, size_t token, size_t tokens);
-np_few_function np_avx512_few_q8, np_avx512_few_q4;
+np_few_function np_avx512_few_q8, np_avx512_few_q4, np_avx512_few_q3;
 
 /* The groups of a block: 16, or fewer at the end of a row. Worked out once for all rows: short rows are hardly more than this. */
 typedef struct {
-    size_t registers; /* of 64 bytes of quants */
+    size_t registers; /* of 64 bytes of quants, of q3 48 */
     __mmask16 scales; /* which of 16 scales are there */
     __mmask64 last;   /* which bytes of the last register are there */
 } np_block;
 
-NP_INLINE np_block np_block_of(size_t groups, const size_t group_bytes) {
-    const size_t bytes = groups * group_bytes, registers = (bytes + 63) / 64, left = bytes - (registers - 1) * 64;
+NP_INLINE size_t np_block_group_bytes(const int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? 16 : NP_Q3_GROUP_BYTES; }
+
+/* Of two groups of q8, or of four of q4 or q3. */
+NP_INLINE size_t np_register_bytes(const int type) { return type == NP_Q3 ? 4 * NP_Q3_GROUP_BYTES : 64; }
+
+NP_INLINE np_block np_block_of(size_t groups, const int type) {
+    const size_t each = np_register_bytes(type), bytes = groups * np_block_group_bytes(type);
+    const size_t registers = (bytes + each - 1) / each, left = bytes - (registers - 1) * each;
     return (np_block){registers, (__mmask16)((1u << groups) - 1), left == 64 ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1};
 }
 
@@ -33,6 +40,26 @@ NP_INLINE NP_AVX512 __m512i np_load_row(const uint8_t *w, size_t k, const np_blo
     if (k + 1 < block->registers) return _mm512_loadu_si512(w + 64 * k);
     return block->last == ~(__mmask64)0 ? _mm512_loadu_si512(w + 64 * k) : _mm512_maskz_loadu_epi8(block->last, w + 64 * k);
 }
+
+/* Four groups of q4 as they lie; of q3 their codes in the nibbles' lower three bits, and anything in the fourth: np_nibble says what to keep. */
+NP_INLINE NP_AVX512 __m512i np_load_nibbles(const int type, const uint8_t *w, size_t k, const np_block *block) {
+    if (type == NP_Q4) return np_load_row(w, k, block);
+    const __m512i lows = _mm512_setr_epi32(0, 1, 0, 1, 3, 4, 3, 4, 6, 7, 6, 7, 9, 10, 9, 10);
+    const __m512i thirds = _mm512_setr_epi32(2, 2, 2, 2, 5, 5, 5, 5, 8, 8, 8, 8, 11, 11, 11, 11);
+    const uint8_t *at = w + k * np_register_bytes(NP_Q3);
+    const __mmask64 whole = ((__mmask64)1 << np_register_bytes(NP_Q3)) - 1, own = k + 1 < block->registers ? whole : block->last;
+    const int goes_on = k + 2 < block->registers || (k + 1 < block->registers && block->last >> 15 & 1); /* by the 16 bytes that 48 lack of 64 */
+    const __m512i four = goes_on ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8(own, at);
+    const __m512i low = _mm512_srlv_epi64(_mm512_permutexvar_epi32(lows, four), _mm512_setr_epi64(0, 2, 0, 2, 0, 2, 0, 2));
+    const __m512i turns = _mm512_setr_epi32(2, 1, 0, 31, 2, 1, 0, 31, 2, 1, 0, 31, 2, 1, 0, 31);
+    const __m512i third = _mm512_rolv_epi32(_mm512_permutexvar_epi32(thirds, four), turns);
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), low, third, 0xca); /* where 0x33 has a bit, that of low */
+}
+
+NP_INLINE char np_nibble(const int type) { return type == NP_Q3 ? 7 : 15; }
+
+/* Nibbles are taken as 0..15, codes as 0..7: 2 to this power times a group's sum of activations is to be taken off. */
+NP_INLINE unsigned np_offset_bits(const int type) { return type == NP_Q3 ? 2 : 3; }
 
 /* sum + dots of 16 groups * their scales. */
 NP_INLINE NP_AVX512 __m512 np_add_scaled(__m512i dots, const uint16_t *scales, const np_block *block, const float *x_scales,

@@ -1,7 +1,7 @@
-/* AVX-512 with VNNI: q8 and q4 rows times a panel of many tokens, with the bits of np_dot_rows.
+/* AVX-512 with VNNI: q8, q4 and q3 rows times a panel of many tokens, with the bits of np_dot_rows.
  *
  * Tokens lie across the lanes: a register is 4 columns of 16 tokens, and a weight is broadcast to all of them. dpbusd wants one side
- * unsigned: activations plus 128; 128 times the group's sum of weights is where its integer starts. q4 rows are unpacked to bytes,
+ * unsigned: activations plus 128; 128 times the group's sum of weights is where its integer starts. q4 and q3 rows are unpacked to bytes,
  * a block of rows at a time, and go the same way.
  * The panel and the order of additions: panel_tiles.h. */
 #if defined(__x86_64__)
@@ -111,6 +111,7 @@ static NP_AVX512 void panel_dot(int type, const np_dot_job *job) {
         for (size_t i = 0; i < count; i += FOUR) {
             int8_t *quants = b.quants + i * rows->n;
             if (type == NP_Q4) unpack_four(NP_Q4, rows, r + i, &v, quants, b.start + i * groups, b.scales + i * groups);
+            else if (type == NP_Q3) unpack_four(NP_Q3, rows, r + i, &v, quants, b.start + i * groups, b.scales + i * groups);
             else unpack_four(NP_Q8, rows, r + i, &v, quants, b.start + i * groups, b.scales + i * groups);
         }
         fetch_rows(rows, r + block_rows, r + 2 * block_rows);

@@ -1,4 +1,4 @@
-/* NEON with the dot product instructions (Armv8.2 dotprod): q8 and q4 rows. All else is as with NEON. */
+/* NEON with the dot product instructions (Armv8.2 dotprod): q8, q4 and q3 rows. All else is as with NEON. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #define TARGET __attribute__((target("dotprod")))
@@ -7,6 +7,7 @@
 #endif
 #define DOT_Q8 np_dotprod_dot_q8
 #define DOT_Q4 np_dotprod_dot_q4
+#define DOT_Q3 np_dotprod_dot_q3
 #include "kernels/isa.h"
 
 #include <arm_neon.h>

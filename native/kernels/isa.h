@@ -53,10 +53,10 @@ typedef void np_dot_function(const np_dot_job *job);
 /* y[j] += sum over r of a[r] * w[r][j], in an order that depends on the number of rows alone. */
 typedef void np_add_function(const np_rows *rows, const float *a, float *y);
 
-/* A row of q8 or q4 as signed bytes with one scale: np_rows_to_s8. */
+/* A row of q8, q4 or q3 as signed bytes with one scale: np_rows_to_s8. */
 typedef void np_narrow_function(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale);
 
-/* Rows of q8 or q4 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */
+/* Rows of q8, q4 or q3 times a panel: np_panel_bytes, np_panel_prepare and np_dot_panel (whose job's activations are the panel). */
 typedef struct {
     size_t most_columns; /* n beyond this goes without a panel of its own */
     size_t (*bytes)(size_t n, size_t tokens);
@@ -67,9 +67,9 @@ typedef struct {
 typedef struct {
     const char *name;
     int (*runs_here)(void);
-    np_dot_function *dot_rows[3]; /* by NP_F16, NP_Q8, NP_Q4 */
-    np_add_function *add_rows[3];
-    void (*prepare)(int type, const float *x, size_t n, uint8_t *activation); /* NP_Q8 or NP_Q4 */
+    np_dot_function *dot_rows[4]; /* by NP_F16, NP_Q8, NP_Q4, NP_Q3 */
+    np_add_function *add_rows[3]; /* q3 has none */
+    void (*prepare)(int type, const float *x, size_t n, uint8_t *activation); /* NP_Q8, NP_Q4 or NP_Q3 */
     float (*softmax_weights)(float *scores, size_t count); /* x -> exp(x - max); returns their sum */
     void (*f32_to_f16)(const float *x, size_t n, uint16_t *out);
     void (*f16_to_f32)(const uint16_t *x, size_t n, float *out);
@@ -85,8 +85,8 @@ const np_isa *np_isa_current(void);
 extern const np_isa np_isa_scalar;
 #if defined(__x86_64__)
 extern const np_isa np_isa_avx2, np_isa_avx512, np_isa_amx;
-np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4;
-np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4;
+np_dot_function np_avx2_dot_f16, np_avx2_dot_q8, np_avx2_dot_q4, np_avx2_dot_q3;
+np_dot_function np_avx512_dot_f16, np_avx512_dot_q8, np_avx512_dot_q4, np_avx512_dot_q3;
 np_add_function np_avx512_add_f16, np_avx512_add_q8, np_avx512_add_q4;
 extern const np_panel_kernel np_avx512_panel, np_amx_panel;
 /* Whether two panel kernels give the same bits for some rows and tokens of q8 and of q4. 0, too, without memory to find out. */
@@ -95,7 +95,7 @@ int np_panels_agree(const np_panel_kernel *a, const np_panel_kernel *b);
 #define NP_AVX512 __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #elif defined(__aarch64__)
 extern const np_isa np_isa_neon, np_isa_dotprod;
-np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_dotprod_dot_q8, np_dotprod_dot_q4;
+np_dot_function np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3;
 #endif
 
 /* Prefetch stays within the rows asked for: in a cache slot the next row may be a neuron that does not fire, and reading it would

@@ -4,8 +4,9 @@
 #define NP_KERNELS_NARROW_H
 #include "kernels/half.h"
 #include "kernels/isa.h"
+#include "kernels/three_bits.h"
 
-NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : NP_GROUP / 2; }
+NP_INLINE size_t np_group_bytes(int type) { return type == NP_Q8 ? NP_GROUP : type == NP_Q4 ? NP_GROUP / 2 : NP_Q3_GROUP_BYTES; }
 
 /* 0, or no number where a scale is not finite. */
 NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
@@ -15,7 +16,7 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
 }
 
 /* Define the np_narrow_function NAME from LARGEST(type, quants, scales, groups), the largest magnitude of a row, and ROUND(type, quants,
- * factor, out), the integers nearest to a group's quants times a factor. The type is a constant in each of their two copies. */
+ * factor, out), the integers nearest to a group's quants times a factor. The type is a constant in each of their copies. */
 #define NP_NARROW_ROW(TYPE, LARGEST, ROUND)                                                                              \
     do {                                                                                                                 \
         const size_t groups = n / NP_GROUP;                                                                              \
@@ -29,8 +30,10 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
     TARGET void NAME(int type, const uint8_t *quants, const uint16_t *scales, size_t n, int8_t *out, float *row_scale) { \
         if (type == NP_Q8)                                                                                               \
             NP_NARROW_ROW(NP_Q8, LARGEST, ROUND);                                                                        \
-        else                                                                                                             \
+        else if (type == NP_Q4)                                                                                          \
             NP_NARROW_ROW(NP_Q4, LARGEST, ROUND);                                                                        \
+        else                                                                                                             \
+            NP_NARROW_ROW(NP_Q3, LARGEST, ROUND);                                                                        \
     }
 
 #if defined(__x86_64__)
@@ -39,7 +42,13 @@ NP_INLINE float np_strangeness(const uint16_t *scales, size_t groups) {
 /* Half of a group's quants as bytes. */
 NP_INLINE __m128i np_half_group(int type, const uint8_t *quants, int half) {
     if (type == NP_Q8) return _mm_loadu_si128((const __m128i *)(const void *)(quants + half * 16));
-    const __m128i both = _mm_loadu_si128((const __m128i *)(const void *)quants);
+    __m128i both;
+    if (type == NP_Q3) {
+        const np_q4_group group = np_q4_of_q3(quants);
+        both = _mm_set_epi64x((int64_t)group.words[1], (int64_t)group.words[0]);
+    } else {
+        both = _mm_loadu_si128((const __m128i *)(const void *)quants);
+    }
     return _mm_sub_epi8(_mm_and_si128(half ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
 }
 #endif

@@ -81,7 +81,13 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
 
 NP_INLINE int8x16_t half_group(int type, const uint8_t *quants, int half) {
     if (type == NP_Q8) return vld1q_s8((const int8_t *)quants + half * 16);
-    const uint8x16_t both = vld1q_u8(quants);
+    uint8x16_t both;
+    if (type == NP_Q3) {
+        const np_q4_group group = np_q4_of_q3(quants);
+        both = vreinterpretq_u8_u64(vld1q_u64(group.words));
+    } else {
+        both = vld1q_u8(quants);
+    }
     return vsubq_s8(vreinterpretq_s8_u8(half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15))), vdupq_n_s8(8));
 }
 
@@ -127,7 +133,7 @@ static int dotprod_runs_here(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP
 const np_isa np_isa_neon = {
     "neon",
     neon_runs_here,
-    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4},
+    {np_neon_dot_f16, np_neon_dot_q8, np_neon_dot_q4, np_neon_dot_q3},
     {add_f16, add_q8, add_q4},
     prepare,
     softmax_weights,
@@ -142,7 +148,7 @@ const np_isa np_isa_neon = {
 const np_isa np_isa_dotprod = {
     "dotprod",
     dotprod_runs_here,
-    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4},
+    {np_neon_dot_f16, np_dotprod_dot_q8, np_dotprod_dot_q4, np_dotprod_dot_q3},
     {add_f16, add_q8, add_q4},
     prepare,
     softmax_weights,

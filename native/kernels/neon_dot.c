@@ -3,6 +3,7 @@
 #define TARGET
 #define DOT_Q8 np_neon_dot_q8
 #define DOT_Q4 np_neon_dot_q4
+#define DOT_Q3 np_neon_dot_q3
 #include "kernels/isa.h"
 
 #include <arm_neon.h>

@@ -1,8 +1,9 @@
-/* Dot products of q8 and q4 rows with NEON, for the two ways of multiplying bytes. The including file defines
+/* Dot products of q8, q4 and q3 rows with NEON, for the two ways of multiplying bytes. The including file defines
  *   TARGET                        a function attribute, may be empty
  *   multiply_add(sum, w, x)       sum + products of 16 signed bytes, in some fixed way over four int32 lanes
- *   DOT_Q8, DOT_Q4                the names of the two np_dot_functions */
+ *   DOT_Q8, DOT_Q4, DOT_Q3        the names of the np_dot_functions */
 #include "kernels/activation.h"
+#include "kernels/three_bits.h"
 
 #include <arm_neon.h>
 
@@ -41,12 +42,23 @@ NP_INLINE TARGET void q8_row(const uint8_t *quants, const uint8_t *scales, size_
     for (int t = 0; t < tokens; t++) sums[t] = vaddvq_f32(sum[t]);
 }
 
-NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
-                             size_t stride, const int tokens, float *sums) {
+/* A group of q3 as one of q4, with codes in the nibbles' lower three bits and anything in the fourth. */
+NP_INLINE TARGET uint8x16_t q3_group(const uint8_t *group) {
+    static const int8_t turns[16] = {2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0, -1, -1, -1, -1};
+    uint32_t thirds;
+    memcpy(&thirds, group + 8, 4);
+    const uint8x8_t lows = vld1_u8(group);
+    const uint8x16_t low = vcombine_u8(lows, vshr_n_u8(lows, 2));
+    const uint8x16_t third = vshlq_u8(vreinterpretq_u8_u32(vdupq_n_u32(thirds)), vld1q_s8(turns));
+    return vbslq_u8(vdupq_n_u8(0x33), low, third);
+}
+
+NP_INLINE TARGET void nibble_row(const int type, const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead,
+                                 const uint8_t *activation, size_t stride, const int tokens, float *sums) {
     const uint16_t *s = (const uint16_t *)(const void *)scales;
-    const uint8x16_t nibble = vdupq_n_u8(15);
-    const int8x16_t eight = vdupq_n_s8(8);
-    const size_t groups = n / NP_GROUP;
+    const uint8x16_t nibble = vdupq_n_u8(type == NP_Q3 ? 7 : 15);
+    const int8x16_t middle = vdupq_n_s8(type == NP_Q3 ? 4 : 8);
+    const size_t groups = n / NP_GROUP, group_bytes = type == NP_Q3 ? NP_Q3_GROUP_BYTES : 16;
     np_activation x[NP_TOKEN_BLOCK];
     float32x4_t sum[NP_TOKEN_BLOCK], scale[NP_TOKEN_BLOCK];
     for (int t = 0; t < tokens; t++) {
@@ -58,10 +70,12 @@ NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_
         const float32x4_t weight_scale = group_scales(s + first, count);
         for (int t = 0; t < tokens; t++) scale[t] = vmulq_f32(weight_scale, vld1q_f32(x[t].scales + first));
         for (size_t g = 0; g < count; g++) {
-            const uint8x16_t packed = vld1q_u8(quants + (first + g) * 16);
-            np_prefetch(quants + (first + g) * 16, ahead);
-            const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, nibble)), eight);
-            const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(packed, 4)), eight);
+            const uint8_t *w = quants + (first + g) * group_bytes;
+            const uint8x16_t packed = type == NP_Q3 ? q3_group(w) : vld1q_u8(w);
+            np_prefetch(w, ahead);
+            const uint8x16_t upper = vshrq_n_u8(packed, 4);
+            const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(packed, nibble)), middle);
+            const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(type == NP_Q3 ? vandq_u8(upper, nibble) : upper), middle);
             const size_t at = np_q4_place(first + g);
             for (int t = 0; t < tokens; t++) {
                 int32x4_t dot = multiply_add(vdupq_n_s32(0), low, vld1q_s8(x[t].quants + at));
@@ -73,5 +87,16 @@ NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_
     for (int t = 0; t < tokens; t++) sums[t] = vaddvq_f32(sum[t]);
 }
 
+NP_INLINE TARGET void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                             size_t stride, const int tokens, float *sums) {
+    nibble_row(NP_Q4, quants, scales, n, ahead, activation, stride, tokens, sums);
+}
+
+NP_INLINE TARGET void q3_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                             size_t stride, const int tokens, float *sums) {
+    nibble_row(NP_Q3, quants, scales, n, ahead, activation, stride, tokens, sums);
+}
+
 NP_DEFINE_DOT_ROWS(TARGET, DOT_Q8, q8_row)
 NP_DEFINE_DOT_ROWS(TARGET, DOT_Q4, q4_row)
+NP_DEFINE_DOT_ROWS(TARGET, DOT_Q3, q3_row)

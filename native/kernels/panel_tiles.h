@@ -9,6 +9,7 @@
 #ifndef NP_KERNELS_PANEL_TILES_H
 #define NP_KERNELS_PANEL_TILES_H
 #include "kernels/activation.h"
+#include "kernels/three_bits.h"
 
 #include <immintrin.h>
 
@@ -54,7 +55,7 @@ static void fill_panel(int type, const uint8_t *activations, size_t stride, size
             const int there = from + t < tokens;
             const np_activation x = np_activation_at(activations + (there ? from + t : from) * stride, n);
             for (size_t g = 0; g < groups; g++) {
-                const int8_t *low = x.quants + (type == NP_Q4 ? np_q4_place(g) : g * NP_GROUP), *high = low + (type == NP_Q4 ? 64 : 16);
+                const int8_t *low = x.quants + (type == NP_Q8 ? g * NP_GROUP : np_q4_place(g)), *high = low + (type == NP_Q8 ? 16 : 64);
                 const size_t place = place_of(&v, g);
                 uint8_t *to = panel + place * TILE * NP_GROUP + 4 * t;
                 for (size_t step = 0; step < STEPS; step++, to += 4 * TILE) {
@@ -80,7 +81,13 @@ static void fetch_rows(const np_rows *rows, size_t r, size_t end) {
 /* A group's 32 weights as bytes. */
 NP_INLINE NP_AVX512 __m256i unpack(int type, const uint8_t *quants, size_t g) {
     if (type == NP_Q8) return _mm256_loadu_si256((const void *)(quants + g * NP_GROUP));
-    const __m128i packed = _mm_loadu_si128((const void *)(quants + g * 16));
+    __m128i packed;
+    if (type == NP_Q3) {
+        const np_q4_group group = np_q4_of_q3(quants + g * NP_Q3_GROUP_BYTES);
+        packed = _mm_set_epi64x((int64_t)group.words[1], (int64_t)group.words[0]);
+    } else {
+        packed = _mm_loadu_si128((const void *)(quants + g * 16));
+    }
     const __m256i both = _mm256_set_m128i(_mm_srli_epi16(packed, 4), packed);
     return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
 }

@@ -49,9 +49,30 @@ NP_INLINE void q4_row(const uint8_t *quants, const uint8_t *scales, size_t n, si
     }
 }
 
+NP_INLINE void q3_row(const uint8_t *quants, const uint8_t *scales, size_t n, size_t ahead, const uint8_t *activation,
+                      size_t stride, const int tokens, float *sums) {
+    const uint16_t *s = (const uint16_t *)(const void *)scales;
+    for (int t = 0; t < tokens; t++) {
+        const np_activation x = np_activation_at(activation + t * stride, n);
+        float sum = 0.0f;
+        for (size_t g = 0; g < n / NP_GROUP; g++) {
+            const uint8_t *w = quants + g * NP_Q3_GROUP_BYTES;
+            const int8_t *low = x.quants + np_q4_place(g), *high = low + 64;
+            int32_t dot = 0;
+            for (int j = 0; j < NP_GROUP; j++) {
+                const int code = (w[j % 8] >> j / 8 * 2 & 3) | (w[8 + j % 4] >> j / 4 & 1) << 2;
+                dot += (code - 4) * (j < 16 ? low[j] : high[j - 16]);
+            }
+            sum += (float)dot * (np_half_to_float(s[g]) * x.scales[g]);
+        }
+        sums[t] = sum;
+    }
+}
+
 static NP_DEFINE_DOT_ROWS(, dot_f16, f16_row)
 static NP_DEFINE_DOT_ROWS(, dot_q8, q8_row)
 static NP_DEFINE_DOT_ROWS(, dot_q4, q4_row)
+static NP_DEFINE_DOT_ROWS(, dot_q3, q3_row)
 
 NP_INLINE void add_row_f16(const uint8_t *quants, const uint8_t *scales, size_t n, float a, float *y) {
     const uint16_t *w = (const uint16_t *)(const void *)quants;
@@ -103,8 +124,16 @@ static void f16_to_f32(const uint16_t *x, size_t n, float *out) {
 }
 
 NP_INLINE void unpack_group(int type, const uint8_t *quants, int8_t *q) {
-    if (type == NP_Q8) memcpy(q, quants, NP_GROUP);
-    for (int j = 0; type == NP_Q4 && j < NP_GROUP / 2; j++) {
+    if (type == NP_Q8) {
+        memcpy(q, quants, NP_GROUP);
+        return;
+    }
+    uint8_t unpacked[NP_GROUP / 2];
+    if (type == NP_Q3) {
+        const np_q4_group group = np_q4_of_q3(quants);
+        quants = memcpy(unpacked, group.words, sizeof unpacked);
+    }
+    for (int j = 0; j < NP_GROUP / 2; j++) {
         q[j] = (int8_t)((quants[j] & 15) - 8);
         q[j + NP_GROUP / 2] = (int8_t)((quants[j] >> 4) - 8);
     }
@@ -140,7 +169,7 @@ static int runs_here(void) { return 1; }
 const np_isa np_isa_scalar = {
     "scalar",
     runs_here,
-    {dot_f16, dot_q8, dot_q4},
+    {dot_f16, dot_q8, dot_q4, dot_q3},
     {add_f16, add_q8, add_q4},
     prepare,
     softmax_weights,

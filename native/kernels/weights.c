@@ -1,14 +1,15 @@
 /* Sizes of rows, and the public kernels that hand over to the instruction set in use. */
 #include "kernels/activation.h"
+#include "kernels/three_bits.h"
 
 size_t np_quant_bytes(int type, size_t n) {
     if (type == NP_F16) return 2 * n;
     if (n % NP_GROUP) return 0;
-    return type == NP_Q8 ? n : type == NP_Q4 ? n / 2 : 0;
+    return type == NP_Q8 ? n : type == NP_Q4 ? n / 2 : type == NP_Q3 ? n / NP_GROUP * NP_Q3_GROUP_BYTES : 0;
 }
 
 size_t np_scale_bytes(int type, size_t n) {
-    return (type == NP_Q8 || type == NP_Q4) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
+    return (type == NP_Q8 || type == NP_Q4 || type == NP_Q3) && n % NP_GROUP == 0 ? n / NP_GROUP * 2 : 0;
 }
 
 size_t np_activation_bytes(int type, size_t n) {
@@ -73,12 +74,12 @@ void np_add_rows(int type, const void *const *quants, const void *const *scales,
     np_rows all = rows_of(type, rows, n);
     all.quants_at = quants;
     all.scales_at = scales;
-    if (all.quant_bytes) np_isa_current()->add_rows[type](&all, a, y);
+    if (all.quant_bytes && type != NP_Q3) np_isa_current()->add_rows[type](&all, a, y);
 }
 
 int np_rows_to_s8(int type, const void *const *quants, const void *const *scales, size_t rows, size_t n, int8_t *out,
                   size_t out_stride, float *row_scales) {
-    if ((type != NP_Q8 && type != NP_Q4) || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;
+    if ((type != NP_Q8 && type != NP_Q4 && type != NP_Q3) || n % NP_GROUP || out_stride < n) return NP_E_ARGUMENT;
     const np_isa *isa = np_isa_current();
     for (size_t r = 0; r < rows; r++) isa->narrow(type, quants[r], scales[r], n, out + r * out_stride, row_scales + r);
     return NP_OK;
@@ -98,7 +99,13 @@ void np_decode_row(int type, const void *quants, const void *scales, size_t n, f
             const int8_t *q = (const int8_t *)quants + g * NP_GROUP;
             for (int j = 0; j < NP_GROUP; j++) w[j] = scale * (float)q[j];
         } else {
-            const uint8_t *q = (const uint8_t *)quants + g * 16;
+            uint8_t q[16];
+            if (type == NP_Q3) {
+                const np_q4_group group = np_q4_of_q3((const uint8_t *)quants + g * NP_Q3_GROUP_BYTES);
+                memcpy(q, group.words, sizeof q);
+            } else {
+                memcpy(q, (const uint8_t *)quants + g * 16, sizeof q);
+            }
             for (int j = 0; j < 16; j++) {
                 w[j] = scale * (float)((q[j] & 15) - 8);
                 w[j + 16] = scale * (float)((q[j] >> 4) - 8);

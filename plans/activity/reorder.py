@@ -186,8 +186,9 @@ def _require_undamaged(package: Package, clusters: NDArray[np.uint8], wanted: ND
 def _unpacked(manifest: Manifest, clusters: NDArray[np.uint8]) -> Iterator[Rows]:
     """The rows of each of the layout's matrices; the other way than `pack_clusters`."""
     layout, model = manifest.layout, manifest.model
-    sizes = quant_bytes(manifest.quantization, model.width), scale_bytes(manifest.quantization, model.width)
     for place in layout.matrices:
+        own = place.quantization or manifest.quantization
+        sizes = quant_bytes(own, model.width), scale_bytes(own, model.width)
         starts = (
             layout.part_offset(place.part) + place.quants,
             layout.part_offset(place.scales_part) + place.scales,

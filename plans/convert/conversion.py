@@ -17,7 +17,7 @@ from neuronpipe.plans.convert.huggingface import open_huggingface
 from neuronpipe.plans.convert.journal import Done, Journal, Squares
 from neuronpipe.plans.convert.pieces import Piece, pieces_of, read_frequencies
 from neuronpipe.plans.convert.quantize import decode, encode
-from neuronpipe.plans.models.spec import Activation
+from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import one_line
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, NeuronOrder, Quantization, compute_layout
 from neuronpipe.plans.package.manifest import Chat, Manifest, Predictor, package_rank
@@ -65,6 +65,7 @@ def convert(
     target: Path,
     *,
     quantization: Quantization | None = None,
+    gates: Quantization | None = None,
     activation: Activation | None = None,
     frequencies: Path | None = None,
     tokenizer: Path | None = None,
@@ -78,7 +79,8 @@ def convert(
 ) -> Package:
     """Convert a Hugging Face directory or a GGUF file into a package.
 
-    quantization: None chooses the one whose size is near the source's. report is called when all is encoded.
+    quantization: None chooses the one whose size is near the source's. gates: "q3", where they are to take fewer bits
+    than the rest, which is then q4. report is called when all is encoded.
     activation, tokenizer, context_tokens, chat_template and name replace what the source says. frequencies is a .npy of
     firing shares [layers, experts, neurons]; neurons are then stored hot first. predictor: take the source's, if any.
     Configuration, headers and shapes are checked before anything is written. Raises UserError for whatever is wrong
@@ -87,7 +89,7 @@ def convert(
     """
     options = Options(activation, tokenizer, context_tokens, chat_template, predictor)
     with open_checkpoint(source, options) as checkpoint:
-        conversion = Conversion(checkpoint, quantization=quantization, frequencies=frequencies, name=name)
+        conversion = Conversion(checkpoint, quantization=quantization, gates=gates, frequencies=frequencies, name=name)
         return conversion.write(target, overwrite=overwrite, progress=progress, report=report)
 
 
@@ -111,13 +113,16 @@ class Conversion:
         checkpoint: Checkpoint,
         *,
         quantization: Quantization | None = None,
+        gates: Quantization | None = None,
         frequencies: Path | None = None,
         name: str | None = None,
     ) -> None:
         model, chat = checkpoint.model, checkpoint.chat_template
         self._source_weights = _weights_by_encoding(checkpoint)
-        quantization = quantization or nearest_quantization(self._source_weights)
+        quantization = quantization or ("q4" if gates else nearest_quantization(self._source_weights))
         _require_groups(checkpoint, quantization)
+        if gates is not None:
+            _require_gates(model, quantization, gates)
         shares = None if frequencies is None else read_frequencies(frequencies, model)
         neuron_order: NeuronOrder = "source" if shares is None else "frequency"
         self.checkpoint = checkpoint
@@ -128,7 +133,13 @@ class Conversion:
             quantization=quantization,
             end_tokens=checkpoint.end_tokens,
             layout=compute_layout(
-                quantization, model.width, model.neurons, model.ffn_matrices, neuron_order, read_whole=model.read_whole
+                quantization,
+                model.width,
+                model.neurons,
+                model.ffn_matrices,
+                neuron_order,
+                gates=gates,
+                read_whole=model.read_whole,
             ),
             files={},
             quantization_error={},
@@ -241,6 +252,13 @@ def _require_groups(checkpoint: Checkpoint, quantization: Quantization) -> None:
     for what, columns in (("width", model.width), ("query_heads * head_width", model.query_width)):
         if quantization != "f16" and columns % GROUP_WEIGHTS:
             raise UserError(f"{source}: {what} is {columns}, no multiple of {GROUP_WEIGHTS}, so only f16 is possible")
+
+
+def _require_gates(model: ModelSpec, quantization: Quantization, gates: Quantization) -> None:
+    if not model.gated:
+        raise UserError(f"gates in {gates}: this model's feed-forward has no gates")
+    if quantization != "q4":
+        raise UserError(f"gates in {gates}: only with the rest in q4, and this package is to be {quantization}")
 
 
 def _blocks(rows: RowNumbers, columns: int, granule: int = 1) -> Iterator[RowNumbers]:
@@ -379,10 +397,13 @@ class _Work:
                 )
                 done += len(rows)
 
+    def _quantization(self, kind: str) -> Quantization:
+        return self.manifest.trigger_quantization if kind == "gate" else self.manifest.quantization
+
     def _rows(self, kind: str, matrix: StoredMatrix, rows: RowNumbers) -> Rows:
         """Encode some rows, without a detour when they are stored in the package's own encoding."""
         stored = matrix.stored(rows)
-        same = same_encoding(matrix.encoding, self.manifest.quantization, stored)
+        same = same_encoding(matrix.encoding, self._quantization(kind), stored)
         if same is None:
             return self._encode(kind, matrix, matrix.checked(decode_stored(matrix.encoding, stored)))
         values = matrix.checked(decode_stored(matrix.encoding, stored))
@@ -391,10 +412,10 @@ class _Work:
 
     def _encode(self, kind: str, matrix: StoredMatrix, values: NDArray[np.float32]) -> Rows:
         try:
-            rows = encode(self.manifest.quantization, values)
+            rows = encode(self._quantization(kind), values)
         except OverflowError:
             raise UserError(f"{matrix.file.path}: {matrix.name}: values too large for fp16: damaged") from None
-        self._count(kind, matrix, values, decode(self.manifest.quantization, rows))
+        self._count(kind, matrix, values, decode(self._quantization(kind), rows))
         return rows
 
     def _count(

@@ -3,6 +3,10 @@
 q8: int8, scale = absmax/127. q4: two weights per byte, byte j of a group holds weight j (low nibble) and weight j+16
 (high nibble); w = scale*(nibble-8) with scale = m/-8, where m is the weight of largest magnitude with its sign, so that
 m itself is exact up to the scale's rounding. Both divide by the scale as it is stored, after rounding.
+
+q3, of gates alone: weights -4 to 3 in 12 bytes a group. Byte i of the first eight holds the low two bits of weight + 4
+of weights i, i+8, i+16 and i+24, from its lowest bits on; byte i of the last four the third bits of i, i+4, ... i+28.
+So few steps want a better scale than the largest magnitude gives: of some, the one with the least error is taken.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
 Weights = NDArray[np.float32]
+Q3_PEAKS = (-5.0, -4.6, -4.2, -3.8, -3.4)  # where the largest magnitude of a group may lie; beyond -4 it is cut off
+TINY = 1e-30  # a group without larger magnitudes is zeros
 
 
 def encode(quantization: Quantization, weights: Weights) -> Rows:
@@ -56,6 +62,46 @@ def _encode_q4(weights: Weights) -> Rows:
     return Rows(_bytes_of(len(weights), codes[..., :half] | codes[..., half:] << 4), _bytes_of(len(weights), scales))
 
 
+def _encode_q3(weights: Weights) -> Rows:
+    groups = weights.reshape(len(weights), -1, GROUP_WEIGHTS)
+    places = np.abs(groups).argmax(axis=2, keepdims=True)
+    peaks = np.take_along_axis(groups, places, axis=2)
+    _half(peaks / np.float32(-4))  # what does not fit is refused before it is searched
+    # A scale s = (q.w) / (q.q) fits quants q best, and leaves the error w.w - (q.w)^2 / (q.q).
+    found = np.zeros((2, *peaks.shape), dtype=np.float32)
+    for peak in Q3_PEAKS:
+        inverse = np.divide(np.float32(peak), peaks, out=np.zeros_like(peaks), where=np.abs(peaks) > TINY)
+        quants = np.clip(np.rint(groups * inverse), -4, 3)
+        along = np.einsum("rgw,rgw->rg", quants, groups)[..., None]
+        power = np.einsum("rgw,rgw->rg", quants, quants)[..., None]
+        scale = np.divide(along, power, out=np.zeros_like(along), where=power > 0)
+        found = np.where(along * scale > found[0], np.stack((along * scale, scale)), found)
+    scales, quotients = _scaled(groups, found[1], 1)
+    codes = np.clip(quotients + 8, 4, 11).astype(np.uint8)
+    half = GROUP_WEIGHTS // 2
+    quants4 = _bytes_of(len(weights), codes[..., :half] | codes[..., half:] << 4)
+    return Rows(q3_of_q4(quants4), _bytes_of(len(weights), scales))
+
+
+def q3_of_q4(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Quants of q4 whose weights are all -4 to 3, uint8 [rows, n / 2], as those of q3 [rows, 3 n / 8]."""
+    codes = quants.reshape(len(quants), -1, GROUP_WEIGHTS // 2) - np.uint8(0x44)  # of both halves: weight + 4
+    lows, thirds = codes & 0x33, codes & 0x44
+    packed = np.empty((*codes.shape[:2], 12), dtype=np.uint8)
+    packed[..., :8] = lows[..., :8] | lows[..., 8:] << 2
+    packed[..., 8:] = thirds[..., :4] >> 2 | thirds[..., 4:8] >> 1 | thirds[..., 8:12] | thirds[..., 12:] << 1
+    return packed.reshape(len(quants), -1)
+
+
+def q4_of_q3(quants: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The same weights as quants of q4."""
+    packed = quants.reshape(len(quants), -1, 12)
+    lows, thirds = packed[..., :8], packed[..., 8:]
+    codes = np.concatenate((lows & 0x33, lows >> 2 & 0x33), axis=2)
+    codes |= np.concatenate((thirds << 2, thirds << 1, thirds, thirds >> 1), axis=2) & 0x44
+    return (codes + np.uint8(0x44)).reshape(len(quants), -1)
+
+
 def _encode_q8(weights: Weights) -> Rows:
     groups = weights.reshape(len(weights), -1, GROUP_WEIGHTS)
     scales, quotients = _scaled(groups, np.abs(groups).max(axis=2, keepdims=True), 127)
@@ -73,6 +119,10 @@ def _decode_q4(rows: Rows) -> Weights:
     return _times_scales(codes, rows.scales)
 
 
+def _decode_q3(rows: Rows) -> Weights:
+    return _decode_q4(Rows(q4_of_q3(rows.quants), rows.scales))
+
+
 def _decode_q8(rows: Rows) -> Weights:
     codes = rows.quants.view(np.int8).reshape(len(rows.quants), -1, GROUP_WEIGHTS)
     return _times_scales(codes.astype(np.float32), rows.scales)
@@ -88,5 +138,15 @@ def _decode_f16(rows: Rows) -> Weights:
     return np.ascontiguousarray(rows.quants).view("<f2").astype(np.float32)
 
 
-_ENCODERS: dict[Quantization, Callable[[Weights], Rows]] = {"q4": _encode_q4, "q8": _encode_q8, "f16": _encode_f16}
-_DECODERS: dict[Quantization, Callable[[Rows], Weights]] = {"q4": _decode_q4, "q8": _decode_q8, "f16": _decode_f16}
+_ENCODERS: dict[Quantization, Callable[[Weights], Rows]] = {
+    "q3": _encode_q3,
+    "q4": _encode_q4,
+    "q8": _encode_q8,
+    "f16": _encode_f16,
+}
+_DECODERS: dict[Quantization, Callable[[Rows], Weights]] = {
+    "q3": _decode_q3,
+    "q4": _decode_q4,
+    "q8": _decode_q8,
+    "f16": _decode_f16,
+}

@@ -21,14 +21,14 @@ MIN_BLOCK_NEURONS = 64
 MAX_BLOCKS = 32
 MAX_BLOCK_CLUSTERS = 1 << 16  # a worker keeps a list of one block's clusters
 
-Quantization = Literal["q4", "q8", "f16"]
+Quantization = Literal["q3", "q4", "q8", "f16"]  # q3: of gates alone
 NeuronOrder = Literal["source", "frequency"]
 Part = Literal["trigger", "value"]
 
 
 def quant_bytes(quantization: Quantization, weights: int) -> int:
     """Bytes of one row's quants (of its values, for f16)."""
-    return {"q4": weights // 2, "q8": weights, "f16": 2 * weights}[quantization]
+    return {"q3": weights // 8 * 3, "q4": weights // 2, "q8": weights, "f16": 2 * weights}[quantization]
 
 
 def scale_bytes(quantization: Quantization, weights: int) -> int:
@@ -43,13 +43,15 @@ def pages(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlace:
-    """Where a matrix's rows lie in a cluster: the part of its quants and of its scales, and the offsets within them."""
+    """Where a matrix's rows lie in a cluster: the part of its quants and of its scales, and the offsets within them.
+    quantization: of its rows, where that is not the package's."""
 
     name: str
     part: Part
     quants: int
     scales_part: Part
     scales: int
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,13 @@ class Layout:
         return self.cluster_stride_bytes if moved else self.value_part_bytes
 
     def pieces(self, quantization: Quantization, width: int) -> Iterator[tuple[Part, str, int, int]]:
-        """(part, what, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes."""
-        quants = self.cluster_neurons * quant_bytes(quantization, width)
-        scales = self.cluster_neurons * scale_bytes(quantization, width)
+        """(part, what, offset, bytes) of the pieces of a cluster; scales of f16 have 0 bytes. quantization: the
+        package's."""
+        count = self.cluster_neurons
         for matrix in self.matrices:
-            yield matrix.part, f"{matrix.name}.quants", matrix.quants, quants
-            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, scales
+            own = matrix.quantization or quantization
+            yield matrix.part, f"{matrix.name}.quants", matrix.quants, count * quant_bytes(own, width)
+            yield matrix.scales_part, f"{matrix.name}.scales", matrix.scales, count * scale_bytes(own, width)
 
     def slot_bytes(self, part: Part, quantization: Quantization, width: int) -> int:
         """Bytes of a memory slot for this part: up to the end of its last piece, in whole cache lines. Offsets within
@@ -160,25 +163,39 @@ def _in_lines(size_bytes: int) -> int:
     return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
-def _pages(quantization: Quantization, width: int, count: int, matrices: int) -> tuple[int, int, Part]:
-    """(trigger pages, value pages, part of the values' scales) for clusters of `count` neurons in so many matrices."""
-    quants, scales, values = quant_bytes(quantization, width), scale_bytes(quantization, width), matrices - 1
-    with_triggers = pages(count * (quants + matrices * scales)), pages(count * values * quants)
-    with_values = pages(count * (quants + scales)), pages(count * values * (quants + scales))
+@dataclass(frozen=True, slots=True)
+class _RowBytes:
+    """Of a neuron's rows: quants of its trigger, and of each of `values` others; the scales of either."""
+
+    trigger: int
+    trigger_scales: int
+    value: int
+    value_scales: int
+    values: int
+
+    @property
+    def all(self) -> int:
+        return self.trigger + self.trigger_scales + self.values * (self.value + self.value_scales)
+
+
+def _pages(row: _RowBytes, count: int) -> tuple[int, int, Part]:
+    """(trigger pages, value pages, part of the values' scales) for clusters of `count` neurons."""
+    own, values, scales = row.trigger + row.trigger_scales, row.values * row.value, row.values * row.value_scales
+    with_triggers = pages(count * (own + scales)), pages(count * values)
+    with_values = pages(count * own), pages(count * (values + scales))
     if sum(with_triggers) < sum(with_values):
         return *with_triggers, "trigger"
     return *with_values, "value"
 
 
-def _choose_cluster_neurons(quantization: Quantization, width: int, matrices: int, max_waste: float) -> int:
+def _choose_cluster_neurons(row: _RowBytes, max_waste: float) -> int:
     """The smallest cluster that wastes little, filled up with the neurons that still fit its pages.
 
     Small clusters serve sparsity, whole pages serve flash. Of the counts up to MAX_CLUSTER_NEURONS the first whose
     padding is at most max_waste is taken (or the one with the least padding); then as many as need no further page.
     """
-    neuron_bytes = matrices * (quant_bytes(quantization, width) + scale_bytes(quantization, width))
-    page_counts = {n: sum(_pages(quantization, width, n, matrices)[:2]) for n in range(1, MAX_CLUSTER_NEURONS + 1)}
-    waste = {n: 1 - n * neuron_bytes / (count * PAGE_BYTES) for n, count in page_counts.items()}
+    page_counts = {n: sum(_pages(row, n)[:2]) for n in range(1, MAX_CLUSTER_NEURONS + 1)}
+    waste = {n: 1 - n * row.all / (count * PAGE_BYTES) for n, count in page_counts.items()}
     first = next((n for n in waste if waste[n] <= max_waste), min(waste, key=lambda n: (waste[n], n)))
     return max(n for n in page_counts if n >= first and page_counts[n] == page_counts[first])
 
@@ -190,20 +207,31 @@ def compute_layout(
     matrices: tuple[str, ...],
     neuron_order: NeuronOrder,
     *,
+    gates: Quantization | None = None,
     read_whole: bool = False,
 ) -> Layout:
     """The layout a new package gets. neurons: of one (layer, expert); matrices: of the feed-forward, the trigger
-    first; `width` suits the quantization. read_whole: a token wants nearly all clusters of a feed-forward, so that
-    small ones save nothing and padding is read with them."""
+    first; `width` suits the quantization. gates: their own quantization. read_whole: a token wants nearly all clusters
+    of a feed-forward, so that small ones save nothing and padding is read with them."""
     max_waste = MAX_WHOLE_WASTE if read_whole else MAX_WASTE
-    count = _choose_cluster_neurons(quantization, width, len(matrices), max_waste)
-    trigger_pages, value_pages, scales_part = _pages(quantization, width, count, len(matrices))
+    gates = None if gates == quantization else gates
+    of_trigger = gates or quantization
+    row = _RowBytes(
+        trigger=quant_bytes(of_trigger, width),
+        trigger_scales=scale_bytes(of_trigger, width),
+        value=quant_bytes(quantization, width),
+        value_scales=scale_bytes(quantization, width),
+        values=len(matrices) - 1,
+    )
+    count = _choose_cluster_neurons(row, max_waste)
+    trigger_pages, value_pages, scales_part = _pages(row, count)
     clusters = -(-neurons // count)
     block_neurons = max(MIN_BLOCK_NEURONS, -(-neurons // MAX_BLOCKS))
     block_neurons = -(-block_neurons // count) * count
-    quants, scales = count * quant_bytes(quantization, width), count * scale_bytes(quantization, width)
-    scales_start = quants + scales if scales_part == "trigger" else (len(matrices) - 1) * quants
-    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", quants)
+    quants, scales = count * row.value, count * row.value_scales
+    own_end = count * (row.trigger + row.trigger_scales)
+    scales_start = own_end if scales_part == "trigger" else row.values * quants
+    trigger = MatrixPlace(matrices[0], "trigger", 0, "trigger", count * row.trigger, gates)
     values = (
         MatrixPlace(name, "value", n * quants, scales_part, scales_start + n * scales)
         for n, name in enumerate(matrices[1:])

@@ -44,6 +44,7 @@ Side = Literal["gate", "up"]
 PredictorInput = Literal["attention", "feed_forward", "residual"]
 Hidden = Literal["none", "relu"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
+GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # of gates alone, in packages of q4
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,17 @@ class Manifest:
         """Clusters of the whole package: entries of checksums.bin, and residency entries of one part."""
         return self.model.layers * self.model.experts * self.layout.clusters
 
+    @property
+    def trigger_quantization(self) -> Quantization:
+        """That of the rows which decide whether a neuron fires."""
+        return self.layout.matrices[0].quantization or self.quantization
+
+    @property
+    def precision(self) -> str:
+        """The quantization for a person, with that of gates where it is another."""
+        own = self.trigger_quantization
+        return self.quantization if own == self.quantization else f"{self.quantization} ({own} gates)"
+
     @cached_property
     def trigger_slot_bytes(self) -> int:
         """Bytes of a memory slot for a trigger part: what is used of it, in whole cache lines."""
@@ -279,6 +291,7 @@ def _without_id(manifest: Manifest) -> dict[str, Any]:
                     "scales_part": matrix.scales_part,
                     "scales": matrix.scales,
                 }
+                | ({} if matrix.quantization is None else {"quantization": matrix.quantization})
                 for matrix in layout.matrices
             },
         },

@@ -47,6 +47,7 @@ from neuronpipe.plans.package.manifest import (
     ERROR_KINDS,
     FIXED,
     FORMAT,
+    GATE_QUANTIZATIONS,
     MANIFEST,
     MAX_TOKENIZER_BYTES,
     PREDICTOR,
@@ -210,7 +211,9 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
         block_neurons=record.integer("block_neurons", 1, 2 * MAX.neurons),
         blocks=record.integer("blocks", 1, MAX.neurons),
         neuron_order=cast(NeuronOrder, record.choice("neuron_order", "source", "frequency")),
-        matrices=tuple(_parse_matrix(matrices.record(name), name, model.trigger) for name in model.ffn_matrices),
+        matrices=tuple(
+            _parse_matrix(matrices.record(name), name, model.trigger, quantization) for name in model.ffn_matrices
+        ),
     )
     matrices.finish()
     stride = record.integer("cluster_stride_bytes", PAGE_BYTES, 2 * MAX_PART_BYTES)
@@ -219,14 +222,20 @@ def _parse_layout(record: Record, model: ModelSpec, quantization: Quantization) 
     return layout
 
 
-def _parse_matrix(record: Record, name: str, trigger: str) -> MatrixPlace:
+def _parse_matrix(record: Record, name: str, trigger: str, quantization: Quantization) -> MatrixPlace:
     part = "trigger" if name == trigger else "value"
+    own = None
+    if record.has("quantization"):
+        own = cast(Quantization, record.choice("quantization", *GATE_QUANTIZATIONS))
+        if name != "gate" or quantization != "q4":
+            record.fail("quantization", f"{own} is for gates of packages in q4")
     matrix = MatrixPlace(
         name,
         cast(Part, record.choice("part", part)),
         record.integer("quants", 0, MAX_PART_BYTES),
         cast(Part, record.choice("scales_part", *dict.fromkeys((part, "trigger")))),
         record.integer("scales", 0, MAX_PART_BYTES),
+        own,
     )
     record.finish()
     return matrix

@@ -10,7 +10,7 @@ from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.writer import Rows
 from numpy.typing import NDArray
 
-TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
+TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 THREADS = 2
 ALIGNMENT_BYTES = 64
 BLOCK_ROWS = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode
-from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import Rows, cluster_checksums
 from neuronpipe.protocol.errors import UserError
@@ -52,6 +52,7 @@ class PackageWeights:
                 clusters,
                 layout.part_offset(matrix.part) + matrix.quants,
                 layout.part_offset(matrix.scales_part) + matrix.scales,
+                matrix.quantization or manifest.quantization,
             )
             for matrix in layout.matrices
         )
@@ -67,9 +68,10 @@ class PackageWeights:
                 "does not match its checksum: damaged; convert the model again"
             )
 
-    def _pieces(self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int) -> Array:
-        quantization, width = self._manifest.quantization, self._manifest.model.width
-        count = self._manifest.layout.cluster_neurons
+    def _pieces(
+        self, clusters: NDArray[np.uint8], quants_offset: int, scales_offset: int, quantization: Quantization
+    ) -> Array:
+        width, count = self._manifest.model.width, self._manifest.layout.cluster_neurons
 
         def piece(offset: int, row_bytes: int) -> NDArray[np.uint8]:
             part = clusters[:, offset : offset + count * row_bytes]

@@ -19,7 +19,7 @@ from neuronpipe.services.worker.figures import PARTS, figures_of
 from neuronpipe.services.worker.lane import Lane
 from neuronpipe.services.worker.outside import ComputeBlocks, ComputeRows, Multiply
 
-TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
+TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4, "q3": lib.NP_Q3}
 ACTIVATIONS = {"relu": lib.NP_RELU, "drelu": lib.NP_DRELU, "relu2": lib.NP_RELU2, "silu": lib.NP_SILU}
 ROUTERS = {"softmax": lib.NP_ROUTER_SOFTMAX, "sigmoid": lib.NP_ROUTER_SIGMOID}
 NORMS = {"rms": lib.NP_NORM_RMS, "layer": lib.NP_NORM_LAYER}
@@ -122,6 +122,7 @@ def native_shape(manifest: Manifest, context_tokens: int, *, predicts: bool, mov
             "head_norm": s.head_norm,
             "rotary": s.positions == "rotary",
             "type": TYPES[manifest.quantization],
+            "trigger_type": TYPES[manifest.trigger_quantization],
             "activation": ACTIVATIONS[s.activation],
             "activation_threshold": s.activation_threshold,
             **{name: getattr(s, name) for name in SCALES},

@@ -17,7 +17,7 @@ typedef struct {
     size_t stride;
 } matrix;
 
-static const char *type_names[] = {"f16", "q8", "q4"};
+static const char *type_names[] = {"f16", "q8", "q4", "q3"};
 
 /* Kinds of content. Scales of every kind are finite fp16. */
 enum { ORDINARY, EXTREME, ZERO_SCALES, TINY_SCALES, KINDS };
@@ -40,6 +40,10 @@ static double decoded(const matrix *m, size_t row, size_t j) {
     if (m->type == NP_F16) return np_half_to_float(((const uint16_t *)(const void *)quants)[j]);
     const double scale = np_half_to_float(((const uint16_t *)(const void *)(m->scales + row * m->scale_bytes))[j / 32]);
     if (m->type == NP_Q8) return scale * (int8_t)quants[j];
+    if (m->type == NP_Q3) {
+        const uint8_t *group = quants + j / 32 * 12, low = group[j % 8] >> j % 32 / 8 * 2 & 3, third = group[8 + j % 4] >> j % 32 / 4 & 1;
+        return scale * (low + 4 * third - 4);
+    }
     const uint8_t byte = quants[j / 32 * 16 + j % 16];
     return scale * ((j % 32 < 16 ? byte & 15 : byte >> 4) - 8);
 }
@@ -125,11 +129,13 @@ static void test_add_and_decode(const matrix *m, const char *isa) {
         const uint8_t *quants = m->quants + r * m->quant_bytes, *scales = m->scales + r * m->scale_bytes;
         const float a = random_float();
         for (size_t j = 0; j < m->n; j++) y[j] = before[j] = random_float();
-        np_add_rows(m->type, (const void *[]){quants}, (const void *[]){scales}, &a, 1, m->n, y);
         np_decode_row(m->type, quants, scales, m->n, w);
+        for (size_t j = 0; j < m->n; j++)
+            CHECK(w[j] == m->w[r * m->n + j], "%s %s decode n=%zu [%zu]: %g", isa, type_names[m->type], m->n, j, w[j]);
+        if (m->type == NP_Q3) continue; /* rows of q3 are never added */
+        np_add_rows(m->type, (const void *[]){quants}, (const void *[]){scales}, &a, 1, m->n, y);
         for (size_t j = 0; j < m->n; j++) {
             const double added = (double)a * m->w[r * m->n + j];
-            CHECK(w[j] == m->w[r * m->n + j], "%s %s decode n=%zu [%zu]: %g", isa, type_names[m->type], m->n, j, w[j]);
             CHECK(fabs(y[j] - (before[j] + added)) <= 2e-7 * (fabs(before[j]) + fabs(added)), "%s %s add n=%zu [%zu]: %.9g", isa,
                   type_names[m->type], m->n, j, y[j]);
         }
@@ -170,7 +176,7 @@ static void test_halves(const char *isa) {
 
 /* A value that is not finite must show in the result, never be rounded away. */
 static void test_not_finite_shows(const char *isa) {
-    for (int type = NP_Q8; type <= NP_Q4; type++) {
+    for (int type = NP_Q8; type <= NP_Q3; type++) {
         matrix m = make_matrix(type, 96, ORDINARY);
         for (int i = 0; i < 2; i++) {
             float out;
@@ -188,7 +194,7 @@ static void test_isa(const char *isa) {
     static const size_t whole_groups = sizeof lengths / sizeof *lengths;
     static const size_t odd_lengths[] = {1, 7, 15, 17, 33, 63, 65, 80, 127, 333};
     for (int kind = 0; kind < KINDS; kind++) {
-        for (int type = NP_F16; type <= NP_Q4; type++) {
+        for (int type = NP_F16; type <= NP_Q3; type++) {
             for (size_t i = 0; i < whole_groups + (type == NP_F16 ? sizeof odd_lengths / sizeof *odd_lengths : 0); i++) {
                 matrix m = make_matrix(type, i < whole_groups ? lengths[i] : odd_lengths[i - whole_groups], kind);
                 test_dot(&m, isa);

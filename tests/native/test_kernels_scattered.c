@@ -148,14 +148,16 @@ static void check_not_finite_shows(scattered *s, const char *isa) {
 
 static void test_isa(const char *isa) {
     static const size_t lengths[] = {32, 64, 96, 128, 352, 512, 544, 4096 + 32, 7, 333};
-    for (int type = NP_F16; type <= NP_Q4; type++)
+    for (int type = NP_F16; type <= NP_Q3; type++)
         for (size_t i = 0; i < (type == NP_F16 ? 10 : 8); i++) {
             scattered s = make_rows(type, lengths[i]);
             check_dot(&s, isa);
             check_wanted(&s, isa);
-            check_add(&s, isa);
-            check_add_bits(&s, isa);
-            if (lengths[i] < 500) check_not_finite_shows(&s, isa);
+            if (type != NP_Q3) { /* whose rows are never added */
+                check_add(&s, isa);
+                check_add_bits(&s, isa);
+                if (lengths[i] < 500) check_not_finite_shows(&s, isa);
+            }
             free_rows(&s);
         }
 }
