@@ -14,7 +14,7 @@ from neuronpipe.plans.convert import Encoded, convert
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
 from neuronpipe.plans.package.layout import Quantization
-from neuronpipe.plans.package.manifest import QUANTIZATIONS, Manifest
+from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
 
 
@@ -43,6 +43,11 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
         help="quantization of the weights in the package (default: q4; q8 for a GGUF of 5 to 8 bits)",
     )
     parser.add_argument(
+        "--gates",
+        choices=GATE_QUANTIZATIONS,
+        help="quantization of the gates, where they are to take less memory than the rest, which is then q4",
+    )
+    parser.add_argument(
         "--activation",
         choices=ACTIVATIONS,
         help="activation of the feed-forward layers, if the source states none or a wrong one",
@@ -69,6 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.source,
             arguments.target,
             quantization=arguments.quantization,
+            gates=arguments.gates,
             activation=arguments.activation,
             frequencies=arguments.frequencies,
             tokenizer=arguments.tokenizer,
@@ -92,6 +98,7 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "package": str(package.path),
         "id": manifest.id,
         "quantization": manifest.quantization,
+        "gates": manifest.trigger_quantization if manifest.model.gated else None,
         "activation": manifest.model.activation,
         "bytes": size_bytes(manifest),
         "quantization_error": dict(manifest.quantization_error),
@@ -120,7 +127,7 @@ def _lost_before(encoded: Encoded, quantization: Quantization) -> str:
 def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None = None) -> str:
     """What was made, and what quantization cost, for a person. called: the package's name, where it is known by one."""
     model, size = manifest.model, show_bytes(size_bytes(manifest))
-    lines = [f"{path}: {manifest.name}, {manifest.quantization}, {model.activation}, {size}", ""]
+    lines = [f"{path}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]
     lines += [f"{'worst':<12}{encoded.worst_error:>22.4%}  {encoded.worst_tensor}"]

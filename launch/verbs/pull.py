@@ -53,6 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
                 reference,
                 name,
                 quantization=arguments.quantization,
+                gates=arguments.gates,
                 options=Options(
                     arguments.activation,
                     arguments.tokenizer,
@@ -91,6 +92,8 @@ def _command(arguments: argparse.Namespace, name: str) -> list[str]:
     words = ["pull", arguments.reference, "--name", name]
     if arguments.quantization is not None:
         words += ["--quantization", arguments.quantization]
+    if arguments.gates is not None:
+        words += ["--gates", arguments.gates]
     if arguments.activation is not None:
         words += ["--activation", arguments.activation]
     if arguments.tokenizer is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.plans.package.manifest import QUANTIZATIONS
+from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.synth.shapes import SHAPES
 from neuronpipe.protocol.errors import UserError
@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="write a GGUF of the same shape, for other engines")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random weights (default: %(default)s)")
+    parser.add_argument(
+        "--gates",
+        choices=GATE_QUANTIZATIONS,
+        help="quantization of the gates in the package (default: q4, as the rest)",
+    )
     parser.add_argument(
         "--predictor-quantization",
         choices=QUANTIZATIONS,
@@ -78,6 +83,7 @@ def _package(arguments: argparse.Namespace) -> Package:
             SHAPES[arguments.name],
             arguments.target,
             seed=arguments.seed,
+            gates=arguments.gates,
             reads=arguments.reads,
             predictor_quantization=arguments.predictor_quantization,
             overwrite=arguments.overwrite,

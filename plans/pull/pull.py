@@ -58,6 +58,7 @@ def pull(
     name: str,
     *,
     quantization: Quantization | None,
+    gates: Quantization | None,
     options: Options,
     overwrite: bool,
     command: Sequence[str],
@@ -84,7 +85,7 @@ def pull(
                 Arrivals(hub, snapshot, folder / SOURCE, tally.arrived) as arrivals,
                 _opened(arrivals, snapshot, reference, folder / SOURCE, options) as checkpoint,
             ):
-                conversion = Conversion(checkpoint, quantization=quantization, name=name)
+                conversion = Conversion(checkpoint, quantization=quantization, gates=gates, name=name)
                 need = _prepare(arrivals, snapshot, conversion, folder, tally)
                 agree(need)
                 begin(folder, Unfinished(str(reference), snapshot.commit, tuple(command)))

@@ -15,6 +15,10 @@ DEVIATION = float(np.sqrt(np.square(_WEIGHTS).mean()))
 _NIBBLES = (_WEIGHTS + 8).astype(np.uint16)
 _NUMBERS = np.arange(1 << 16)
 _FOURS = sum(_NIBBLES[_NUMBERS >> shift & 15] << shift for shift in (0, 4, 8, 12)).astype(np.uint16)
+# The same weights in steps of two, as -3 to 3: what a gate of q3 can hold. By nibble.
+_COARSE = np.array([0, -3, -3, -3, -2, -2, -1, -1, 0, 1, 1, 2, 2, 3, 3, 3]) + 8
+_COARSE_PAIRS = (_COARSE[:, None] << 4 | _COARSE).reshape(-1).astype(np.uint8)
+COARSE_DEVIATION = float(np.sqrt(np.square(_COARSE[_WEIGHTS + 8] - 8).mean()))
 ZEROS, ONES = np.uint8(0x88), np.uint8(0x99)
 LARGEST = 7  # of the codes that signs are written with
 _SIGN_PAIRS = np.array([0x11, 0x1F, 0xF1, 0xFF], dtype=np.uint8)
@@ -40,6 +44,11 @@ def random_signs(rows: int, columns: int, random: np.random.Generator) -> Bytes:
 def unit_scale(vectors: NDArray[np.float32]) -> float:
     """What gives the products of random rows with these vectors [tokens, n] a deviation of about one."""
     return 1 / (DEVIATION * float(np.sqrt(np.square(vectors).sum(axis=1).mean())))
+
+
+def coarse(quants: Bytes) -> Bytes:
+    """These rows with half their weights, rounded away from zero: -3 to 3, of deviation COARSE_DEVIATION."""
+    return np.asarray(_COARSE_PAIRS[quants])
 
 
 def zero_rows(rows: int, columns: int) -> Rows:

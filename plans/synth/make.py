@@ -60,17 +60,20 @@ def synthesize(
     seed: int = 0,
     reads: PredictorInput = "attention",
     predictor_quantization: Quantization = "q4",
+    gates: Quantization | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Package:
     """Write a package of this shape, where it is dReLU with its predictor. progress is called with bytes of neurons
-    written and all of them. reads: of a mixture's predictors always "feed_forward". Raises UserError for what the disk
-    refuses."""
+    written and all of them. gates: "q3", or as the rest. reads: of a mixture's predictors always "feed_forward". Raises
+    UserError for what the disk refuses."""
     if model.experts > 1:
         reads = "feed_forward"
     places, work = coordinates(model.width), workload(model, seed)
     order: NeuronOrder = "source" if model.activation == "silu" else "frequency"
-    layout = compute_layout("q4", model.width, model.neurons, model.ffn_matrices, order, read_whole=model.read_whole)
+    layout = compute_layout(
+        "q4", model.width, model.neurons, model.ffn_matrices, order, gates=gates, read_whole=model.read_whole
+    )
     manifest = Manifest(
         name=name, source=Source("synthetic", name, model.activation), model=model, quantization="q4", end_tokens=(),
         layout=layout, files={}, quantization_error={}, fired_by_layer=None, workload=work,
@@ -90,7 +93,7 @@ def synthesize(
         writer.vector("output_norm", ones)
         attention = AttentionMaker(model, places, frequency, texts, seed, pool)
         block_neurons = BLOCK_NEURONS // layout.cluster_neurons * layout.cluster_neurons
-        maker = NeuronMaker(model, places, texts, block_neurons, seed, pool)
+        maker = NeuronMaker(model, places, texts, block_neurons, seed, pool, gates or "q4")
         routed_before: Array | None = None
         for layer in range(model.layers):
             prefix, layer_input = f"layers.{layer}", x

@@ -12,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from neuronpipe.plans.convert.quantize import decode
+from neuronpipe.plans.convert.quantize import decode, q3_of_q4
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import PredictorQuality
 from neuronpipe.plans.package.predictor_writer import LayerFactors
 from neuronpipe.plans.package.writer import Rows
@@ -91,7 +92,8 @@ class _Block:
 @dataclass(frozen=True)
 class Neurons:
     """A feed-forward's neurons, the hottest first. change: what they add to the residual stream's coordinates that
-    feed-forwards write [tokens, written], of the tokens they were made with."""
+    feed-forwards write [tokens, written], of the tokens they were made with. gates: how these are written: "q3", or as
+    the rest."""
 
     blocks: list[_Block]
     tokens: NDArray[np.int64]
@@ -99,6 +101,7 @@ class Neurons:
     down_scale: float
     places: Coordinates
     prediction: Prediction | None
+    gates: Quantization
 
     def rows(self) -> Iterator[tuple[Rows, Rows, Rows]]:
         """Gate, up and transposed Down, block by block."""
@@ -107,7 +110,8 @@ class Neurons:
             down = codes.zero_rows(len(block.down), self.places.state.stop)
             down.quants[:, codes.code_bytes(written)] = block.down
             down.scales.view(Half)[:, codes.code_groups(written)] = (block.sizes * self.down_scale)[:, None]
-            yield block.gate, block.up, down
+            gate = Rows(q3_of_q4(block.gate.quants), block.gate.scales) if self.gates == "q3" else block.gate
+            yield gate, block.up, down
 
     def found(self, recall: float) -> Found:
         """What fires; and the predictor that finds this part of it."""
@@ -127,6 +131,7 @@ class Pending:
     blocks: list[Future[_Block]]
     places: Coordinates
     power: float  # of what they are to write
+    gates: Quantization
 
     def result(self) -> Neurons:
         """When they are."""
@@ -134,7 +139,7 @@ class Pending:
         written = np.sum([block.written for block in blocks], axis=0)
         factor = np.sqrt(self.power / written.var(axis=0).sum())
         layer = self.inputs.layer
-        return Neurons(blocks, self.inputs.tokens, written * factor, factor, self.places, layer.prediction)
+        return Neurons(blocks, self.inputs.tokens, written * factor, factor, self.places, layer.prediction, self.gates)
 
 
 class NeuronMaker:
@@ -148,7 +153,9 @@ class NeuronMaker:
         block_neurons: int,
         seed: int,
         pool: ThreadPoolExecutor,
+        gates: Quantization = "q4",
     ) -> None:
+        self._gates = gates
         self._model, self._places, self._texts = model, places, texts
         self._block_neurons, self._seed, self._pool = block_neurons, seed, pool
 
@@ -178,7 +185,8 @@ class NeuronMaker:
         starts = range(0, model.neurons, self._block_neurons)
         # What several experts write adds up by its power.
         power = FEED_FORWARD_POWER * model.experts_per_token * (STATE_POWER * model.width)
-        return Pending(inputs, [self._pool.submit(self._block, inputs, start) for start in starts], self._places, power)
+        blocks = [self._pool.submit(self._block, inputs, start) for start in starts]
+        return Pending(inputs, blocks, self._places, power, self._gates)
 
     def _tokens(self, layer: LayerInput, chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], slice]:
         """The tokens that neurons are made with, and which of them are taken for independent ones."""
@@ -203,6 +211,9 @@ class NeuronMaker:
         )
         up_codes = codes.mixed(codes.random_codes(neurons, columns, random), gate_codes, firing.SHARED)
         gate, up = (self._unbiased(code, inputs.scale) for code in (gate_codes, up_codes))
+        if self._gates == "q3":  # a q4 row with weights that q3 has, so that all that follows is made of what is stored
+            coarse_scale = inputs.scale * codes.DEVIATION / codes.COARSE_DEVIATION
+            gate = self._unbiased(codes.coarse(gate_codes), coarse_scale)
         values = [inputs.vectors.times(rows) for rows in (gate, up)]
         biases = self._biases(inputs, values, inputs.layer.shares[some])
         for rows, value, bias in zip((gate, up), values, biases, strict=False):  # Up may have none
