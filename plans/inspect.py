@@ -54,6 +54,7 @@ def describe(package: Package, curve: FlashCurve | None = None) -> dict[str, Any
             "architecture": manifest.source.architecture,
         },
         "quantization": manifest.quantization,
+        "precision": manifest.precision,
         "parameters": parameters(manifest),
         "model": asdict(model) | {"layers": model.layers},
         "end_tokens": list(manifest.end_tokens),
@@ -148,7 +149,7 @@ def render(description: dict[str, Any]) -> str:
     window = f", attention window {' and '.join(f'{tokens:,}' for tokens in windows)}" if windows else ""
     experts = f"{model['experts']} experts, {model['experts_per_token']} a token, of " if model["experts"] > 1 else ""
     lines = [
-        f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['quantization']}, "
+        f"{description['name']}   {description['parameters'] / 1e6:,.1f} M parameters, {description['precision']}, "
         f"{model['activation']}   {sizes['total'] / MIB:,.1f} MiB",
         f"  id      {description['id']}",
         f"  source  {source['kind']}: {source['name']} ({source['architecture']})",

@@ -74,7 +74,7 @@ class RunSummary(Message):
     fixed_bytes: attention, norms, embeddings, predictor
     kv_bytes: keys and values of all sequences
     step_bytes: read from memory by every step, whatever its tokens are
-    row_bytes: of one row of a neuron: gate, up or down
+    row_bytes: of one row of a neuron: up or down, and at most a gate
     position_bytes: keys and values of one position, of all layers and heads
     context_tokens: positions that a sequence has
     lends: whether slots may lie in memory of the KV cache that no text needs yet

@@ -18,7 +18,7 @@ def run_summary(package: Package, plan: Plan, segments: Mapping[str, Segment]) -
     return RunSummary(
         model=manifest.name,
         mode=compute.mode,
-        quantization=manifest.quantization,
+        quantization=manifest.precision,
         processes=" ".join(f"{process.role}.{process.index}" for process in compute.processes),
         layers=model.layers,
         neurons=model.experts * model.neurons,

@@ -166,7 +166,7 @@ class Bench:
             "tokens": tokens,
             "model": "demo" if self.package.path == DEMO else self.package.path.name,
             "model_bytes": sum(file.bytes for file in self.package.manifest.files.values()),
-            "quantization": self.package.manifest.quantization,
+            "quantization": self.package.manifest.precision,
             "workers": len(plan.compute.decode_workers()),
             "workload": self.prompts.preset,
             "plan": plan.id,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes
+from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.plan import Plan
 
 ROWS = ("gate_rows", "up_rows", "down_rows")
@@ -60,8 +60,10 @@ def traffic(package: Package, plan: Plan, cost: Mapping[str, float], positions: 
     steps = cost.get("steps", 0.0)
     most_rows = steps * model.layers * model.experts * model.neurons
     gates, ups, downs = (min(cost.get(name, 0.0), most_rows) * row_bytes for name in ROWS)
+    if model.gated:
+        gates *= trigger_row_bytes(manifest) / row_bytes
     in_order = gates if plan.compute.mode != "predicted" else 0.0  # every gate, one after the other
-    part_bytes = layout.cluster_neurons * row_bytes
+    part_bytes = layout.cluster_neurons * row_bytes  # a trigger's are about as long
     return Traffic(
         sequential_bytes=steps * fixed_bytes + kv_bytes + in_order,
         pieces_bytes=gates - in_order + ups + downs,

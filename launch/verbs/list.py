@@ -47,7 +47,7 @@ def _described(name: str) -> dict[str, Any]:
         "path": str(path),
         "id": manifest.id,
         "bytes": size_bytes(manifest),
-        "quantization": manifest.quantization,
+        "quantization": manifest.precision,
         "activation": manifest.model.activation,
         "context_tokens": manifest.model.context_tokens,
         "predictor": manifest.predictor is not None,
@@ -71,13 +71,14 @@ def render(listed: dict[str, Any]) -> str:
     lines = []
     if packages := listed["packages"]:
         width = max(4, *(len(package["name"]) for package in packages)) + 2
-        lines.append(f"{'name':<{width}}{'size':>10}  {'weights':<9}{'activation':<12}{'context':>8}  from")
+        kinds = 2 + max(len("weights"), *(len(package.get("quantization", "")) for package in packages))
+        lines.append(f"{'name':<{width}}{'size':>10}  {'weights':<{kinds}}{'activation':<12}{'context':>8}  from")
         for package in packages:
             if "error" in package:
                 lines.append(f"{package['name']:<{width}}{'damaged':>10}  {package['error']}")
                 continue
             lines.append(
-                f"{package['name']:<{width}}{show_bytes(package['bytes']):>10}  {package['quantization']:<9}"
+                f"{package['name']:<{width}}{show_bytes(package['bytes']):>10}  {package['quantization']:<{kinds}}"
                 f"{package['activation']:<12}{package['context_tokens']:>8}  {package['source']}"
             )
     else:

@@ -36,6 +36,11 @@ def scale_bytes(quantization: Quantization, weights: int) -> int:
     return 0 if quantization == "f16" else 2 * (weights // GROUP_WEIGHTS)
 
 
+def row_bytes(quantization: Quantization, weights: int) -> int:
+    """Bytes of one row: its quants and its scales."""
+    return quant_bytes(quantization, weights) + scale_bytes(quantization, weights)
+
+
 def pages(size_bytes: int) -> int:
     """Whole pages that hold `size_bytes`."""
     return -(-size_bytes // PAGE_BYTES)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 
 
 def neuron_row_bytes(manifest: Manifest) -> int:
-    """A neuron's gate, up or down: quants and scales."""
-    quantization, width = manifest.quantization, manifest.model.width
-    return quant_bytes(quantization, width) + scale_bytes(quantization, width)
+    """A neuron's up or down, and its gate where that has no quantization of its own: quants and scales."""
+    return row_bytes(manifest.quantization, manifest.model.width)
+
+
+def trigger_row_bytes(manifest: Manifest) -> int:
+    """The row that decides whether a neuron fires: its gate, or its up where it has none."""
+    return row_bytes(manifest.trigger_quantization, manifest.model.width)
 
 
 def step_bytes(package: Package, *, predicts: bool) -> int:

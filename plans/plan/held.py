@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.models.spec import ModelSpec
-from neuronpipe.plans.package.layout import Layout, quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import Layout, row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Compute, Memory
 from neuronpipe.plans.plan.runtimes import runtime_of
@@ -64,7 +64,7 @@ def matrix_shape(model: ModelSpec, name: str) -> tuple[int, int]:
 def matrix_bytes(manifest: Manifest, name: str) -> int:
     """Of one such matrix, of one layer."""
     rows, columns = matrix_shape(manifest.model, name)
-    return rows * (quant_bytes(manifest.quantization, columns) + scale_bytes(manifest.quantization, columns))
+    return rows * row_bytes(manifest.quantization, columns)
 
 
 def held_matrices_bytes(manifest: Manifest, matrices: Sequence[str], texts: int) -> int:

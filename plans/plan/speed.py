@@ -15,8 +15,8 @@ from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile
-from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
 from neuronpipe.plans.package.manifest import PREDICTOR, Manifest
+from neuronpipe.plans.package.traffic import neuron_row_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.beside import DeviceCost, Held
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import Rates
@@ -190,12 +190,12 @@ class _Run:
         )
         # The size of a piece is that of one text: others read the same ones, or others of the same size.
         of_one = (triggers, values) if batch == 1 else (self._triggers(1), self._values(1, rates.value_read))
-        one_bytes = self._value_rows(1) + (0.0 if in_order else self._rows(1, rates.trigger_read))
+        one_bytes = self._value_rows(1) + (0.0 if in_order else self._trigger_rows(1))
         one_pieces = of_one[1].wanted + (0.0 if in_order else of_one[0].wanted)
         looked_up = [triggers] if reads_whole(self.compute, flash) else [triggers, values]
         missed, wanted = sum(part.missed for part in looked_up), sum(part.wanted for part in looked_up)
         factor = self.cost.step_factor()
-        piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else self._row_bytes
+        piece_bytes = max(1, int(one_bytes / one_pieces)) if one_pieces else neuron_row_bytes(self.manifest)
         fixed_ms = _times(factor, self.cost.fixed_ms(fixed_bytes))
         kv_ms = _times(factor, self.cost.read_from_end_to_end_ms(kv_bytes))
         if in_order:
@@ -243,7 +243,7 @@ class _Run:
         """Bytes of the rows that workers compute, of triggers and of values, and what a device takes for the others.
         Of one that was not measured, they are all counted as the workers'."""
         rates = self.rates
-        trigger_bytes, value_bytes = self._rows(batch, rates.trigger_read), self._value_rows(batch)
+        trigger_bytes, value_bytes = self._trigger_rows(batch), self._value_rows(batch)
         if self.device is None or not blocks:
             return trigger_bytes, value_bytes, 0.0
         share = held_clusters(self.manifest.layout, blocks) / self.manifest.layout.clusters
@@ -315,9 +315,11 @@ class _Run:
         rates, layout, model = self.rates, self.manifest.layout, self.manifest.model
         value_rate = rates.trigger_read if tokens >= DENSE_TOKENS else rates.value_read
         triggers, values = self._triggers(tokens), self._values(tokens, value_rate)
-        cluster_bytes = layout.cluster_neurons * self._row_bytes
         matrices = 2 if model.gated else 1  # of the value part
-        neuron_bytes = int((triggers.wanted + values.wanted * matrices) * cluster_bytes)
+        wanted_bytes = triggers.wanted * trigger_row_bytes(self.manifest) + values.wanted * matrices * neuron_row_bytes(
+            self.manifest
+        )
+        neuron_bytes = int(wanted_bytes * layout.cluster_neurons)
         read_bytes = triggers.missed * layout.trigger_part_bytes + values.missed * layout.value_part_bytes
         reads = -(-read_bytes // self.flash.most_read_bytes)
         moved_ms = self.cost.read_from_end_to_end_ms(
@@ -347,16 +349,11 @@ class _Run:
         )
 
     # ---- bytes -----------------------------------------------------------------------------------------------
-    @functools.cached_property
-    def _row_bytes(self) -> int:
-        quantization, width = self.manifest.quantization, self.manifest.model.width
-        return quant_bytes(quantization, width) + scale_bytes(quantization, width)
-
     def _fixed_bytes(self, tokens: int) -> int:
         """What a step reads of the fixed tensors. Of a mixture's predictors, those of chosen experts."""
         manifest, total = self.manifest, self.memory.fixed_bytes
         if not manifest.model.tied_embeddings:
-            total -= manifest.model.vocabulary * self._row_bytes  # of the embedding one row is read
+            total -= manifest.model.vocabulary * neuron_row_bytes(self.manifest)  # of the embedding one row is read
         if self.compute.mode == "predicted" and PREDICTOR in manifest.files:
             total -= int(manifest.files[PREDICTOR].bytes * (1 - union(self.rates.chosen, tokens)))
         return total
@@ -382,14 +379,18 @@ class _Run:
         )
 
     def _rows(self, tokens: int, share: float) -> float:
-        """Bytes of one matrix's rows that so many tokens read, each this share of its chosen experts' neurons."""
+        """Rows of one matrix that so many tokens read, each this share of its chosen experts' neurons."""
         model = self.manifest.model
         read = union(self.rates.chosen, tokens) if share == 1.0 else min(1.0, tokens * self.rates.chosen * share)
-        return read * model.ffns * model.neurons * self._row_bytes
+        return read * model.ffns * model.neurons
+
+    def _trigger_rows(self, tokens: int) -> float:
+        """Bytes of those that so many tokens read."""
+        return self._rows(tokens, self.rates.trigger_read) * trigger_row_bytes(self.manifest)
 
     def _value_rows(self, tokens: int) -> float:
         up = self._rows(tokens, self.rates.value_read) if self.manifest.model.gated else 0.0
-        return up + self._rows(tokens, self.rates.down_read)
+        return (up + self._rows(tokens, self.rates.down_read)) * neuron_row_bytes(self.manifest)
 
     # ---- reads -----------------------------------------------------------------------------------------------
     def _reads(self, missed: int, part_bytes: int) -> tuple[int, int]:

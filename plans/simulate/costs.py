@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, Protocol
 
-from neuronpipe.plans.package.layout import quant_bytes, scale_bytes
+from neuronpipe.plans.package.layout import row_bytes
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.cost import Cost
 from neuronpipe.plans.plan.firing import rates
@@ -111,10 +111,10 @@ class PlannedCosts:
         self.rows, self.value_rows = triggers / max(1.0, looked), values / self._matrices / max(1.0, fire)
         self.whole = plan.flash.bundle
         self._clusters = layout.clusters * model.experts_per_token
-        row_bytes = quant_bytes(manifest.quantization, model.width) + scale_bytes(manifest.quantization, model.width)
-        self._neurons_s = self._kernels_s(triggers * row_bytes, values * row_bytes, row_bytes) / (
-            (triggers + values) * row_bytes
-        )
+        value_row = row_bytes(manifest.quantization, model.width)
+        trigger_bytes = triggers * row_bytes(manifest.trigger_quantization, model.width)
+        kernels_s = self._kernels_s(trigger_bytes, values * value_row, value_row)
+        self._neurons_s = kernels_s / (trigger_bytes + values * value_row)
         self._matrix_s = _known(cost.fixed_ms(1e9)) / 1e12
 
     def _kernels_s(self, trigger_bytes: float, value_bytes: float, row_bytes: int) -> float:

@@ -42,6 +42,8 @@ class OpenClBackend(HolderBackend):
             return "opencl computes ReLU and its kin with the processor's bits; this model has silu"
         if manifest.quantization == "f16":
             return "opencl needs a package in q8 or q4; this one is f16"
+        if manifest.trigger_quantization == "q3":
+            return "opencl has no kernels for gates in q3; convert the model without `--gates q3`"
         return None
 
     def load(self, placement: Placement) -> None:

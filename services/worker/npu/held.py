@@ -63,7 +63,7 @@ class HeldProducts:
     ) -> None:
         layout = manifest.layout
         self.blocks = blocks
-        self._manifest, self._type = manifest, TYPES[manifest.quantization]
+        self._manifest = manifest
         self._stored = held_clusters(layout, blocks) * layout.cluster_neurons
         self._neurons = held_product_blocks(layout, blocks) * layout.block_neurons
         shapes = Shapes.of(manifest, self._neurons)
@@ -167,17 +167,18 @@ class HeldProducts:
     def _as_bytes(self, clusters: NDArray[np.uint8], place: MatrixPlace) -> tuple[NDArray[np.int8], Floats]:
         """All rows of a matrix, [whole products][width], and their scales; padding is zeros."""
         width, neurons = self._manifest.model.width, self._manifest.layout.cluster_neurons
+        kind = TYPES[place.quantization or self._manifest.quantization]
         padded = -(-self._stored // self._neurons) * self._neurons
         rows, scales = np.zeros((padded, width), np.int8), np.zeros(padded, np.float32)
         quants_at, scales_at = (
             self._addresses(clusters, part, offset, row_bytes, neurons)
             for part, offset, row_bytes in (
-                (place.part, place.quants, lib.np_quant_bytes(self._type, width)),
-                (place.scales_part, place.scales, lib.np_scale_bytes(self._type, width)),
+                (place.part, place.quants, lib.np_quant_bytes(kind, width)),
+                (place.scales_part, place.scales, lib.np_scale_bytes(kind, width)),
             )
         )
         done = lib.np_rows_to_s8(
-            self._type,
+            kind,
             ffi.cast("void **", ffi.from_buffer(quants_at)),
             ffi.cast("void **", ffi.from_buffer(scales_at)),
             self._stored,
@@ -187,7 +188,7 @@ class HeldProducts:
             ffi.from_buffer("float[]", scales, require_writable=True),
         )
         if done < 0:
-            raise ValueError(f"rows of {width} of type {self._type} cannot be made to bytes")
+            raise ValueError(f"rows of {width} of type {kind} cannot be made to bytes")
         return rows, scales
 
     def _addresses(

@@ -68,7 +68,8 @@ class RowsAhead:
 
     def __init__(self, manifest: Manifest, *, neurons: int, threads: int) -> None:
         model = manifest.model
-        self._type, self._neurons = TYPES[manifest.quantization], neurons
+        self._type, self._gate_type = TYPES[manifest.quantization], TYPES[manifest.trigger_quantization]
+        self._neurons = neurons
         matrices = {
             lib.NP_PRODUCT_QKV: (model.qkv_rows, model.width),
             lib.NP_PRODUCT_ATTENTION_OUTPUT: (model.width, model.query_width),
@@ -225,8 +226,10 @@ class RowsAhead:
     def _narrow(self, place: Any, buffers: list[Bytes], scales: Floats, matrix: int, first: int, count: int) -> None:
         """So many rows of one matrix, from the first on."""
         rows = buffers[matrix][first : first + count]
+        is_gate = place.kind == lib.NP_PRODUCT_NEURONS and matrix == MATRICES.index("gate")
+        kind = self._gate_type if is_gate else self._type
         done = lib.np_rows_to_s8(
-            self._type,
+            kind,
             place.quants[matrix] + first,
             place.scales[matrix] + first,
             count,
@@ -236,7 +239,7 @@ class RowsAhead:
             ffi.from_buffer("float[]", scales[matrix, first : first + count], require_writable=True),
         )
         if done < 0 or len(rows) != count:
-            raise ValueError(f"{count} rows of {rows.shape[1]} of type {self._type} cannot be made to bytes")
+            raise ValueError(f"{count} rows of {rows.shape[1]} of type {kind} cannot be made to bytes")
 
 
 def started(name: str, threads: int) -> ThreadPoolExecutor:

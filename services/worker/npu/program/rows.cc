@@ -251,7 +251,8 @@ int RowsAhead::make(Made *made)
         return NP_E_ARGUMENT;
     makers_.share(parts * static_cast<size_t>(matrices), [&](size_t part) {
         const size_t n = part / parts, first = part % parts * PART_ROWS, count = std::min<size_t>(PART_ROWS, from.rows - first);
-        if (np_rows_to_s8(shape_.type, from.quants[n] + first, from.scales[n] + first, count, from.columns,
+        const int type = matrices == 3 && n == 0 ? shape_.trigger_type : shape_.type;
+        if (np_rows_to_s8(type, from.quants[n] + first, from.scales[n] + first, count, from.columns,
                           made->rows[n].data() + first * from.columns, from.columns, made->scales[n].data() + first) < 0)
             is_refused = true;
     });
