@@ -14,7 +14,7 @@
 #define ARENA_BYTES ((size_t)2560 << 20) /* more than any cache; a child shares its pages and page tables */
 
 static uint8_t *arena;
-static const char *const type_names[] = {"f16", "q8", "q4"};
+static const char *const type_names[] = {"f16", "q8", "q4", "q3"};
 static char **parts;
 static int part_count;
 
@@ -103,7 +103,7 @@ static void bench_rows(void) {
         const char *where;
     } cases[] = {{4096, (size_t)700 << 20, "DRAM"}, {4096, 400 << 10, "L2"}, {352, (size_t)700 << 20, "DRAM"}, {352, 400 << 10, "L2"}, {64, (size_t)700 << 20, "DRAM"}};
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++)
-        for (int type = NP_Q4; type >= NP_F16; type--) {
+        for (int type = NP_Q3; type >= NP_F16; type--) {
             rows_case c = {.type = type, .n = cases[k].n};
             const size_t row_bytes = np_quant_bytes(type, c.n) + np_scale_bytes(type, c.n);
             c.rows = cases[k].bytes / row_bytes;
@@ -251,7 +251,7 @@ static void bench_panel(void) {
 /* As many rows as a block of work has, in the first or second cache, with the tokens of a few texts. */
 static void bench_few(void) {
     static const size_t tokens[] = {1, 2, 3, 4, 8}, widths[] = {320, 4096};
-    for (int type = NP_Q4; type >= NP_F16; type--)
+    for (int type = NP_Q3; type >= NP_F16; type--)
         for (int w = 0; w < 2; w++) {
             panel_case c = {.type = type, .n = widths[w]};
             c.out = room(4 * 512 * 8);

@@ -102,10 +102,17 @@ RANK = 64
 
 def write_package(target: Path, model: ModelSpec, quantization: Quantization) -> Package:
     """A package of this model, its weights as wide as those of the conformance checkpoints, so that logits are of order
-    10. Biases of Up leave few neurons firing."""
+    10. Biases of Up leave few neurons firing. q3: of gates, and the rest is q4."""
     random = np.random.default_rng(1)
+    quantization, gates = ("q4", quantization) if quantization == "q3" else (quantization, None)
     layout = compute_layout(
-        quantization, model.width, model.neurons, model.ffn_matrices, "source", read_whole=model.read_whole
+        quantization,
+        model.width,
+        model.neurons,
+        model.ffn_matrices,
+        "source",
+        gates=gates,
+        read_whole=model.read_whole,
     )
     manifest = Manifest(
         name=target.name, source=Source("synthetic", target.name, "random"), model=model, quantization=quantization,
@@ -120,7 +127,8 @@ def write_package(target: Path, model: ModelSpec, quantization: Quantization) ->
             scales = [width**-0.5 for width in (model.width, 4 * model.neurons)]
             deviations = [scales[matrix == "down"] for matrix in model.ffn_matrices]
             rows_of = [_normal(random, (model.neurons, model.width), deviation) for deviation in deviations]
-            writer.neurons(*(encode(quantization, rows) for rows in rows_of))
+            encoded = [place.quantization or quantization for place in layout.matrices]
+            writer.neurons(*(encode(own, rows) for own, rows in zip(encoded, rows_of, strict=True)))
         writer.complete(tokenizer(model.vocabulary).to_str().encode(), {})
         return writer.publish()
 

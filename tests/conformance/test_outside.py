@@ -52,7 +52,7 @@ def difference(rows: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
     return float((np.sqrt(np.mean(np.square(rows - wanted), axis=1)) / wanted.std(axis=1)).max())
 
 
-@pytest.mark.parametrize("quantization", ["q8", "q4"])
+@pytest.mark.parametrize("quantization", ["q8", "q4", "q3"])
 @pytest.mark.parametrize("name", GATED)
 def test_products_by_the_engines_own_kernels_make_the_engines_step(
     tmp_path: Path, name: str, quantization: Quantization

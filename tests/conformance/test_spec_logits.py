@@ -35,11 +35,12 @@ TEXT = np.random.default_rng(3).integers(0, 509, CHUNK + 6).tolist()  # chunks w
 CASES = [(name, "f16") for name in SPECS] + [
     (name, q) for name in ("opt", "ungated relu2", "parallel", "turbosparse") for q in ("q8", "q4")
 ]
+CASES += [(name, "q3") for name in ("many neurons", "turbosparse")]
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    """packages(name of a description, quantization) -> its package."""
+    """packages(name of a description, quantization) -> its package; q3: of its gates."""
     folder = tmp_path_factory.mktemp("specs")
 
     @cache
@@ -64,7 +65,7 @@ def test_every_kind_of_model_has_the_logits_of_the_reference_and_the_same_bits_o
     logits = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
     error = error_of(logits, wanted)
     print(f"{name} {quantization}: relative rms {error:.5f}, deviation of logits {wanted.std():.2f}")
-    assert error < BOUNDS[quantization]
+    assert error < BOUNDS["q4" if quantization == "q3" else quantization]
     plain: dict[str, Any] = {}
     blocks = package.manifest.layout.blocks
     by_turns: dict[str, Any] = {"partial_tokens": 5, "window_blocks": blocks}

@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_gguf(directory / "powerinfer.gguf", RECIPE, powerinfer=True, metadata={"powerinfer.sparse_threshold": 0.5})
     (directory / "tokenizer").mkdir()
     (directory / "tokenizer" / "tokenizer.model").write_bytes(trained("normalizing", pieces=400))
-    convert(source, directory / "package", quantization="q4")
+    convert(source, directory / "package", quantization="q4", gates="q3")
     return directory
 
 

@@ -157,11 +157,13 @@ def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tup
     return logits.tobytes(), said
 
 
-@pytest.mark.parametrize(("recipe", "quantization"), [("awkward", "q4"), ("qwen2", "f16")])
+@pytest.mark.parametrize(
+    ("recipe", "quantization", "gates"), [("awkward", "q4", None), ("awkward", "q4", "q3"), ("qwen2", "f16", None)]
+)
 def test_logits_are_the_same_bits_on_both_paths_and_in_any_memory(
-    shell: Shell, converted: Converted, recipe: str, quantization: str
+    shell: Shell, converted: Converted, recipe: str, quantization: str, gates: str | None
 ) -> None:
-    package = converted(recipe, quantization)
+    package = converted(recipe, quantization, gates=gates)
     decode, said = logits_file(shell, package, "decode")
     prefill, _ = logits_file(shell, package, "prefill", "--path", "prefill", "--ffn-resident", "25%")
     little, _ = logits_file(shell, package, "little", "--ffn-resident", "60%", "--workers", "3")

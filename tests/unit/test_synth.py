@@ -258,6 +258,17 @@ def test_measured_activity_is_what_was_requested(statistics: dict[str, dict[str,
     assert np.mean(together) == pytest.approx(firing.UP_GIVEN_GATE, abs=0.05)
 
 
+def test_gates_in_three_bits_fire_as_often_as_requested(tmp_path: Path) -> None:
+    """Their thresholds are set on the weights that are stored."""
+    package = synthesize("coarse", SMALL, tmp_path / "package", gates="q3")
+    assert package.manifest.trigger_quantization == "q3"
+    found = measure(package, "independent", 300)
+    assert found["mean"]["activity"]["measured"] == pytest.approx(firing.MEAN_ACTIVITY, abs=0.02)
+    assert found["mean"]["up_given_gate"] == pytest.approx(firing.UP_GIVEN_GATE, abs=0.05)
+    assert package.manifest.fired_by_layer is not None
+    assert np.mean(package.manifest.fired_by_layer) == pytest.approx(firing.MEAN_ACTIVITY, abs=0.02)
+
+
 def test_neurons_stay_active_as_long_as_the_preset_asks(statistics: dict[str, dict[str, Any]]) -> None:
     for preset, found in statistics.items():
         for distance in ("overlap_1", "overlap_10"):

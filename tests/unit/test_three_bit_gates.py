@@ -15,10 +15,12 @@ from neuronpipe.plans.package.layout import compute_layout
 from neuronpipe.plans.package.manifest import identity
 from neuronpipe.plans.package.parse import parse_manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.traffic import trigger_row_bytes
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.engine import ReferenceEngine
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.worker.backend import create_backend
 
 from tests.conformance.checkpoints import RECIPES, write_checkpoint
 
@@ -155,6 +157,17 @@ def test_other_gates_are_refused_by_name(
     values["id"] = identity({name: value for name, value in values.items() if name != "id"})
     with pytest.raises(UserError, match=message):
         parse_manifest(json.dumps(values).encode(), "manifest.json")
+
+
+def test_an_accelerator_without_kernels_for_them_says_so(packages: dict[str, Package]) -> None:
+    opencl = create_backend("opencl")
+    assert "gates in q3" in (opencl.supports(packages["q3"].manifest, "accelerator") or "")
+    assert opencl.supports(packages["q4"].manifest, "accelerator") is None
+
+
+def test_fewer_bytes_of_gates_are_counted_as_read(packages: dict[str, Package]) -> None:
+    sizes = [trigger_row_bytes(package.manifest) for package in packages.values()]
+    assert sizes[1] - sizes[0] == packages["q4"].manifest.model.width // 8
 
 
 def test_the_reference_engine_computes_with_what_is_stored(packages: dict[str, Package]) -> None:
