@@ -72,8 +72,10 @@ class Page:
         self.browser, self.server = browser, server
 
     def open(self) -> Page:
-        """Load it."""
+        """Load it, and wait until it shows what it has kept."""
         self.browser.get(f"http://127.0.0.1:{self.server.port}/")
+        ready = "const list = document.getElementById('messages'); return list && !list.hasAttribute('aria-busy')"
+        assert self.eventually(lambda: self.browser.execute_script(ready))
         return self
 
     def __getitem__(self, name: str) -> WebElement:
@@ -84,6 +86,33 @@ class Page:
         for name, value in values.items():
             script = "const field = document.getElementById(arguments[0]); field.value = arguments[1]"
             self.browser.execute_script(script, name, str(value))
+
+    def act(self, name: str, number: int = -1) -> None:
+        """Press a button of one turn: "edit", "copy", "regenerate", "continue"."""
+        role = "user" if name == "edit" else "assistant"
+        script = "document.querySelectorAll(arguments[0])[arguments[1]].click()"
+        buttons = f"#messages > .{role} > .foot [data-action={name}]"
+        count = len(self.browser.find_elements(By.CSS_SELECTOR, buttons))
+        self.browser.execute_script(script, buttons, number % count)
+
+    def offers(self, number: int = -1) -> set[str]:
+        """What can be done with one turn."""
+        script = (
+            "const [all, n] = [[...document.querySelectorAll('#messages > .user')], arguments[0]];"
+            "const one = all.at(n); return [one, one.nextElementSibling].flatMap(item =>"
+            "[...item.querySelectorAll(':scope > .foot button:not([hidden])')].map(button => button.dataset.action))"
+        )
+        return set(self.browser.execute_script(script, number))
+
+    @property
+    def titles(self) -> list[str]:
+        """The list of conversations."""
+        script = "return [...document.querySelectorAll('#entries [data-action=open]')].map(one => one.textContent)"
+        return list(self.browser.execute_script(script))
+
+    def in_list(self, action: str, number: int = 0) -> None:
+        """Press a button of one conversation in the list: "open", "rename", "delete"."""
+        self.browser.find_elements(By.CSS_SELECTOR, f"#entries [data-action={action}]")[number].click()
 
     def ask(self, text: str, tokens: int) -> None:
         """Type and send; the likeliest tokens, so that a text ends where it always does."""
@@ -100,7 +129,7 @@ class Page:
     @property
     def asked(self) -> list[str]:
         """The text of each message of the person."""
-        script = "return [...document.querySelectorAll('#messages .user pre')].map(one => one.textContent)"
+        script = "return [...document.querySelectorAll('#messages .user .body')].map(one => one.textContent)"
         return list(self.browser.execute_script(script))
 
     @property
@@ -108,7 +137,7 @@ class Page:
         """(text, note below it) of each answer."""
         script = (
             "return [...document.querySelectorAll('#messages .assistant')]"
-            ".map(one => [one.children[0].textContent, one.children[1].textContent])"
+            ".map(one => ['.body', '.note'].map(part => one.querySelector(part).textContent))"
         )
         return [(text, note) for text, note in self.browser.execute_script(script)]
 
@@ -118,7 +147,7 @@ class Page:
         self.browser.execute_script("""
             const lengths = window.lengths = [];
             new MutationObserver(() => {
-                const last = document.querySelector('#messages .assistant:last-child pre');
+                const last = document.querySelector('#messages .assistant:last-child .body');
                 if (last && last.textContent.length !== lengths.at(-1)) lengths.push(last.textContent.length);
             }).observe(document.getElementById('messages'), { childList: true, subtree: true });
         """)

@@ -27,6 +27,8 @@ class PageServer(ThreadingHTTPServer):
 
     asked: the bodies of requests for answers
     replies: what the next answers are; "Fine." when there is none
+    chat: whether the model was trained to chat
+    reason: why answers end
     snapshot: what is shown of the run, from one moment to the next
     """
 
@@ -37,6 +39,7 @@ class PageServer(ThreadingHTTPServer):
         self.context_tokens = context_tokens
         self.asked: list[dict[str, Any]] = []
         self.replies: deque[Reply] = deque()
+        self.chat, self.reason = True, "stop"
         self.snapshot = run_snapshot()
         self.ended = threading.Event()
 
@@ -88,7 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
             while not self.server.ended.wait(LIVE_EVERY_S):
                 self._event(self.server.snapshot)
         elif self.path == "/v1/models":
-            model = {"id": "a-model", "chat_template": True, "context_tokens": self.server.context_tokens}
+            model = {
+                "id": "a-model",
+                "chat_template": self.server.chat,
+                "context_tokens": self.server.context_tokens,
+            }
             self._whole(200, json.dumps({"data": [model]}).encode(), "application/json")
         else:
             file = PAGE_FOLDER / (self.path.removeprefix("/page/") if self.path != "/" else PAGE_INDEX)
@@ -110,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             else:
                 part.wait()
-        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": self.server.reason}]})
         characters = sum(len(message["content"]) for message in body["messages"])
         self._event({"choices": [], "usage": {"prompt_tokens": characters, "completion_tokens": len(reply)}})
         self.wfile.write(b"data: [DONE]\n\n")

@@ -98,9 +98,9 @@ class Gateway:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        prompt = self._chat.prompt(body.messages, offer, marked=body.constraint is not None)
+        prompt = self._chat.prompt(body.asked, offer, marked=body.constraint is not None)
         if offer is None:
-            return self._answer(request, body, [prompt.text], limit, ChatForm, frame=prompt.frame)
+            return self._answer(request, body, [prompt.text + body.begun], limit, ChatForm, frame=prompt.frame)
         form = functools.partial(CallingForm, calls=prompt.calls, text=not offer.required)
         return self._answer(
             request, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)

@@ -330,6 +330,9 @@ class ChatRequest(Sampling):
         None, description="whether it calls any, and which; without it the model decides"
     )
     parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
+    continue_final_message: bool = Field(
+        False, description="go on with the last message, which is the assistant's, instead of answering"
+    )
     modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
     reasoning_effort: str | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
@@ -343,6 +346,24 @@ class ChatRequest(Sampling):
     def offer(self) -> Offer | None:
         """The functions that the answer may call; None: it is a text."""
         return Offer.of(self.tools, self.tool_choice, several=self.parallel_tool_calls)
+
+    @property
+    def asked(self) -> list[ChatMessage]:
+        """The messages that are answered."""
+        return self.messages[:-1] if self.continue_final_message else self.messages
+
+    @property
+    def begun(self) -> str:
+        """What there is of the answer."""
+        return self.messages[-1].text if self.continue_final_message else ""
+
+    @model_validator(mode="after")
+    def _answer_to_continue(self) -> ChatRequest:
+        if self.continue_final_message and (len(self.messages) < 2 or self.messages[-1].role != "assistant"):
+            raise beside_others("continue_final_message", "only when the last of several messages is the assistant's")
+        if self.continue_final_message and self.offer is not None:
+            raise beside_others("continue_final_message", "only without tools")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:

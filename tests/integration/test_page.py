@@ -97,7 +97,7 @@ def test_a_conversation_that_no_longer_fits_goes_on_without_its_beginning(page: 
     (above,) = page.divided
     assert 1 <= above <= 2
     assert page.answers[-1][1].endswith(f"the oldest {2 * above} messages were left out")
-    page["forget"].click()
+    page["new-in-list"].click()
     assert page.answers == []
     assert page.divided == []
     assert page["hint"].is_displayed()
@@ -113,16 +113,27 @@ def test_a_message_that_only_the_server_finds_too_long_takes_the_place_of_those_
     assert "400" in refusal
 
 
-def test_starting_anew_is_there_as_soon_as_there_is_something_to_forget(page: Page) -> None:
-    assert page["forget"].is_displayed()
-    assert not page["forget"].is_enabled()
+def test_a_new_conversation_ends_the_answer_of_the_one_before(page: Page) -> None:
     page.ask("def fibonacci(n):", 400)
     assert page.eventually(lambda: page.answers[0][0])
-    page["forget"].click()
+    page["new-in-list"].click()
     assert page.eventually(lambda: page.server.run.status().sequences_active == 0)
     page.ask("import os", 8)
     assert page.eventually(lambda: page.answers and page.answers[0][1].startswith("8 tokens"))
     assert len(page.answers) == 1
+
+
+def test_an_answer_continued_twice_is_the_one_that_comes_in_one_piece(page: Page) -> None:
+    page.ask("def quicksort(items):", 30)
+    assert page.eventually(lambda: page.answers[0][1].startswith("30 tokens"))
+    ((whole, _),) = page.answers
+    page.set(tokens=10)
+    page.act("regenerate")
+    for tokens in (10, 20, 30):
+        assert page.eventually(lambda tokens=tokens: page.answers[0][1].startswith(f"{tokens} tokens"))
+        if tokens < 30:
+            page.act("continue")
+    assert page.answers[0][0] == whole
 
 
 def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: webdriver.Chrome) -> None:
@@ -142,6 +153,7 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:
     assert page.eventually(lambda: "continues the text" in page["hint"].text)
+    assert "demo knows only Python" in page["hint"].text
 
 
 def test_on_a_phone_it_fits_and_shows_one_thing_at_a_time(page: Page) -> None:

@@ -1,9 +1,7 @@
-"""What the page does with its own: settings, the conversation over a reload, trouble, warm-up. The server is played."""
+"""What the page does in every state: settings, trouble, warm-up, narrow screens, the keyboard. The server is played."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -127,166 +125,6 @@ def test_after_trouble_the_message_is_there_to_be_sent_again(page: Page, reply: 
     assert page.server.sent[2] == ["hello", "Fine.", "and now?"]
 
 
-# ---- kept over a reload --------------------------------------------------------------------------------------
-def test_a_conversation_goes_on_after_a_reload(page: Page) -> None:
-    page["settings"].find_element(By.TAG_NAME, "summary").click()
-    for field, value in (("system", "be brief"), ("temperature", "0.3")):
-        page[field].clear()
-        page[field].send_keys(value)
-    talk(page, "my name is Ada", "what is it?")
-    before = page.answers
-    page["prompt"].send_keys("not sent yet")
-    page.open()
-    assert page.asked == ["my name is Ada", "what is it?"]
-    assert page.answers == before
-    assert page["prompt"].get_attribute("value") == "not sent yet"
-    assert page["forget"].is_enabled()
-    assert not page["hint"].is_displayed()
-    page["send"].click()
-    assert page.eventually(lambda: len(page.server.asked) == 3)
-    assert page.server.sent[2] == ["be brief", "my name is Ada", "Fine.", "what is it?", "Fine.", "not sent yet"]
-    assert page.server.asked[2]["temperature"] == 0.3
-
-
-def test_an_answer_under_way_stays_over_a_reload_as_far_as_it_had_come(page: Page) -> None:
-    page.server.replies.append(["half an ", page.server.ended])
-    page.send("tell me")
-    assert page.eventually(lambda: page.answers[0][0] == "half an ")
-    page.open()
-    assert page.answers == [("half an ", "stopped")]
-    talk(page, "go on")
-    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
-
-
-def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: webdriver.Chrome) -> None:
-    with page_server(context_tokens=300) as server:
-        page = Page(browser, server).open()
-        page.set(tokens=100)
-        talk(page, "a" * 150, "b" * 150)
-        assert page.divided == [1]
-        page.open()
-        assert page.divided == [1]
-        page.set(tokens=100)
-        talk(page, "c")
-        assert [text[:1] for text in server.sent[2]] == ["b", "F", "c"]
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "",
-        "{",
-        "null",
-        "7",
-        "[]",
-        '{"version": 1}',
-        '{"version": 1, "turns": {"length": 2}}',
-        '{"version": 1, "turns": [null]}',
-        '{"version": 1, "turns": [{"question": 7, "answer": "", "note": "", "ended": true}]}',
-        '{"version": 1, "turns": [{"question": "x"}]}',
-        '{"version": 2, "turns": [{"question": "of a newer page", "answer": "", "note": "", "ended": true}]}',
-    ],
-)
-def test_a_damaged_conversation_is_none(page: Page, damaged: str) -> None:
-    store(page, conversation=damaged, settings=damaged, draft="")
-    assert page.asked == []
-    assert page["hint"].is_displayed()
-    talk(page, "hello")
-    assert page.server.sent == [["hello"]]
-    page.open()
-    assert page.asked == ["hello"]
-
-
-@pytest.mark.parametrize("left_out", [-1, 1, 2, 0.5, "1", None])
-def test_a_conversation_with_figures_that_cannot_be_is_sent_whole(page: Page, left_out: Any) -> None:
-    turn = {"question": "q", "answer": "a", "note": "", "ended": True}
-    kept = {"version": 1, "leftOut": left_out, "tokensPerCharacter": -3, "turns": [turn]}
-    store(page, conversation=json.dumps(kept), settings='{"tokens": 7, "system": null}', draft="")
-    talk(page, "r")
-    assert page.server.sent == [["q", "a", "r"]]
-
-
-def store(page: Page, **texts: str) -> None:
-    """Load the page again; the tab has kept these texts."""
-    items = json.dumps({f"neuronpipe-{name}": text for name, text in texts.items()})
-    with before_each_load(
-        page, f"for (const [name, text] of Object.entries({items})) sessionStorage.setItem(name, text)"
-    ):
-        page.open()
-
-
-@contextlib.contextmanager
-def before_each_load(page: Page, source: str) -> Iterator[None]:
-    """A script runs before the page's own while the context lasts."""
-    script = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    try:
-        yield
-    finally:
-        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
-
-
-def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:
-    page["prompt"].send_keys("x")
-    page.browser.execute_script("document.getElementById('prompt').value = 'y'.repeat(600000)")
-    talk(page, "")
-    page.browser.execute_script("document.getElementById('prompt').value = 'z'.repeat(600000)")
-    talk(page, "")
-    page.open()
-    assert [text[:1] for text in page.asked] == ["z"]
-    sizes = "return Object.entries(sessionStorage).map(([name, text]) => name.length + text.length)"
-    assert sum(page.browser.execute_script(sizes)) < 1 << 21
-
-
-def test_without_storage_everything_but_the_reload_works(page: Page) -> None:
-    forbid = (
-        "Object.defineProperty(window, 'sessionStorage', { get() { throw new DOMException('', 'SecurityError'); } })"
-    )
-    with before_each_load(page, forbid):
-        page.open()
-        talk(page, "hello", "again")
-        page.open()
-        assert page.asked == []
-
-
-# ---- starting anew -------------------------------------------------------------------------------------------
-def test_starting_anew_can_be_taken_back(page: Page) -> None:
-    assert not page["undo"].is_displayed()
-    talk(page, "my name is Ada")
-    before = page.answers
-    page["forget"].click()
-    assert (page.asked, page.answers) == ([], [])
-    page["undo"].click()
-    assert (page.asked, page.answers) == (["my name is Ada"], before)
-    assert not page["undo"].is_displayed()
-    talk(page, "what is it?")
-    assert page.server.sent[1] == ["my name is Ada", "Fine.", "what is it?"]
-
-
-def test_starting_anew_leaves_nothing_in_the_tab_and_the_next_message_settles_it(page: Page) -> None:
-    page["prompt"].send_keys("a secret")
-    page.browser.execute_script("window.dispatchEvent(new Event('pagehide'))")  # as if another tab had been looked at
-    talk(page, " and more")
-    page["forget"].click()
-    assert "secret" not in page.browser.execute_script("return JSON.stringify({...sessionStorage})")
-    talk(page, "hello")
-    assert not page["undo"].is_displayed()
-    assert page.server.sent[1] == ["hello"]
-    page.open()
-    assert page.asked == ["hello"]
-
-
-def test_an_answer_that_starting_anew_stopped_comes_back_as_far_as_it_had_come(page: Page) -> None:
-    page.server.replies.append(["half an ", page.server.ended])
-    page.send("tell me")
-    assert page.eventually(lambda: page.answers[0][0] == "half an ")
-    page["forget"].click()
-    assert page.eventually(lambda: page["send"].is_displayed())
-    page["undo"].click()
-    assert page.answers == [("half an ", "stopped")]
-    talk(page, "go on")
-    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
-
-
 # ---- warm-up -------------------------------------------------------------------------------------------------
 def test_warm_up_is_shown_until_it_is_done(page: Page) -> None:
     def loaded(some: float, total: float) -> dict[str, Any]:
@@ -322,10 +160,19 @@ def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
     page.server.snapshot = run_snapshot(warm_up={"loaded_bytes": 1.8e9, "total_bytes": 4.2e9})
     page.open()
     assert page.eventually(lambda: page["warm-up"].is_displayed())
-    page.server.replies.append(["word " * 60 + "x" * 200])
-    talk(page, "y" * 200)
+    table = "\n| a | b |\n|--|--|\n|" + "z" * 99 + "| - |\n"
+    page.server.replies.append(["word " * 60 + "x" * 200, "\n\n```python\n" + "y" * 200 + "\n```\n", table])
+    page.server.reason = "length"
+    page.send("y" * 200)
+    assert page.eventually(lambda: page.answers and "limit" in notes(page)[0])
     fits(page)
-    page["forget"].click()
+    page.act("edit")
+    fits(page)
+    page["show-list"].click()
+    fits(page)
+    page.in_list("rename")
+    fits(page)
+    page.in_list("delete")
     fits(page)
     page.set(tokens="0")
     page.send("hello")
@@ -352,27 +199,40 @@ def test_what_happens_is_said_to_who_listens_but_not_every_speed(page: Page) -> 
         page.server.snapshot = run_snapshot(sequences_active=1, tokens_per_s=10.0 + speed)
         assert page.eventually(lambda speed=speed: f"{10 + speed}.0 tokens/s" in page["state"].text)
     talk(page, "hello")
-    page["forget"].click()
+    page.in_list("delete")
     page["undo"].click()
     answer, deleted, back = page.browser.execute_script("return said.filter(one => one !== 'connected')")
     assert answer.startswith("The answer: ")
     assert "deleted" in deleted
-    assert back == "The conversation is back."
+    assert back == "It is as it was before."
 
 
 def test_the_keyboard_alone_is_enough(page: Page) -> None:
     page.server.replies.append(["half an ", page.server.ended])
-    page["prompt"].send_keys("hello", Keys.TAB, Keys.TAB)  # Settings; Start anew cannot be done yet
+    page["prompt"].send_keys("hello", Keys.TAB, Keys.TAB)  # Settings
     assert page["send"] == page.browser.switch_to.active_element
     page["send"].send_keys(Keys.ENTER)
-    assert page.eventually(lambda: page.answers[0][0] == "half an ")
+    assert page.eventually(lambda: page.answers[0][0] == "half an")
     assert page["stop"] == page.browser.switch_to.active_element
     page["stop"].send_keys(Keys.ENTER)
     assert page.eventually(lambda: notes(page) == ["stopped"])
     assert page["send"] == page.browser.switch_to.active_element
-    page["forget"].send_keys(Keys.ENTER)
     page["prompt"].send_keys(Keys.SHIFT, Keys.TAB)
-    assert page["undo"] == page.browser.switch_to.active_element
+    assert focused(page) == "Continue"
+    page.browser.switch_to.active_element.send_keys(Keys.SHIFT, Keys.TAB)
+    assert focused(page) == "Regenerate"
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert page.eventually(lambda: page.answers[0][0] == "Fine.")
+    page["undo"].send_keys(Keys.ENTER)
+    assert page.answers == [("half an", "stopped")]
+    page.browser.find_element(By.CSS_SELECTOR, "[data-action=rename]").send_keys(Keys.ENTER)
+    page.browser.switch_to.active_element.send_keys("Greetings", Keys.ENTER)
+    assert page.titles == ["Greetings"]
+    assert page.browser.switch_to.active_element.accessible_name == "Rename: Greetings"
+
+
+def focused(page: Page) -> str:
+    return page.browser.switch_to.active_element.text
 
 
 # ---- processes -----------------------------------------------------------------------------------------------

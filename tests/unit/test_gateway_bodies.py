@@ -244,6 +244,7 @@ def test_limits_are_named() -> None:
     ("kind", "asked", "param", "said"),
     [
         (CompletionRequest, {"best_of": 2, "n": 4}, "best_of", "2 is less than n, 4"),
+        (ChatRequest, {"continue_final_message": True}, "continue_final_message", "only when the last of several"),
         (CompletionRequest, {"best_of": 4, "n": 2, "stream": True}, "best_of", "more than n cannot be streamed"),
         (CompletionRequest, {"stream_options": {}}, "stream_options", "only with stream"),
         (ChatRequest, {"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
@@ -316,3 +317,11 @@ def test_what_an_answer_is_to_be_is_said_in_many_ways(
 )
 def test_an_answer_has_one_form(asked: dict[str, Any], param: str) -> None:
     assert refusal(CompletionRequest, **asked)[1] == param
+
+
+def test_an_answer_that_is_continued_is_no_message_that_is_answered() -> None:
+    talk = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one, "}]
+    body = parsed(ChatRequest, messages=talk, continue_final_message=True)
+    assert ([message.text for message in body.asked], body.begun) == (["count"], "one, ")
+    body = parsed(ChatRequest, messages=talk)
+    assert ([message.text for message in body.asked], body.begun) == (["count", "one, "], "")

@@ -3,16 +3,36 @@
 
 const UNKNOWN = 0.4; // tokens a character, until an answer tells how many its prompt had
 const MAX_SENT_MESSAGES = 4096; // the API takes no more
-const VERSION = 1; // of what is kept
+const MAX_TITLE = 48; // characters of a question that become a title
+const VERSION = 2; // of what is kept
+const TEXTS = ["question", "answer", "note", "reason", "model"];
 
 export class Conversation {
-  turns = []; // { question, answer, note, ended, items }; items are what shows it
+  // { question, answer, note, reason, tokens, model, chat, ended, failed, view }. reason: why the answer has ended,
+  // "stop", "length" or "stopped". model: which one answers; chat: whether it was trained to. failed: there was trouble,
+  // which the note says. view is what shows it.
+  turns = [];
   leftOut = 0; // how many of them, from the oldest on, are not sent any more
+  title = ""; // "" until somebody gives one
+  changed = 0; // when something was said last, in ms
   #tokensPerCharacter = UNKNOWN;
 
-  ask(question) {
-    const turn = { question, answer: "", note: "", ended: false, items: [] };
+  constructor(id) {
+    this.id = id;
+  }
+
+  // Its title, or the first words that were said.
+  get name() {
+    const words = this.title || (this.turns[0]?.question ?? "").trim().replace(/\s+/g, " ");
+    if (words.length <= MAX_TITLE) return words;
+    const cut = words.slice(0, MAX_TITLE);
+    return `${cut.slice(0, Math.max(MAX_TITLE / 2, cut.lastIndexOf(" "))).trimEnd()}…`;
+  }
+
+  ask(question, now = Date.now()) {
+    const turn = { question, answer: "", note: "", reason: "", tokens: 0, model: "", chat: false, ended: false, failed: false, view: null };
     this.turns.push(turn);
+    this.changed = now;
     return turn;
   }
 
@@ -22,11 +42,26 @@ export class Conversation {
     this.leftOut = leftOutBefore;
   }
 
+  // As it was before this turn. What was left out may fit again.
+  cutBefore(turn) {
+    this.turns.splice(this.turns.indexOf(turn));
+    this.leftOut = 0;
+  }
+
+  // The same once more, without what shows it.
+  copy() {
+    const same = Object.assign(new Conversation(this.id), { title: this.title, leftOut: this.leftOut, changed: this.changed });
+    same.turns = this.turns.map((turn) => ({ ...turn, view: null }));
+    same.#tokensPerCharacter = this.#tokensPerCharacter;
+    return same;
+  }
+
+  // An answer that is to be continued is the last message.
   sent(system) {
     const messages = system ? [{ role: "system", content: system }] : [];
     for (const { question, answer, ended } of this.turns.slice(this.leftOut)) {
       messages.push({ role: "user", content: question });
-      if (ended) messages.push({ role: "assistant", content: answer });
+      if (ended || answer) messages.push({ role: "assistant", content: answer });
     }
     return messages;
   }
@@ -51,27 +86,31 @@ export class Conversation {
 
   // To be kept, in so many characters: the newest turns that fit; "" when there are none.
   toText(maxCharacters) {
-    const turns = this.turns.map(({ question, answer, note, ended }) => ({ question, answer, note, ended }));
-    const state = { version: VERSION, leftOut: this.leftOut, tokensPerCharacter: this.#tokensPerCharacter };
+    const turns = this.turns.map(({ view, failed, ...turn }) => turn);
+    const { title, changed, leftOut } = this;
+    const state = { version: VERSION, title, changed, leftOut, tokensPerCharacter: this.#tokensPerCharacter };
     let charactersLeft = maxCharacters - JSON.stringify({ ...state, turns: [] }).length;
     const first = 1 + turns.findLastIndex((turn) => (charactersLeft -= JSON.stringify(turn).length + 1) < 0);
     const newest = turns.slice(first);
-    return newest.length ? JSON.stringify({ ...state, leftOut: Math.max(0, this.leftOut - first), turns: newest }) : "";
+    return newest.length ? JSON.stringify({ ...state, leftOut: Math.max(0, leftOut - first), turns: newest }) : "";
   }
 
-  // Of what was kept, parsed; empty when it is damaged. An answer that was under way is what had come of it.
-  static from(kept) {
-    const conversation = new Conversation();
-    if (kept?.version !== VERSION || !Array.isArray(kept.turns) || !kept.turns.every(isTurn)) return conversation;
-    conversation.turns = kept.turns.map(({ question, answer, note, ended }) => ({
-      question, answer, note: ended ? note : "stopped", ended: true, items: [],
-    }));
-    const { leftOut, tokensPerCharacter } = kept;
+  // Of what was kept, parsed; null when it is damaged. An answer that was under way is what had come of it.
+  static from(id, kept) {
+    if (kept?.version !== VERSION || !Array.isArray(kept.turns) || !kept.turns.length || !kept.turns.every(isTurn)) return null;
+    const conversation = new Conversation(id);
+    conversation.turns = kept.turns.map(({ question, answer, note, reason, tokens, model, chat, ended }) => {
+      const turn = { question, answer, note, reason, tokens: Number(tokens) || 0, model, chat: chat === true };
+      return { ...turn, ...(ended ? {} : { note: "stopped", reason: "stopped" }), ended: true, failed: false, view: null };
+    });
+    const { title, changed, leftOut, tokensPerCharacter } = kept;
+    if (typeof title === "string") conversation.title = title;
+    if (Number.isFinite(changed)) conversation.changed = changed;
     if (Number.isInteger(leftOut) && leftOut > 0 && leftOut < conversation.turns.length) conversation.leftOut = leftOut;
     if (Number.isFinite(tokensPerCharacter) && tokensPerCharacter > 0) conversation.#tokensPerCharacter = tokensPerCharacter;
     return conversation;
   }
 }
 
-const isTurn = (one) => [one?.question, one?.answer, one?.note].every((text) => typeof text === "string");
+const isTurn = (one) => TEXTS.every((name) => typeof one?.[name] === "string");
 const characters = (messages) => messages.reduce((sum, { content }) => sum + content.length, 0);

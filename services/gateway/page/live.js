@@ -17,8 +17,11 @@ const element = (id) => document.getElementById(id);
 const speeds = [];
 let latest = null;
 let watching = null;
+let seen = () => {};
 
-export function look() {
+// Shows the run while the page is visible. changed: called with why an answer may be slow to begin, "" for no reason.
+export function look(changed) {
+  seen = changed;
   document.addEventListener("visibilitychange", turn);
   window.addEventListener("resize", () => latest && draw(latest));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => latest && draw(latest));
@@ -45,12 +48,14 @@ async function watch() {
         draw(event);
         report(event);
         warmUp(event);
+        seen(delay(event));
       }
       say("the server has ended", "bad");
     } catch (error) {
       if (!signal.aborted) say(error.message, "bad");
     }
     element("warm-up").hidden = true; // nobody knows any more
+    seen("");
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
   }
   watching = null;
@@ -91,13 +96,21 @@ export function speed(value) {
   return value < 1 ? value.toPrecision(2) : value.toFixed(value < 100 ? 1 : 0);
 }
 
+function delay({ ready, warm_up: warmed }) {
+  if (!ready) return "the run is starting";
+  return isWarming(warmed) ? `memory is still warming up, ${percentOf(warmed)} %` : "";
+}
+
+const isWarming = (warmed) => Boolean(warmed) && warmed.loaded_bytes < warmed.total_bytes;
+const percentOf = ({ loaded_bytes: loaded, total_bytes: total }) => Math.min(100, Math.floor((100 * loaded) / total));
+
 // How far weights are loaded; nothing when all are, or when it is unknown.
 function warmUp({ warm_up: warmed }) {
-  const under = warmed && warmed.loaded_bytes < warmed.total_bytes;
+  const under = isWarming(warmed);
   element("warm-up").hidden = !under;
   if (!under) return;
   const { loaded_bytes: loaded, total_bytes: total } = warmed;
-  const percent = Math.min(100, Math.floor((100 * loaded) / total));
+  const percent = percentOf(warmed);
   const [unit, size, digits] = total < GB ? ["MB", MB, 0] : ["GB", GB, 1];
   const [some, all] = [Math.min(loaded, total), total].map((one) => (one / size).toFixed(digits));
   element("warm-up-bar").value = percent;

@@ -1,199 +1,224 @@
-// The chat: asking, streaming, stopping, starting anew. What the run does meanwhile is drawn by live.js.
+// The chat: asking, streaming, stopping, asking otherwise; and which conversation it is. What the run does meanwhile is
+// drawn by live.js.
 
-import { Conversation } from "/page/conversation.js";
-import { look, speed } from "/page/live.js";
-import { ask, events, failure } from "/page/server.js";
+import { answer, describe, introduction } from "/page/answer.js";
+import { copy } from "/page/clipboard.js";
+import { drawList, hide, listen } from "/page/list.js";
+import { look } from "/page/live.js";
 import { keepSettings, settings } from "/page/settings.js";
-import { MAX_KEPT_CHARACTERS, keep, kept, keptObject } from "/page/storage.js";
+import { Shelf } from "/page/shelf.js";
+import { keep, kept } from "/page/storage.js";
+import { add, divide, offer, scroll, show, turnAt } from "/page/transcript.js";
 
-const NEAR_END = 80; // pixels: who has scrolled further up is reading, and stays there
+const COPIED_MS = 2000;
 const element = (id) => document.getElementById(id);
-const divider = Object.assign(document.createElement("li"), {
-  className: "divider",
-  textContent: "What is above does not fit the model's context any more, and is not sent.",
-});
 const touch = matchMedia("(pointer: coarse)"); // there Enter is the only way to a new line, and focus opens a keyboard
-let conversation = Conversation.from(keptObject("conversation"));
-let deleted = null; // by starting anew: { conversation, items }, until the next message is sent
-let context = Infinity;
-let asking = null;
+const shelf = new Shelf();
+let conversation = shelf.open(kept("open")) ?? shelf.make();
+let undoable = null; // { said, back }, until the next message is sent
+let asking = null; // { turn, stop }, while an answer is under way
+let delayed = ""; // why it may be slow to begin
 
-function add(role, text) {
-  const item = document.createElement("li");
-  item.className = role;
-  const body = document.createElement("pre");
-  body.textContent = text;
-  item.append(body, document.createElement("small"));
-  element("messages").append(item);
-  return item;
-}
-
-// Shows a turn; returns a function that shows its answer as it is by then.
-function addTurn(turn) {
-  turn.items = [add("user", turn.question), add("assistant", "")];
-  const [body, note] = turn.items[1].children;
-  return () => {
-    const follow = follows(element("messages"));
-    body.textContent = turn.answer.replace(/^\n+/, "");
-    note.textContent = turn.note;
-    if (follow) scroll();
-  };
-}
-
-const follows = (list) => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
-const scroll = () => (element("messages").scrollTop = element("messages").scrollHeight);
 const announce = (text) => (element("announcement").textContent = text); // for screen readers
 
-async function send(text, chosen) {
-  const asked = conversation; // starting anew puts another one in its place
-  const leftOut = asked.leftOut;
+// ---- asking --------------------------------------------------------------------------------------------------
+function send(text, chosen) {
+  const [asked, { leftOut }] = [conversation, conversation];
+  undoable = null;
   const turn = asked.ask(text);
-  const show = addTurn(turn);
-  let drawing = 0; // the frame in which what came will be drawn
-  const draw = () => {
-    drawing = 0;
-    show();
+  add(turn);
+  // A message that was not answered is no part of the conversation, and can be sent again.
+  return run(turn, chosen, () => {
+    asked.remove(turn, leftOut);
+    if (asked !== conversation) return;
+    element("prompt").value ||= text;
+    grow();
+  });
+}
+
+// Asks another message in place of one, or the same once more: what was said from there on makes room.
+function askAgain(turn, text, chosen) {
+  const before = conversation.copy();
+  const asked = conversation;
+  const back = () => {
+    if (conversation.id === before.id || shelf.has(before.id)) open(before);
   };
+  asked.cutBefore(turn);
+  const again = asked.ask(text);
+  show(asked);
+  undoable = { said: text === turn.question ? "The answer is replaced." : "What came after is replaced.", back };
+  return run(again, chosen, () => {
+    if (asked !== conversation) return;
+    undoable = null;
+    back();
+    add(again);
+  });
+}
+
+function goOn(turn, chosen) {
+  const { reason } = turn;
+  undoable = null;
+  Object.assign(turn, { ended: false, failed: false, note: "" });
+  return run(turn, chosen, () => (turn.reason = reason));
+}
+
+// Streams the answer of a turn into it. failed: called when there is none.
+async function run(turn, chosen, failed) {
+  const asked = conversation; // another one may be opened meanwhile
+  const stop = new AbortController();
+  asking = { turn, stop };
+  note(turn);
+  turn.view.draw();
+  working(true);
   scroll();
-  deleted = null;
-  asking = new AbortController();
-  working(turn, true);
   save();
+  drawEntries();
+  const prepared = () => {
+    if (asked !== conversation) return;
+    divide(asked);
+    offer(asked, true);
+  };
+  const came = () => {
+    turn.note = "";
+    turn.view.update();
+  };
   try {
-    turn.note = await stream(asked, chosen, asking.signal, (piece) => {
-      turn.answer += piece;
-      if (!drawing) drawing = requestAnimationFrame(draw);
-    });
+    await answer(asked, turn, chosen, stop.signal, came, prepared);
   } catch (error) {
     const stopped = error.name === "AbortError";
     turn.note = stopped ? "stopped" : error.message;
-    if (!stopped) {
-      // The message was not answered: it is no part of the conversation, and can be sent again.
-      asked.remove(turn, leftOut);
-      divide();
-      turn.items[1].classList.add("failed");
-      element("prompt").value ||= text;
-      grow();
+    if (stopped) turn.reason = "stopped";
+    else {
+      turn.failed = true;
+      failed();
     }
   }
   turn.ended = true;
-  draw();
-  asking = null;
-  working(turn, false);
-  save();
-  if (asked === conversation) announce(`The answer: ${turn.note}`);
+  turn.view.draw();
+  if (asking?.turn === turn) asking = null;
+  turn.view.offer(false, false);
+  if (asked.id === conversation.id) announce(`The answer: ${turn.note}`);
+  if (asked === conversation) {
+    divide(asked);
+    save();
+  } else if (asked.id !== conversation.id && shelf.has(asked.id)) shelf.put(asked);
+  working(Boolean(asking));
+  drawEntries();
 }
 
-// Passes on pieces as they come; returns what can be said of the answer.
-async function stream(asked, chosen, signal, take) {
-  const { sent, response } = await request(asked, chosen, signal);
-  let first = 0, tokens = 0, reason = "";
-  for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
-    if (event.usage) {
-      tokens = event.usage.completion_tokens;
-      asked.counted(sent, event.usage.prompt_tokens);
-    }
-    for (const choice of event.choices) {
-      if (choice.delta?.content) {
-        first ||= performance.now();
-        take(choice.delta.content);
-      }
-      if (choice.finish_reason) reason = choice.finish_reason === "length" ? "token limit reached" : "ended";
-    }
-  }
-  if (!reason) throw new Error("the answer broke off");
-  const seconds = (performance.now() - first) / 1000;
-  const fast = tokens > 1 && seconds > 0 ? `, ${speed((tokens - 1) / seconds)} tokens/s` : "";
-  const unsent = asked.leftOut ? `; the oldest ${2 * asked.leftOut} messages were left out` : "";
-  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${fast}, ${reason}${unsent}`;
+// Until an answer begins, it says what it waits for.
+function note(turn) {
+  if (!turn.answer) turn.note = delayed && `waiting: ${delayed}`;
 }
 
-// Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
-async function request(asked, { system, temperature, penalty, tokens }, signal) {
-  if (context === Infinity) await describe();
-  asked.fit(system, context - Math.min(tokens, context / 2));
-  for (;;) {
-    divide();
-    const sent = asked.sent(system);
-    const response = await ask("/v1/chat/completions", {
-      method: "POST",
-      headers: { "content-type": "application/json" },
-      signal,
-      body: JSON.stringify({
-        messages: sent,
-        stream: true,
-        temperature,
-        repetition_penalty: penalty,
-        max_tokens: tokens,
-        stream_options: { include_usage: true },
-      }),
-    });
-    if (response.ok) return { sent, response };
-    const problem = await failure(response);
-    if (problem.code !== "context_length_exceeded" || !asked.leaveOut()) throw problem;
-  }
-}
-
-// Shows from where on messages are sent.
-function divide() {
-  if (conversation.leftOut) conversation.turns[conversation.leftOut].items[0].before(divider);
-  else divider.remove();
-}
-
-function working(turn, is) {
-  turn.items[1].classList.toggle("working", is);
+function working(is) {
   const [there, gone] = is ? ["stop", "send"] : ["send", "stop"];
   const focused = document.activeElement === element(gone);
   element(there).hidden = false;
   element(gone).hidden = true;
   if (focused) element(there).focus();
-  offer();
+  refresh();
 }
 
-// What can be done now: starting anew, or taking that back.
-function offer() {
-  element("forget").disabled = !element("messages").children.length;
-  element("deleted").hidden = !deleted;
+// What can be done now.
+function refresh() {
+  offer(conversation, Boolean(asking));
+  for (const id of ["new", "new-in-list"]) element(id).disabled = !element("messages").children.length;
+  element("undo-bar").hidden = !undoable;
+  element("undo-said").textContent = undoable?.said ?? "";
 }
 
-function startAnew() {
-  asking?.abort();
-  deleted = { conversation, items: [...element("messages").children] };
-  conversation = new Conversation();
-  element("messages").replaceChildren();
+// ---- which conversation --------------------------------------------------------------------------------------
+function open(other) {
+  asking?.stop.abort();
+  asking = null;
+  conversation = other;
+  show(conversation);
+  keep("open", conversation.id);
   save();
-  offer();
-  announce("The conversation is deleted. Undo restores it.");
+  working(false);
+  drawEntries();
+}
+
+function begin() {
+  open(shelf.make());
+  hide();
   if (!touch.matches) element("prompt").focus();
+}
+
+function remove(id) {
+  hide(); // or it would lie over Undo
+  const removed = id === conversation.id ? conversation : shelf.open(id);
+  const shown = removed === conversation;
+  undoable = {
+    said: "The conversation is deleted.",
+    back: () => {
+      shelf.put(removed);
+      if (shown) open(removed);
+    },
+  };
+  shelf.remove(id);
+  if (shown) open(shelf.make());
+  refresh();
+  drawEntries();
+  announce("The conversation is deleted. Undo restores it.");
+}
+
+function removeAll() {
+  const shown = conversation;
+  const restore = shelf.clear();
+  undoable = {
+    said: "All conversations are deleted.",
+    back: () => {
+      restore();
+      open(shown);
+    },
+  };
+  open(shelf.make());
+  hide();
+  announce("All conversations are deleted. Undo restores them.");
 }
 
 function undo() {
-  conversation = deleted.conversation;
-  element("messages").replaceChildren(...deleted.items);
-  deleted = null;
-  save();
-  offer();
-  scroll();
-  announce("The conversation is back.");
+  const { back } = undoable;
+  undoable = null;
+  back();
+  refresh();
+  drawEntries();
+  announce("It is as it was before.");
   if (!touch.matches) element("prompt").focus();
 }
 
+function rename(id, title) {
+  const renamed = id === conversation.id ? conversation : shelf.open(id);
+  if (!renamed) return;
+  renamed.title = title;
+  shelf.put(renamed);
+  drawEntries();
+}
+
+const drawEntries = () => drawList(shelf.list, conversation.id);
+
 function save() {
-  keep("conversation", conversation.toText(MAX_KEPT_CHARACTERS));
-  keep("draft", element("prompt").value);
+  if (conversation.turns.length || shelf.has(conversation.id)) shelf.put(conversation);
 }
 
-// Shows what was kept over a reload.
-function restore() {
-  for (const turn of conversation.turns) addTurn(turn)();
-  divide();
-  scroll();
-  offer();
-  element("prompt").value ||= kept("draft");
-  grow();
+// Another tab has said something, or deleted something.
+function changedElsewhere(id) {
+  if (!asking && (!id || id === conversation.id) && !element("messages").querySelector("form")) {
+    const now = shelf.open(conversation.id);
+    if (now || conversation.turns.length) {
+      conversation = now ?? shelf.make();
+      show(conversation);
+      keep("open", conversation.id);
+    }
+  }
+  element("stays").checked = shelf.stays;
+  refresh();
+  drawEntries();
 }
 
+// ---- the page ------------------------------------------------------------------------------------------------
 function grow() {
   const field = element("prompt");
   field.style.height = "auto";
@@ -207,16 +232,43 @@ function turnTo(view) {
   window.dispatchEvent(new Event("resize"));
 }
 
-async function describe() {
-  const response = await ask("/v1/models");
-  if (!response.ok) return;
-  const [model] = (await response.json()).data;
-  context = model.context_tokens;
-  if (model.chat_template) return;
-  element("hint-text").textContent = "This model was not trained for chat: it continues the text that you send. For example";
-  element("example").hidden = false;
+async function introduce() {
+  const { name, chat } = await describe();
+  element("hint-text").textContent = introduction(name, chat) + (chat ? "" : " For example");
+  element("example").hidden = chat;
+  element("ask").classList.toggle("chat", chat); // others are sent code more often than prose
 }
 
+async function copyFrom(button, text) {
+  const said = (await copy(text)) ? "Copied" : "Not allowed";
+  const label = button.textContent;
+  if (label === said) return;
+  button.textContent = said;
+  announce(said);
+  setTimeout(() => (button.textContent = label), COPIED_MS);
+}
+
+element("messages").addEventListener("click", ({ target }) => {
+  const action = target.closest("[data-action]")?.dataset.action;
+  const turn = action && turnAt(target);
+  if (!turn) return;
+  if (action === "copy") copyFrom(target, turn.answer.replace(/^\n+/, ""));
+  if (action === "copy-code") copyFrom(target, target.closest("figure").querySelector("code").textContent);
+  if (asking || !["edit", "regenerate", "continue"].includes(action)) return;
+  if (action === "edit") {
+    turn.view.edit(turn.question, touch.matches, (text) => {
+      const chosen = asking ? null : settings();
+      if (chosen) askAgain(turn, text, chosen);
+      return Boolean(chosen);
+    });
+    return;
+  }
+  const chosen = settings();
+  if (!chosen) return;
+  if (!touch.matches) element("prompt").focus({ preventScroll: true }); // the button goes
+  if (action === "regenerate") askAgain(turn, turn.question, chosen);
+  else goOn(turn, chosen);
+});
 element("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = element("prompt").value;
@@ -238,16 +290,37 @@ element("example").addEventListener("click", () => {
   element("prompt").value = element("example").textContent;
   element("prompt").focus();
 });
-element("stop").addEventListener("click", () => asking?.abort());
-element("forget").addEventListener("click", startAnew);
+element("stop").addEventListener("click", () => asking?.stop.abort());
+element("new").addEventListener("click", begin);
+element("new-in-list").addEventListener("click", begin);
+element("delete-all").addEventListener("click", removeAll);
 element("undo").addEventListener("click", undo);
+element("stays").addEventListener("change", () => (shelf.stays = element("stays").checked));
 element("show-chat").addEventListener("click", () => turnTo("chat"));
 element("show-live").addEventListener("click", () => turnTo("live"));
-window.addEventListener("beforeunload", () => asking?.abort()); // or it would fail, as if the server had gone
-window.addEventListener("pagehide", save);
-document.addEventListener("visibilitychange", () => document.hidden && save());
+window.addEventListener("beforeunload", () => asking?.stop.abort()); // or it would fail, as if the server had gone
+const leave = () => {
+  if (asking) save();
+  keep("draft", element("prompt").value);
+};
+window.addEventListener("pagehide", leave);
+document.addEventListener("visibilitychange", () => document.hidden && leave());
 
 keepSettings();
-restore();
-describe().catch(() => {}); // asked again when it is needed
-look();
+element("stays").checked = shelf.stays;
+show(conversation);
+keep("open", conversation.id);
+element("prompt").value ||= kept("draft");
+grow();
+refresh();
+drawEntries();
+element("messages").removeAttribute("aria-busy");
+listen({ open: (id) => open(shelf.open(id) ?? shelf.make()), rename, remove });
+shelf.onChange(changedElsewhere);
+introduce().catch(() => {}); // asked again when it is needed
+look((why) => {
+  delayed = why;
+  if (!asking || asking.turn.answer) return;
+  note(asking.turn);
+  asking.turn.view.update();
+});

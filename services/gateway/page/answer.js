@@ -1,0 +1,81 @@
+// An answer, from the request to the last token: which messages are sent, what comes, and what can be said of it.
+
+import { speed } from "/page/live.js";
+import { ask, events, failure } from "/page/server.js";
+
+let model = null; // { name, chat, context }, when the server has said it
+
+// What the server's model is. Raises an error when the server does not say.
+export async function describe() {
+  if (model) return model;
+  const response = await ask("/v1/models");
+  if (!response.ok) throw await failure(response);
+  const [{ id, chat_template: chat, context_tokens: context }] = (await response.json()).data;
+  model = { name: id, chat, context };
+  return model;
+}
+
+// What a model is, in a sentence or two, for a person who has never seen one.
+export function introduction(name, chat) {
+  if (chat) return `${name} is a chat model: it was trained to answer. What it says can be wrong.`;
+  const base = `${name} is a base model: it was not trained for chat, and continues the text that you send.`;
+  return name === "neuronpipe-demo" ? `${base} This small demo knows only Python code.` : base;
+}
+
+// Adds to a turn's answer as pieces come, and says in its note how it went. prepared: called when it is
+// known who answers and what is sent.
+export async function answer(conversation, turn, chosen, signal, came, prepared) {
+  const { name, chat, context } = await describe();
+  Object.assign(turn, { model: name, chat });
+  const { sent, response } = await request(conversation, chosen, context, signal, prepared);
+  const before = turn.tokens;
+  let first = 0, reason = "";
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    if (event.usage) {
+      turn.tokens = before + event.usage.completion_tokens;
+      conversation.counted(sent, event.usage.prompt_tokens);
+    }
+    for (const choice of event.choices) {
+      if (choice.delta?.content) {
+        first ||= performance.now();
+        turn.answer += choice.delta.content;
+        came();
+      }
+      reason = choice.finish_reason || reason;
+    }
+  }
+  if (!reason) throw new Error("the answer broke off");
+  const seconds = (performance.now() - first) / 1000;
+  const fast = turn.tokens - before > 1 && seconds > 0 ? `, ${speed((turn.tokens - before - 1) / seconds)} tokens/s` : "";
+  const unsent = conversation.leftOut ? `; the oldest ${2 * conversation.leftOut} messages were left out` : "";
+  turn.reason = reason;
+  const ending = reason === "length" ? "token limit reached" : "ended";
+  turn.note = `${turn.tokens} ${turn.tokens === 1 ? "token" : "tokens"}${fast}, ${ending}${unsent}`;
+}
+
+// Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
+async function request(conversation, { system, temperature, penalty, tokens }, context, signal, prepared) {
+  conversation.fit(system, context - Math.min(tokens, context / 2));
+  for (;;) {
+    prepared();
+    const messages = conversation.sent(system);
+    const response = await ask("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      signal,
+      body: JSON.stringify({
+        messages,
+        continue_final_message: messages.at(-1).role === "assistant",
+        stream: true,
+        temperature,
+        repetition_penalty: penalty,
+        max_tokens: tokens,
+        stream_options: { include_usage: true },
+      }),
+    });
+    if (response.ok) return { sent: messages, response };
+    const problem = await failure(response);
+    if (problem.code !== "context_length_exceeded" || !conversation.leaveOut()) throw problem;
+  }
+}

@@ -1,0 +1,128 @@
+// All conversations that are kept, each under a name of its own: two tabs that say something at the same time do not
+// overwrite each other. They stay in the browser, or go with the tab; the person says which.
+
+import { Conversation } from "/page/conversation.js";
+import { BROWSER, MAX_KEPT_CHARACTERS, TAB, keep, kept, keptNames, keptObject, onChange } from "/page/storage.js";
+
+const BEGINNING = "conversation-";
+const MAX_CONVERSATIONS = 100;
+const MAX_CHARACTERS = 1 << 22; // of all together; the oldest ones go first
+
+export class Shelf {
+  #texts = new Map(); // id: { name, changed, text }: what is kept, and what would be if the browser let us
+
+  constructor() {
+    this.#load();
+  }
+
+  // Whether conversations are still there when the tab has been closed.
+  get stays() {
+    return kept("keep", BROWSER) !== "tab";
+  }
+
+  set stays(stays) {
+    if (stays === this.stays) return;
+    const [from, to] = stays ? [TAB, BROWSER] : [BROWSER, TAB];
+    keep("keep", stays ? "" : "tab", BROWSER);
+    for (const name of keptNames(BEGINNING, from)) keep(name, "", from);
+    for (const [id, { text }] of this.#texts) keep(BEGINNING + id, text, to);
+  }
+
+  // { id, name } of each, the newest first.
+  get list() {
+    const entries = [...this.#texts].map(([id, { name, changed }]) => ({ id, name, changed }));
+    return entries.sort((one, other) => other.changed - one.changed);
+  }
+
+  has(id) {
+    return this.#texts.has(id);
+  }
+
+  // An empty one, which is kept when something is said.
+  make() {
+    const bytes = crypto.getRandomValues(new Uint8Array(8)); // there is no randomUUID without TLS
+    return new Conversation([...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join(""));
+  }
+
+  // null when it is not there.
+  open(id) {
+    return this.#texts.has(id) ? parse(id, this.#texts.get(id).text) : null;
+  }
+
+  put(conversation) {
+    const { id, name, changed } = conversation;
+    const text = conversation.toText(MAX_KEPT_CHARACTERS);
+    if (!text) {
+      this.remove(id);
+      return;
+    }
+    this.#texts.set(id, { name, changed, text });
+    this.#bound(id);
+    while (!keep(BEGINNING + id, text, this.#where) && keptNames(BEGINNING, this.#where).length && this.#dropOldest(id));
+  }
+
+  remove(id) {
+    this.#texts.delete(id);
+    keep(BEGINNING + id, "", this.#where);
+  }
+
+  // Deletes all of them; returns what puts them back.
+  clear() {
+    const before = this.#texts;
+    this.#texts = new Map();
+    for (const id of before.keys()) keep(BEGINNING + id, "", this.#where);
+    return () => {
+      for (const [id, entry] of before) {
+        this.#texts.set(id, entry);
+        keep(BEGINNING + id, entry.text, this.#where);
+      }
+    };
+  }
+
+  // Calls back with the id of a conversation that another tab has changed or deleted, with "" when it may be any.
+  onChange(changed) {
+    onChange((name) => {
+      const id = name.startsWith(BEGINNING) ? name.slice(BEGINNING.length) : "";
+      if (name && !id && name !== "keep") return;
+      if (id) this.#read(id);
+      else this.#load();
+      changed(id);
+    });
+  }
+
+  get #where() {
+    return this.stays ? BROWSER : TAB;
+  }
+
+  #load() {
+    this.#texts.clear();
+    for (const name of keptNames(BEGINNING, this.#where)) this.#read(name.slice(BEGINNING.length));
+  }
+
+  #read(id) {
+    const conversation = Conversation.from(id, keptObject(BEGINNING + id, this.#where));
+    if (!conversation) this.#texts.delete(id);
+    else this.#texts.set(id, { name: conversation.name, changed: conversation.changed, text: kept(BEGINNING + id, this.#where) });
+  }
+
+  #bound(id) {
+    let characters = 0;
+    for (const { text } of this.#texts.values()) characters += text.length;
+    while (this.#texts.size > MAX_CONVERSATIONS || characters > MAX_CHARACTERS) {
+      const length = this.#dropOldest(id);
+      if (!length) return;
+      characters -= length;
+    }
+  }
+
+  // Returns how long it was; 0 when there is none but this one.
+  #dropOldest(except) {
+    const oldest = this.list.findLast(({ id }) => id !== except);
+    if (!oldest) return 0;
+    const { length } = this.#texts.get(oldest.id).text;
+    this.remove(oldest.id);
+    return length;
+  }
+}
+
+const parse = (id, text) => Conversation.from(id, JSON.parse(text));

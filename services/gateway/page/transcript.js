@@ -1,0 +1,168 @@
+// The conversation that is open, drawn: a message, its answer, what can be done with each.
+
+import { introduction } from "/page/answer.js";
+import { Prose } from "/page/prose.js";
+
+const NEAR_END = 80; // pixels: who has scrolled further up is reading, and stays there
+const list = document.getElementById("messages");
+const turns = new WeakMap(); // of the items that show them
+const divider = Object.assign(document.createElement("li"), {
+  className: "divider",
+  textContent: "What is above does not fit the model's context any more, and is not sent.",
+});
+
+// Draws a conversation from its beginning.
+export function show(conversation) {
+  list.replaceChildren();
+  for (const turn of conversation.turns) add(turn);
+  divide(conversation);
+  scroll();
+}
+
+export function add(turn) {
+  turn.view = new TurnView(turn);
+  list.append(turn.view.question, turn.view.answer);
+}
+
+// Shows from where on messages are sent.
+export function divide({ leftOut, turns: all }) {
+  if (leftOut) all[leftOut].view?.question.before(divider);
+  else divider.remove();
+}
+
+// What can be done with each turn now.
+export function offer({ turns: all }, busy) {
+  let model = "";
+  for (const turn of all) {
+    turn.view?.introduce(turn.model !== model);
+    turn.view?.offer(busy, turn === all.at(-1));
+    model = turn.model || model;
+  }
+}
+
+export const scroll = () => (list.scrollTop = list.scrollHeight);
+export const turnAt = (element) => turns.get(element.closest("#messages > li"));
+const follows = () => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
+
+class TurnView {
+  #turn;
+  #prose = null;
+  #drawing = 0; // the frame in which what came will be drawn
+
+  constructor(turn) {
+    this.#turn = turn;
+    this.question = item("user", turn, make("pre", "body", turn.question), action("edit", "Edit"));
+    this.answer = item(
+      "assistant", turn, make("p", "about"), make("pre", "body"),
+      make("small", "note"), action("copy", "Copy"), action("regenerate", "Regenerate"), action("continue", "Continue"),
+    );
+    this.draw();
+  }
+
+  // Soon; what comes until then is drawn at once.
+  update() {
+    this.#drawing ||= requestAnimationFrame(() => this.draw());
+  }
+
+  // The turn as it is by now.
+  draw() {
+    cancelAnimationFrame(this.#drawing);
+    this.#drawing = 0;
+    const followed = follows();
+    const { answer, note, chat, ended, failed } = this.#turn;
+    for (const one of [this.question, this.answer]) one.classList.toggle("chat", chat);
+    const text = answer.replace(/^\n+/, "");
+    if (chat && !this.#prose) {
+      const body = make("div", "body prose");
+      this.answer.querySelector(".body").replaceWith(body);
+      this.#prose = new Prose(body);
+    }
+    if (this.#prose) this.#prose.update(text);
+    else this.answer.querySelector(".body").textContent = text;
+    this.answer.querySelector(".note").textContent = note;
+    this.answer.classList.toggle("working", !ended);
+    this.answer.classList.toggle("failed", failed);
+    if (followed) scroll();
+  }
+
+  // Says what the model is, when it is its first answer.
+  introduce(first) {
+    const { model, chat } = this.#turn;
+    const about = this.answer.querySelector(".about");
+    about.textContent = first && model ? introduction(model, chat) : "";
+  }
+
+  // What can be done with it. busy: an answer is under way; last: nothing was said after it.
+  offer(busy, last) {
+    const { answer, ended, failed, reason } = this.#turn;
+    const possible = {
+      edit: !busy && (last || !failed),
+      copy: ended && answer,
+      regenerate: !busy && last && ended,
+      continue: !busy && last && answer && ["length", "stopped"].includes(reason),
+    };
+    for (const [name, is] of Object.entries(possible)) {
+      for (const one of [this.question, this.answer]) {
+        const button = one.querySelector(`:scope > .foot [data-action="${name}"]`);
+        if (button) button.hidden = !is;
+      }
+    }
+    this.answer.classList.toggle("last", last);
+    this.question.classList.toggle("last", last);
+  }
+
+  // Puts a form in place of the message. sent: called with the new text; a text that is not changed may be sent as well.
+  edit(text, touch, sent) {
+    const form = document.getElementById("edit-form").content.cloneNode(true).firstElementChild;
+    const field = form.querySelector("textarea");
+    const body = this.question.querySelector(".body");
+    const foot = this.question.querySelector(".foot");
+    const grow = () => {
+      field.style.height = "auto";
+      field.style.height = `${field.scrollHeight}px`;
+    };
+    const end = () => {
+      form.remove();
+      body.hidden = foot.hidden = false;
+      foot.querySelector("button").focus();
+    };
+    body.hidden = foot.hidden = true;
+    body.after(form);
+    field.value = text;
+    field.addEventListener("input", grow);
+    form.querySelector('[data-action="cancel"]').addEventListener("click", end);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (field.value.trim() && sent(field.value)) form.remove();
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") end();
+      else if (event.target === field && event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
+    });
+    grow();
+    field.focus();
+    field.setSelectionRange(text.length, text.length);
+  }
+}
+
+function item(role, turn, ...parts) {
+  const item = make("li", role);
+  const foot = make("div", "foot");
+  for (const part of parts) (part.matches(".about, .body") ? item : foot).append(part);
+  item.append(foot);
+  turns.set(item, turn);
+  return item;
+}
+
+function action(name, label) {
+  const button = Object.assign(make("button", "quiet", label), { type: "button" });
+  button.dataset.action = name;
+  return button;
+}
+
+function make(tag, className, textContent = "") {
+  return Object.assign(document.createElement(tag), { className, textContent });
+}

@@ -1,0 +1,411 @@
+"""Conversations on the page: what is kept of them and where, and going back in one. The server is played."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from neuronpipe.services.gateway.problems import Problem
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser import Page, needs_browser, new_tab, troubles
+from tests.page_server import PageServer, page_server
+
+BUSY = Problem(429, "rate_limit_exceeded", "16 texts wait already", kind="rate_limit_error", retry_after_s=3)
+TURN = {"question": "q", "answer": "a", "note": "", "reason": "stop", "model": "a-model", "ended": True}
+
+pytestmark = needs_browser
+
+
+@pytest.fixture
+def browser(long_browser: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
+    yield new_tab(long_browser)
+    assert [said for said in troubles(long_browser) if "429" not in said] == []
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    with page_server() as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser: webdriver.Chrome, server: PageServer) -> Page:
+    return Page(browser, server).open()
+
+
+def talk(page: Page, *questions: str) -> None:
+    """Ask one after the other."""
+    for question in questions:
+        count = len(page.answers)
+        page.send(question)
+        assert page.eventually(lambda count=count: page.answers[count:] and is_done(page))
+
+
+def is_done(page: Page) -> bool:
+    """Whether the last answer has ended by itself."""
+    return page.answers[-1][1].endswith(("ended", "limit reached", "left out"))
+
+
+def texts(page: Page) -> list[str]:
+    return [text for text, _ in page.answers]
+
+
+def stored(page: Page) -> str:
+    """All that the tab and the browser keep."""
+    return str(page.browser.execute_script("return JSON.stringify([{...localStorage}, {...sessionStorage}])"))
+
+
+# ---- kept over a reload --------------------------------------------------------------------------------------
+def test_a_conversation_goes_on_after_a_reload(page: Page) -> None:
+    page["settings"].find_element(By.TAG_NAME, "summary").click()
+    for field, value in (("system", "be brief"), ("temperature", "0.3")):
+        page[field].clear()
+        page[field].send_keys(value)
+    talk(page, "my name is Ada", "what is it?")
+    before = page.answers
+    page["prompt"].send_keys("not sent yet")
+    page.open()
+    assert page.asked == ["my name is Ada", "what is it?"]
+    assert page.answers == before
+    assert page["prompt"].get_attribute("value") == "not sent yet"
+    assert page["new-in-list"].is_enabled()
+    assert not page["hint"].is_displayed()
+    page["send"].click()
+    assert page.eventually(lambda: len(page.server.asked) == 3)
+    assert page.server.sent[2] == ["be brief", "my name is Ada", "Fine.", "what is it?", "Fine.", "not sent yet"]
+    assert page.server.asked[2]["temperature"] == 0.3
+
+
+def test_an_answer_under_way_stays_over_a_reload_as_far_as_it_had_come(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page.send("tell me")
+    assert page.eventually(lambda: page.answers[0][0] == "half an")
+    page.open()
+    assert page.answers == [("half an", "stopped")]
+    talk(page, "go on")
+    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
+
+
+def test_what_does_not_fit_the_context_stays_left_out_over_a_reload(browser: webdriver.Chrome) -> None:
+    with page_server(context_tokens=300) as server:
+        page = Page(browser, server).open()
+        page.set(tokens=100)
+        talk(page, "a" * 150, "b" * 150)
+        assert page.divided == [1]
+        page.open()
+        assert page.divided == [1]
+        page.set(tokens=100)
+        talk(page, "c")
+        assert [text[:1] for text in server.sent[2]] == ["b", "F", "c"]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "{",
+        "null",
+        "7",
+        "[]",
+        '{"version": 2}',
+        '{"version": 2, "turns": {"length": 2}}',
+        '{"version": 2, "turns": [null]}',
+        '{"version": 2, "turns": [{"question": 7, "answer": "", "note": "", "ended": true}]}',
+        '{"version": 2, "turns": [{"question": "x"}]}',
+        '{"version": 3, "turns": [{"question": "newer", "answer": "", "note": "", "reason": "", "model": ""}]}',
+    ],
+)
+def test_a_damaged_conversation_is_none(page: Page, damaged: str) -> None:
+    store(page, damaged, settings=damaged, draft="")
+    assert page.asked == []
+    assert page["hint"].is_displayed()
+    talk(page, "hello")
+    assert page.server.sent == [["hello"]]
+    page.open()
+    assert page.asked == ["hello"]
+
+
+@pytest.mark.parametrize("left_out", [-1, 1, 2, 0.5, "1", None])
+def test_a_conversation_with_figures_that_cannot_be_is_sent_whole(page: Page, left_out: Any) -> None:
+    kept = {"version": 2, "leftOut": left_out, "tokensPerCharacter": -3, "turns": [TURN]}
+    store(page, json.dumps(kept), settings='{"tokens": 7, "system": null}', draft="")
+    talk(page, "r")
+    assert page.server.sent == [["q", "a", "r"]]
+
+
+def store(page: Page, conversation: str, **texts: str) -> None:
+    """Load the page again; the browser has kept a conversation, which was open, and the tab these texts."""
+    tab = json.dumps({f"neuronpipe-{name}": text for name, text in {"open": "c0ffee", **texts}.items()})
+    keep = (
+        f"localStorage.setItem('neuronpipe-conversation-c0ffee', {json.dumps(conversation)});"
+        f"for (const [name, text] of Object.entries({tab})) sessionStorage.setItem(name, text)"
+    )
+    with before_each_load(page, keep):
+        page.open()
+
+
+@contextlib.contextmanager
+def before_each_load(page: Page, source: str) -> Iterator[None]:
+    """A script runs before the page's own while the context lasts."""
+    script = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
+    try:
+        yield
+    finally:
+        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
+def test_what_is_kept_is_bounded_to_the_newest_turns(page: Page) -> None:
+    page["prompt"].send_keys("x")
+    page.browser.execute_script("document.getElementById('prompt').value = 'y'.repeat(600000)")
+    talk(page, "")
+    page.browser.execute_script("document.getElementById('prompt').value = 'z'.repeat(600000)")
+    talk(page, "")
+    page.open()
+    assert [text[:1] for text in page.asked] == ["z"]
+    sizes = "return Object.entries(localStorage).map(([name, text]) => name.length + text.length)"
+    assert sum(page.browser.execute_script(sizes)) < 1 << 21
+
+
+def test_without_storage_everything_but_the_reload_works(page: Page) -> None:
+    forbid = (
+        "for (const name of ['sessionStorage', 'localStorage']) Object.defineProperty(window, name,"
+        " { get() { throw new DOMException('', 'SecurityError'); } })"
+    )
+    with before_each_load(page, forbid):
+        page.open()
+        talk(page, "hello", "again")
+        page["new-in-list"].click()
+        talk(page, "another one")
+        assert page.titles == ["another one", "hello"]
+        page.in_list("open", 1)
+        assert page.asked == ["hello", "again"]
+        page.open()
+        assert page.asked == []
+
+
+# ---- the list ------------------------------------------------------------------------------------------------
+def test_conversations_are_listed_by_their_first_words_and_opened_again(page: Page) -> None:
+    assert page.titles == []
+    assert not page["new-in-list"].is_enabled()
+    talk(page, "my name is Ada", "what is it?")
+    page["new-in-list"].click()
+    assert page["hint"].is_displayed()
+    talk(page, "Which of all the words  that I say\\nare in the title of this conversation?".replace("\\n", " "))
+    assert page.titles == ["Which of all the words that I say are in the…", "my name is Ada"]
+    page.in_list("open", 1)
+    assert page.asked == ["my name is Ada", "what is it?"]
+    talk(page, "say it")
+    assert page.server.sent[-1] == ["my name is Ada", "Fine.", "what is it?", "Fine.", "say it"]
+    assert page.titles[0] == "my name is Ada"  # the newest first
+
+
+def test_a_conversation_has_the_title_that_it_is_given(page: Page) -> None:
+    talk(page, "hello")
+    for typed, title in ((" About  <b>me</b>", "About <b>me</b>"), ("", "hello")):
+        page.in_list("rename")
+        page.browser.switch_to.active_element.send_keys(typed or Keys.DELETE, Keys.ENTER)  # the old one is selected
+        assert page.titles == [title]
+        page.open()
+        assert page.titles == [title]
+    page.in_list("rename")
+    page.browser.switch_to.active_element.send_keys("nothing of this", Keys.ESCAPE)
+    assert page.titles == ["hello"]
+
+
+def test_deleting_a_conversation_can_be_taken_back(page: Page) -> None:
+    assert not page["undo"].is_displayed()
+    talk(page, "my name is Ada")
+    before = page.answers
+    page.in_list("delete")
+    assert (page.asked, page.answers, page.titles) == ([], [], [])
+    assert "Ada" not in stored(page)
+    page["undo"].click()
+    assert (page.asked, page.answers, page.titles) == (["my name is Ada"], before, ["my name is Ada"])
+    assert not page["undo"].is_displayed()
+    talk(page, "what is it?")
+    assert page.server.sent[1] == ["my name is Ada", "Fine.", "what is it?"]
+
+
+def test_all_can_be_deleted_at_once_and_the_next_message_settles_it(page: Page) -> None:
+    for word in ("one", "two"):
+        talk(page, f"a secret, {word}")
+        page["new-in-list"].click()
+    page["delete-all"].click()
+    assert (page.titles, "secret" in stored(page)) == ([], False)
+    page["undo"].click()
+    assert page.titles == ["a secret, two", "a secret, one"]
+    page["delete-all"].click()
+    talk(page, "hello")
+    assert not page["undo"].is_displayed()
+    page.open()
+    assert (page.titles, page.asked, "secret" in stored(page)) == (["hello"], ["hello"], False)
+
+
+def test_an_answer_that_deleting_stopped_comes_back_as_far_as_it_had_come(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page.send("tell me")
+    assert page.eventually(lambda: page.answers[0][0] == "half an")
+    page.in_list("delete")
+    assert page.eventually(lambda: page["send"].is_displayed())
+    page["undo"].click()
+    assert page.answers == [("half an", "stopped")]
+    talk(page, "go on")
+    assert page.server.sent[1] == ["tell me", "half an ", "go on"]
+
+
+def test_opening_another_conversation_stops_an_answer_which_is_kept(page: Page) -> None:
+    page.server.replies.append(["half an ", page.server.ended])
+    page.send("tell me")
+    assert page.eventually(lambda: page.answers[0][0] == "half an")
+    page["new-in-list"].click()
+    talk(page, "something else")
+    page.open()
+    page.in_list("open", 1)
+    assert page.answers == [("half an", "stopped")]
+
+
+def test_the_oldest_conversations_make_room_for_new_ones(page: Page) -> None:
+    text = {"version": 2, "title": "", "leftOut": 0, "turns": [{**TURN, "answer": "a" * 1000}]}
+    fill = (
+        "for (let n = 0; n < 100; n++) localStorage.setItem(`neuronpipe-conversation-${n}`, "
+        f"JSON.stringify({{...{json.dumps(text)}, changed: n, title: `${{n}}`}}))"
+    )
+    page.browser.execute_script(fill)
+    page.open()
+    talk(page, "one more")
+    assert (page.titles[:2], page.titles[-1], len(page.titles)) == (["one more", "99"], "1", 100)
+    page.browser.execute_script("localStorage.setItem('of-somebody-else', 'x'.repeat((5 << 20) - 250000))")
+    page["new-in-list"].click()
+    page.set(prompt="y" * 150_000)
+    talk(page, " long")  # there is no room for it unless some go
+    page.open()
+    assert (len(page.titles) < 100, len(page.asked[0])) == (True, 150_005)
+
+
+def test_another_tab_sees_what_is_said_and_deleted_but_neither_draft_nor_key(page: Page) -> None:
+    talk(page, "hello")
+    page["prompt"].send_keys("not sent yet")
+    first = page.browser.current_window_handle
+    page.browser.switch_to.new_window("tab")
+    page.open()
+    assert (page.asked, page.titles, page["prompt"].get_attribute("value")) == ([], ["hello"], "")
+    page.in_list("open")
+    talk(page, "from the other tab")
+    second = page.browser.current_window_handle
+    page.browser.switch_to.window(first)
+    assert page.eventually(lambda: page.asked == ["hello", "from the other tab"])
+    page.in_list("delete")
+    page.browser.switch_to.window(second)
+    assert page.eventually(lambda: (page.asked, page.titles) == ([], []))
+    page.browser.close()
+    page.browser.switch_to.window(first)
+
+
+def test_conversations_go_with_the_tab_when_the_person_wants_it(page: Page) -> None:
+    local = "return Object.entries(localStorage).filter(([name]) => name !== 'neuronpipe-keep').length"
+    talk(page, "a secret")
+    assert page.browser.execute_script(local) == 1
+    page["stays"].click()
+    assert page.browser.execute_script(local) == 0
+    talk(page, "another secret")
+    page.open()
+    assert (page.asked, page["stays"].is_selected()) == (["a secret", "another secret"], False)
+    assert page.browser.execute_script(local) == 0
+    page["stays"].click()
+    assert page.browser.execute_script(local) == 1
+    new_tab(page.browser)
+    page.open()
+    assert page.titles == ["a secret"]
+
+
+# ---- going back in one ---------------------------------------------------------------------------------------
+def test_a_message_is_edited_and_the_conversation_goes_on_from_there(page: Page) -> None:
+    talk(page, "one", "two", "three")
+    before = page.answers
+    page.act("edit", 1)
+    field = page.browser.switch_to.active_element
+    assert field.get_attribute("value") == "two"
+    field.send_keys(Keys.ESCAPE)
+    assert page.asked == ["one", "two", "three"]
+    page.act("edit", 1)
+    page.browser.switch_to.active_element.send_keys(" and a half", Keys.ENTER)
+    assert page.eventually(lambda: page.asked == ["one", "two and a half"] and is_done(page))
+    assert page.server.sent[3] == ["one", "Fine.", "two and a half"]
+    page["undo"].click()
+    assert (page.asked, page.answers) == (["one", "two", "three"], before)
+    page.open()
+    assert page.asked == ["one", "two", "three"]
+
+
+def test_an_answer_is_made_anew(page: Page) -> None:
+    page.server.replies.extend([["first"], ["second"]])
+    talk(page, "hello")
+    page.act("regenerate")
+    assert page.eventually(lambda: texts(page) == ["second"] and is_done(page))
+    assert page.server.sent == [["hello"], ["hello"]]
+    page["undo"].click()
+    assert texts(page) == ["first"]
+    page.open()
+    assert (page.asked, texts(page)) == (["hello"], ["first"])
+
+
+def test_what_was_there_before_stays_when_there_is_trouble(page: Page) -> None:
+    page.server.replies.extend([["first"], [BUSY]])
+    talk(page, "hello")
+    page.act("regenerate")
+    assert page.eventually(lambda: [note for _, note in page.answers[1:]] == ["16 texts wait already"])
+    assert texts(page)[0] == "first"
+    assert not page["undo"].is_displayed()
+    page.open()
+    assert (page.asked, texts(page)) == (["hello"], ["first"])
+
+
+def test_an_answer_cut_off_by_its_length_is_continued(page: Page) -> None:
+    page.server.reason = "length"
+    page.server.replies.extend([["one, ", "two, "], [BUSY], ["three"]])
+    talk(page, "count")
+    assert page.offers() == {"edit", "copy", "regenerate", "continue"}
+    page.act("continue")
+    assert page.eventually(lambda: page.answers == [("one, two,", "16 texts wait already")])
+    page.server.reason = "stop"
+    page.act("continue")
+    assert page.eventually(lambda: texts(page) == ["one, two, three"] and is_done(page))
+    assert page.answers[0][1].startswith("3 tokens")
+    assert page.server.sent[2] == ["count", "one, two, "]
+    assert [body["continue_final_message"] for body in page.server.asked] == [False, True, True]
+    assert "continue" not in page.offers()
+
+
+# ---- what answers --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_first_answer_of_a_model_says_what_it_is(page: Page, chat: bool) -> None:
+    page.server.chat = chat
+    page.server.replies.append(["# a **comment**"])
+    page.open()
+    talk(page, "one", "two")
+    script = "return [...document.querySelectorAll('.about')].map(one => one.textContent)"
+    first, second = page.browser.execute_script(script)
+    assert first.startswith("a-model is a chat model" if chat else "a-model is a base model")
+    assert second == ""
+    page.open()
+    assert page.browser.execute_script(script) == [first, second]
+    assert texts(page)[0] == ("a comment" if chat else "# a **comment**")  # Markdown is for who was trained to write it
+
+
+def test_an_answer_says_that_memory_still_warms_up_until_it_begins(page: Page) -> None:
+    page.server.snapshot |= {"warm_up": {"loaded_bytes": 1.0e9, "total_bytes": 4.0e9}}
+    assert page.eventually(lambda: page["warm-up"].is_displayed())
+    go = page.server.ended.__class__()
+    page.server.replies.append([go, "here", page.server.ended])
+    page.send("hello")
+    assert page.eventually(lambda: page.answers[0][1] == "waiting: memory is still warming up, 25 %")
+    page.server.snapshot["warm_up"]["loaded_bytes"] = 2.0e9
+    assert page.eventually(lambda: page.answers[0][1] == "waiting: memory is still warming up, 50 %")
+    go.set()
+    assert page.eventually(lambda: page.answers[0] == ("here", ""))
