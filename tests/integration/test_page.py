@@ -147,8 +147,8 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
     page["send"].click()
     assert page.eventually(lambda: page.answers[1][1] == "the server does not answer")
     browser.get("about:blank")
-    # Refused, reset, or cut off in the middle of an answer: it depends on the moment.
-    assert [said for said in troubles(browser) if "net::ERR_" not in said] == []
+    # Refused, reset, cut off in the middle of an answer, or 503 from a gateway that ends: it depends on the moment.
+    assert [said for said in troubles(browser) if "net::ERR_" not in said and "status of 503" not in said] == []
 
 
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:
