@@ -33,6 +33,7 @@ class PageServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64  # the page asks for all of its files at once; a connection that is dropped comes again late
 
     def __init__(self, context_tokens: int = 4096) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
