@@ -20,6 +20,7 @@ from neuronpipe.protocol.errors import NotRunning, UserError, WireError
 from neuronpipe.protocol.layout import Layout
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.lifecycle import Drained
+from neuronpipe.protocol.messages.request import MAX_CALLS, Function
 from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.protocol.spec import all_messages
@@ -78,6 +79,13 @@ def messages_of(draw: st.DrawFn, cls: type[Message]) -> Message:
         fields["copy_from"] = None if fields["copy_from"] == fields["sequence"] else fields["copy_from"]
         fields["targets"] = fields["targets"][: len(fields["tokens"])] if fields["logits"] == "none" else ()
         fields["likely"] = abs(fields["likely"])
+    elif cls.__name__ == "Calls":
+        fields["functions"] = (*fields["functions"], draw(messages_of(Function)))
+        fields |= {name: fields[name] + "x" for name in ("before", "between", "next")}
+        fields["marker"], fields["most"] = (
+            draw(st.sampled_from(["", fields["before"]])),
+            draw(st.integers(1, MAX_CALLS)),
+        )
     elif cls.__name__ == "Throttle":
         fields["share"], fields["for_s"] = draw(st.floats(0, 0.95)), draw(st.floats(1, 600))
     for packed in ("clusters", "slots"):

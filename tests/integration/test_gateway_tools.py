@@ -171,7 +171,8 @@ def test_a_template_that_knows_tools_is_asked_in_its_own_way_and_its_special_tok
             (call,) = choice.message.tool_calls or []
             checked(call)
             assert len(call.id) == 9  # as the template wants them
-            with client.chat.completions.stream(**asked) as events:
+            # One call: of many the random weights might make more than fit.
+            with client.chat.completions.stream(**asked, parallel_tool_calls=False) as events:
                 streamed = events.get_final_completion().choices[0].message.tool_calls or []
             assert streamed
             result = {"role": "tool", "tool_call_id": call.id, "content": "13"}

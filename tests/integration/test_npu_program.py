@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shlex
 import shutil
 import subprocess
 import threading
@@ -63,7 +64,7 @@ def words(program: Path, graphs: Path | None, provider: str = "cpu") -> str:
         assert spec is not None
         assert spec.origin is not None
         command += ["--plugins", Path(spec.origin).parent]
-    return f"prefill=argv:{' '.join(map(str, command))}"
+    return f"prefill=argv:{shlex.join(map(str, command))}"
 
 
 def planned(shell: Shell, package: Path, *options: str) -> Path:

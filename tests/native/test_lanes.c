@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -72,6 +73,7 @@ static void start_worker(uint32_t own)
     workers[own] = fork();
     REQUIRE(workers[own] >= 0);
     if (workers[own] == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* a failed check ends the test, and nobody is left waiting with its output open */
         work(own);
         _exit(0);
     }
@@ -109,6 +111,15 @@ static void stop(void)
     np_relay_destroy(relay);
     close(wake[0]);
     close(wake[1]);
+}
+
+/* The relay's notice that somebody has to look, taken from the pipe. */
+static void hear(void)
+{
+    struct pollfd ready = {wake[0], POLLIN, 0};
+    char notices[16];
+    REQUIRE(poll(&ready, 1, 10000) == 1);
+    REQUIRE(read(wake[0], notices, sizeof notices) > 0);
 }
 
 /* Given as soon as all of them listen, which they do again and again. */
@@ -261,8 +272,7 @@ static void test_a_new_epoch_ends_a_step(void)
     REQUIRE_EQUAL(arm(2, following), NP_OK);
     uint32_t *words[] = {&shared->barrier.phase};
     np_epoch_advance(shared->epoch, words, 1);
-    struct pollfd ready = {wake[0], POLLIN, 0};
-    REQUIRE(poll(&ready, 1, 10000) == 1); /* somebody has to look */
+    hear();
     np_relay_take(relay, &taken);
     REQUIRE(!taken.all && !taken.sampled && !taken.passed);
     np_word_store(&shared->stall, 0);
@@ -288,6 +298,7 @@ static void test_one_that_was_killed_holds_nobody_up(void)
     uint32_t *words[] = {&shared->barrier.phase};
     np_epoch_advance(shared->epoch, words, 1);
     np_word_store(&shared->stall, 0);
+    hear(); /* now: a notice that comes later would have the next step looked at before it is done */
     np_relay_take(relay, &taken);
     REQUIRE(!taken.all && !(taken.lanes & 1) && !taken.passed); /* what it owed is not taken for an answer */
     start_worker(0);
