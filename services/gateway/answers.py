@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.coordinator import MAX_SENT, Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MAX_SENT, Coordinator, Hold, Mailbox
 from neuronpipe.services.gateway.forms import Form, usage
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, too_long
@@ -65,7 +65,7 @@ class Answer:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        hold: Hold,
         metrics: Metrics,
         form: Form,
         asks: Sequence[Generate],
@@ -76,19 +76,27 @@ class Answer:
         stream: bool,
         client: str = "",
     ) -> None:
-        self._coordinator, self._metrics, self._form = coordinator, metrics, form
+        self._hold, self._metrics, self._form = hold, metrics, form
         self._asks, self._texts_per_prompt, self._stream = asks, texts_per_prompt, stream
         self._context_tokens = context_tokens
         self._sent_per_prompt, self._client = sent_per_prompt, client
         self._ratings = [Mean() for _ in asks]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer while the client is there."""
+        await while_there(receive, self._with_a_run(send))
+
+    async def _with_a_run(self, send: Send) -> None:
+        async with self._hold() as coordinator:
+            await self._answer(coordinator, send)
+
+    async def _answer(self, coordinator: Coordinator, send: Send) -> None:
         """Ask, and send what comes."""
-        mailbox, names = await self._coordinator.generate(self._asks, self._client)
+        mailbox, names = await coordinator.generate(self._asks, self._client)
         try:
-            await while_there(receive, (self._in_pieces if self._stream else self._in_one)(mailbox, send))
+            await (self._in_pieces if self._stream else self._in_one)(mailbox, send)
         finally:
-            self._coordinator.give_up(names)
+            coordinator.give_up(names)
 
     async def _in_one(self, mailbox: Mailbox, send: Send) -> None:
         finished = await self._all(mailbox, None)

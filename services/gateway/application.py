@@ -5,28 +5,26 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.request import MAX_TOKENS, Bias, Calls, Generate
 from neuronpipe.services.gateway.access import AccessControl, client_of, respond
 from neuronpipe.services.gateway.answer_calls import CallingForm
 from neuronpipe.services.gateway.answers import Answer
 from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.chat import Chat
-from neuronpipe.services.gateway.coordinator import Coordinator
+from neuronpipe.services.gateway.coordinator import new_name
 from neuronpipe.services.gateway.description import description
 from neuronpipe.services.gateway.doors import Doors
 from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.listener import Listener
-from neuronpipe.services.gateway.live import Live, View
+from neuronpipe.services.gateway.live import View
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
+from neuronpipe.services.gateway.models import HEALTH_S, Model, Models
+from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import MAX_TEXTS, ChatRequest, CompletionRequest, Sampling
 from neuronpipe.services.gateway.response_form import ResponseForm
 from neuronpipe.services.gateway.responses import ResponsesRequest
@@ -37,7 +35,6 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-HEALTH_S = 2.0
 ENDING = "the server is ending"
 PAGE_FOLDER = Path(__file__).parent / "page"
 PAGE_INDEX = "index.html"
@@ -51,18 +48,10 @@ PAGE_HEADERS = {
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(
-        self, package: Package, coordinator: Coordinator, listener: Listener, run: Path, context_tokens: int
-    ) -> None:
-        self._package, self._coordinator, self._listener = package, coordinator, listener
-        self._context_tokens = context_tokens
-        self._chat = Chat(package)
-        self._doors = Doors(package, coordinator, context_tokens)
-        self._live = Live(run)
+    def __init__(self, models: Models, listener: Listener) -> None:
+        self._models, self._listener = models, listener
+        self._doors = Doors(models)
         self._metrics = Metrics()
-        self._name = package.manifest.name
-        self._fingerprint = f"np_{package.manifest.id[:12]}"
-        self._created = int(time.time())
 
     def application(self) -> ASGIApp:
         """The ASGI application."""
@@ -90,40 +79,43 @@ class Gateway:
 
     def end(self) -> None:
         """The server is ending: say so to all who wait or look, and to whoever asks from now on."""
-        self._coordinator.end("draining", ENDING)
-        self._live.end(ENDING)
+        self._models.end("draining", ENDING)
 
     # ---- texts -----------------------------------------------------------------------------------------------
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        prompt = self._chat.prompt(body.asked, offer, marked=body.constraint is not None)
+        model = self._models.named(body.model)
+        prompt = model.chat.prompt(body.asked, offer, marked=body.constraint is not None)
         if offer is None:
-            return self._answer(request, body, [prompt.text + body.begun], limit, ChatForm, frame=prompt.frame)
+            return self._answer(request, model, body, [prompt.text + body.begun], limit, ChatForm, frame=prompt.frame)
         form = functools.partial(CallingForm, calls=prompt.calls, text=not offer.required)
         return self._answer(
-            request, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
+            request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
         )
 
     async def responses(self, request: Request) -> Answer:
         """Answer a conversation, as the Responses API asks."""
         asked = await read_body(request, ResponsesRequest)
         body = asked.as_chat()
-        prompt = self._chat.prompt(body.messages)
+        model = self._models.named(body.model)
+        prompt = model.chat.prompt(body.messages)
         form = functools.partial(ResponseForm, asked.echoed())
         limit = body.max_completion_tokens or MAX_TOKENS
-        return self._answer(request, body, [prompt.text], limit, form, frame=prompt.frame)
+        return self._answer(request, model, body, [prompt.text], limit, form, frame=prompt.frame)
 
     async def completions(self, request: Request) -> Answer:
         """Continue a text."""
         body = await read_body(request, CompletionRequest)
         form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
-        return self._answer(request, body, body.prompts, body.max_tokens, form, answer=answer)
+        model = self._models.named(body.model)
+        return self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
 
     def _answer(
         self,
         request: Request,
+        model: Model,
         body: Sampling,
         prompts: Sequence[str | list[int]],
         max_tokens: int,
@@ -133,8 +125,6 @@ class Gateway:
         answer: type[Answer] = Answer,
         calls: Calls | None = None,
     ) -> Answer:
-        if body.model not in (None, self._name):
-            raise self._unknown(body.model)
         if len(prompts) * body.candidates > MAX_TEXTS:
             param = "n" if body.candidates == body.n else "best_of"
             said = f"{body.candidates} texts for each of {len(prompts)} prompts are more than the {MAX_TEXTS} of one"
@@ -145,7 +135,7 @@ class Gateway:
         chooses = body.candidates > body.n
         asks = [
             Generate(
-                request=self._coordinator.name(),
+                request=new_name(),
                 prompt=prompt if isinstance(prompt, str) else None,
                 tokens=None if isinstance(prompt, str) else tuple(prompt),
                 frame=frame,
@@ -165,17 +155,17 @@ class Gateway:
         ]
         counts = body.stream_options is not None and body.stream_options.include_usage
         return answer(
-            self._coordinator,
+            self._models.holding(model),
             self._metrics,
             form(
-                self._name,
-                self._fingerprint,
+                model.name,
+                model.fingerprint,
                 counts=counts,
                 rates=body.rated is not None,
-                end_tokens=self._package.manifest.end_tokens,
+                end_tokens=model.package.manifest.end_tokens,
             ),
             asks,
-            context_tokens=self._context_tokens,
+            context_tokens=model.context_tokens,
             texts_per_prompt=body.candidates,
             sent_per_prompt=body.n,
             stream=body.stream,
@@ -193,48 +183,34 @@ class Gateway:
 
     async def props(self, request: Request) -> Response:
         """What the server is."""
-        return _json(await self._doors.props())
+        return _json(self._doors.props(request.query_params.get("model")))
 
     # ---- about the run ---------------------------------------------------------------------------------------
     async def models(self, request: Request) -> Response:
-        """The one model there is."""
-        return _json({"object": "list", "data": [self._model()]})
+        """The models there are."""
+        return _json({"object": "list", "data": self._models.facts()})
 
     async def model(self, request: Request) -> Response:
-        """The model, by its name."""
-        name = request.path_params["name"]
-        if name != self._name:
-            raise self._unknown(name)
-        return _json(self._model())
-
-    def _unknown(self, model: str) -> Problem:
-        said = f"the model {quoted(model)} is not served here; {self._name!r} is"
-        return Problem(404, "model_not_found", said, param="model")
-
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "neuronpipe",
-            "chat_template": self._package.manifest.chat is not None,
-            "context_tokens": self._context_tokens,
-        }
+        """One of them, by its name."""
+        name = self._models.named(request.path_params["name"]).name
+        return _json(next(one for one in self._models.facts() if one["id"] == name))
 
     async def health(self, request: Request) -> Response:
         """Whether requests are served: 200, or 503 while the run starts or its coordinator is being restarted."""
-        status = await self._coordinator.fresh_status(HEALTH_S)
-        if not status.ready:
-            raise unavailable("starting", "not all processes of the run are ready")
-        return _json({"status": "ok"})
+        return _json(await self._models.health())
 
     async def live(self, request: Request) -> View:
-        """Snapshots of the run, as long as the client stays."""
-        return self._live.view()
+        """Snapshots of a run, as long as the client stays."""
+        return self._models.run_of(self._models.named(request.query_params.get("model"))).live.view()
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
-        page = self._metrics.page(await self._coordinator.fresh_status(HEALTH_S), self._coordinator.waiting)
+        page = self._metrics.page(
+            [
+                (name, await run.coordinator.fresh_status(HEALTH_S), run.coordinator.waiting)
+                for name, run in self._models.live
+            ]
+        )
         return Response(page, headers={"content-type": self._metrics.content_type})
 
     async def description(self, request: Request) -> Response:

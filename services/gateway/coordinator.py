@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -57,6 +58,12 @@ MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further
 MAX_ALL_TEXTS = 4096  # of all
 MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
 log = logging.getLogger(__name__)
+_names = itertools.count(1)
+
+
+def new_name() -> str:
+    """A name for the next request: no two of this process are alike."""
+    return f"r{next(_names)}"
 
 
 class Mailbox:
@@ -122,7 +129,6 @@ class Coordinator:
         self._turns: Turns[Mailbox, Text] = Turns()
         self._busy: Refused | None = None  # what the run said last when others had filled it
         self._busy_until = -math.inf
-        self._count = 0
         self._unheard_since = -math.inf
         self._connect()
         self._pid: int | None = None
@@ -202,11 +208,6 @@ class Coordinator:
             if text.sent and self._unheard < MAX_UNHEARD:
                 self._send(Cancel(request=name))
         self._loop.call_soon(self._receive)
-
-    def name(self) -> str:
-        """A name for the next request."""
-        self._count += 1
-        return f"r{self._count}"
 
     def end(self, code: str, reason: str) -> None:
         """The run is gone: requests that wait are refused, and so are all further ones."""
@@ -375,3 +376,7 @@ class Coordinator:
 
 def _coordinator(status: Status) -> ProcessStatus:
     return next(process for process in status.processes if process.role == "coordinator")
+
+
+Hold = Callable[[], contextlib.AbstractAsyncContextManager[Coordinator]]
+"""What a request waits for before it asks: makes sure that there is a run, for as long as the context lasts."""

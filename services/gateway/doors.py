@@ -5,23 +5,22 @@ from __future__ import annotations
 
 from typing import Any, Literal, NoReturn
 
-from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.messages.client import Tokenized
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tokenize
 from neuronpipe.services.gateway.bases import Body
 from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.coordinator import Coordinator
+from neuronpipe.services.gateway.coordinator import new_name
+from neuronpipe.services.gateway.models import Models
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import NAMES, TokenId
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 
-STATUS_S = 2.0
-
 
 class TokenizeRequest(Body):
     """Turn a text into tokens."""
 
+    model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
     content: str = Field(description="the text")
     add_special: bool = Field(False, description="with the tokens that the tokenizer puts round a text")
     parse_special: Literal[True] = Field(True, description="names of special tokens in a text are these tokens")
@@ -31,6 +30,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Turn tokens into a text."""
 
+    model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
     tokens: list[TokenId] = Field(description="token ids; special ones are no text")
 
 
@@ -43,14 +43,14 @@ class EmbeddingsRequest(Body):
 class Doors:
     """What they answer."""
 
-    def __init__(self, package: Package, coordinator: Coordinator, context_tokens: int) -> None:
-        self._package, self._coordinator, self._context_tokens = package, coordinator, context_tokens
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def tokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The tokens of a text."""
         body = await read_body(request, TokenizeRequest)
-        ask = Tokenize(request=self._coordinator.name(), text=body.content, frame=body.add_special)
-        tokenized = await self._ask(ask, client)
+        ask = Tokenize(request=new_name(), text=body.content, frame=body.add_special)
+        tokenized = await self._ask(ask, body.model, client)
         if not body.with_pieces:
             return {"tokens": tokenized.tokens}
         pieces = zip(tokenized.tokens, tokenized.pieces, strict=True)
@@ -59,25 +59,25 @@ class Doors:
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The text of tokens."""
         body = await read_body(request, DetokenizeRequest)
-        ask = Tokenize(request=self._coordinator.name(), tokens=tuple(body.tokens))
-        return {"content": (await self._ask(ask, client)).text}
+        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens))
+        return {"content": (await self._ask(ask, body.model, client)).text}
 
-    async def props(self) -> dict[str, Any]:
-        """What the server is, and how texts are sampled when nothing is said."""
-        status = await self._coordinator.fresh_status(STATUS_S)
-        manifest, defaults = self._package.manifest, Generate(request="", prompt="")
+    def props(self, name: str | None) -> dict[str, Any]:
+        """What a model is, and how texts are sampled when nothing is said."""
+        model = self._models.named(name)
+        manifest, defaults = model.package.manifest, Generate(request="", prompt="")
         params = {NAMES.get(one.name, one.name): getattr(defaults, one.name) for one in SAMPLING_OPTIONS}
         chat = manifest.chat
         return {
             "default_generation_settings": {
-                "n_ctx": self._context_tokens,
+                "n_ctx": model.context_tokens,
                 "params": params | {"temperature": 1.0, "n_predict": -1, "stream": False},
             },
-            "total_slots": status.max_sequences,
+            "total_slots": model.sequences,
             "model_alias": manifest.name,
             "model_path": manifest.name,
             "modalities": {"vision": False, "audio": False},
-            "chat_template": "" if chat is None else self._package.chat_template(),
+            "chat_template": "" if chat is None else model.package.chat_template(),
             "bos_token": "" if chat is None else chat.begin,
             "eos_token": "" if chat is None else chat.end,
         }
@@ -87,12 +87,13 @@ class Doors:
         await read_body(request, EmbeddingsRequest)
         raise Problem(400, "unsupported_endpoint", "embeddings: the model that is served continues texts and has none")
 
-    async def _ask(self, ask: Tokenize, client: str) -> Tokenized:
-        mailbox, names = await self._coordinator.generate([ask], client)
-        try:
-            ((_, answer),) = await mailbox.take()
-        finally:
-            self._coordinator.give_up(names)
+    async def _ask(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
+        async with self._models.holding(self._models.named(model))() as coordinator:
+            mailbox, names = await coordinator.generate([ask], client)
+            try:
+                ((_, answer),) = await mailbox.take()
+            finally:
+                coordinator.give_up(names)
         assert isinstance(answer, Tokenized)
         return answer
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.answers import Answer, while_there
-from neuronpipe.services.gateway.coordinator import Mailbox
+from neuronpipe.services.gateway.answers import Answer
+from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox, new_name
 from neuronpipe.services.gateway.forms import DONE, Rating, TextForm, usage
 from neuronpipe.services.gateway.problems import too_long
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 LOOK_AHEAD_BYTES = 16  # of a prompt, for a token that does not follow the one before: what a tokenizer left out
 
@@ -112,13 +112,13 @@ class EchoAnswer(Answer):
 
     _form: EchoForm
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, coordinator: Coordinator, send: Send) -> None:
         """Score, ask, and send what comes."""
         self._form.texts_per_prompt = self._texts_per_prompt
         asks = self._asks[:: self._texts_per_prompt]
         scores = [
             Score(
-                request=self._coordinator.name(),
+                request=new_name(),
                 text=ask.prompt,
                 tokens=ask.tokens,
                 frame=ask.frame,
@@ -127,15 +127,13 @@ class EchoAnswer(Answer):
             )
             for ask in asks
         ]
-        mailbox, names = await self._coordinator.generate(scores, self._client)
+        mailbox, names = await coordinator.generate(scores, self._client)
         try:
-            await while_there(receive, self._score(asks, mailbox))
+            await self._score(asks, mailbox)
         finally:
-            self._coordinator.give_up(names)
-        if len(self._form.prompts) < len(asks):
-            return  # the client has gone
+            coordinator.give_up(names)
         if asks[0].max_tokens:
-            await super().__call__(scope, receive, send)
+            await super()._answer(coordinator, send)
         else:
             await self._send_prompts(send)
 

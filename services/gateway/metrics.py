@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from neuronpipe.protocol.messages.client import Finished, Status
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -30,7 +32,7 @@ class Metrics:
             "neuronpipe_token_seconds", "Median time between a text's tokens", buckets=TOKEN_SECONDS, registry=registry
         )
         self._run = {
-            name: Gauge(f"neuronpipe_run_{name}", text, registry=registry)
+            name: Gauge(f"neuronpipe_run_{name}", text, ["model"], registry=registry)
             for name, text in (
                 ("memory_bytes", "Memory of all processes and segments"),
                 ("memory_peak_bytes", "The most it was"),
@@ -43,8 +45,12 @@ class Metrics:
                 ("uptime_s", "Seconds since the coordinator started"),
             )
         }
-        self._waiting = Gauge("neuronpipe_texts_waiting", "Texts that wait for their turn here", registry=registry)
-        self._restarts = Gauge("neuronpipe_run_restarts", "Restarts of a process", ["process"], registry=registry)
+        self._waiting = Gauge(
+            "neuronpipe_texts_waiting", "Texts that wait for their turn here", ["model"], registry=registry
+        )
+        self._restarts = Gauge(
+            "neuronpipe_run_restarts", "Restarts of a process", ["model", "process"], registry=registry
+        )
 
     def responded(self, path: str, status: int) -> None:
         """A response was begun."""
@@ -59,11 +65,14 @@ class Metrics:
         if finished.tokens > 1:
             self._between.observe(finished.tbt_ms["p50"] / 1000)
 
-    def page(self, status: Status, waiting_texts: int) -> bytes:
-        """Everything, in Prometheus' text format."""
-        self._waiting.set(waiting_texts)
-        for name, gauge in self._run.items():
-            gauge.set(getattr(status, name))
-        for process in status.processes:
-            self._restarts.labels(f"{process.role}.{process.index}").set(process.restarts)
+    def page(self, runs: Iterable[tuple[str, Status, int]]) -> bytes:
+        """Everything, in Prometheus' text format. runs: by the name of the model, with the texts that wait here."""
+        for gauge in (self._waiting, self._restarts, *self._run.values()):
+            gauge.clear()  # runs come and go
+        for model, status, waiting_texts in runs:
+            self._waiting.labels(model).set(waiting_texts)
+            for name, gauge in self._run.items():
+                gauge.labels(model).set(getattr(status, name))
+            for process in status.processes:
+                self._restarts.labels(model, f"{process.role}.{process.index}").set(process.restarts)
         return generate_latest(self._registry)

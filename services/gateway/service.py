@@ -7,28 +7,38 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuronpipe.plans.package.reader import Package
-from neuronpipe.plans.plan.plan import read_plan
+from neuronpipe.plans.plan.plan import Plan, read_plan
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
 if TYPE_CHECKING:
-    import uvicorn
-    from neuronpipe.services.gateway.coordinator import Coordinator
+    from neuronpipe.services.gateway.models import Models
 
 KEEP_ALIVE_S = 15
 MAX_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
+    uses."""
+
+    packages: Sequence[tuple[Package, Plan]]
+    limit_bytes: int
+    keep_alive_s: float
 
 
 class GatewayService:
@@ -46,25 +56,56 @@ class GatewayService:
 def serve(
     package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of the run. Signals wait until the server takes them: one that came
-    before would break off the event loop."""
+    """Serve one run until SIGTERM, SIGINT, or its end."""
+    _until_told(_serve_run(package, run, listener, run_ended))
+
+
+def serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
+    """Serve several packages until SIGTERM, SIGINT, or the end of the command at the other end of the link, which
+    starts and ends their runs."""
+    _until_told(_serve_hosted(hosted, listener, link))
+
+
+def _until_told(work: Coroutine[None, None, None]) -> None:
+    """Signals wait until the server takes them: one that came before would break off the event loop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        asyncio.run(_serve(package, run, listener, run_ended))
+        asyncio.run(work)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-async def _serve(package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]) -> None:
+async def _serve_run(
+    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]
+) -> None:
+    from neuronpipe.services.gateway.models import Model, Models, Run
+
+    model = Model(package, read_plan(run.path / PLAN_FILE))
+    model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
+    over = asyncio.ensure_future(model.run.coordinator.over.wait())
+    await _serve(Models([model]), listener, over)
+
+
+async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:
+    from neuronpipe.services.gateway.hosted import HostedModels
+    from neuronpipe.services.gateway.models import Model
+    from neuronpipe.services.gateway.pool import Pool
+
+    over = asyncio.get_running_loop().create_future()
+    takes_bytes = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
+    pool = Pool(takes_bytes, hosted.limit_bytes, hosted.keep_alive_s)
+    models = HostedModels([Model(*one) for one in hosted.packages], pool, lambda: over.set_result(None))
+    await models.attach(link)
+    await _serve(models, listener, over)
+
+
+async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
-    from neuronpipe.services.gateway.coordinator import Coordinator
     from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, announcing
 
     _limit_memory()
-    coordinator = Coordinator(run.endpoint(CONTROL), run_ended)
-    context_tokens = read_plan(run.path / PLAN_FILE).compute.context_tokens
-    gateway = Gateway(package, coordinator, listener, run.path, context_tokens)
+    gateway = Gateway(models, listener)
     config = uvicorn.Config(
         gateway.application(),
         http=BoundedProtocol,
@@ -82,16 +123,11 @@ async def _serve(package: Package, run: RunDirectory, listener: Listener, run_en
     with socket.socket(fileno=listener.descriptor) as listening:
         try:
             server = uvicorn.Server(config)
-            ending = asyncio.create_task(_end_with_run(coordinator, server))
+            over.add_done_callback(lambda _: setattr(server, "should_exit", True))
             await server.serve(sockets=[listening])
-            ending.cancel()
+            over.cancel()
         finally:
-            await coordinator.close()
-
-
-async def _end_with_run(coordinator: Coordinator, server: uvicorn.Server) -> None:
-    await coordinator.over.wait()
-    server.should_exit = True
+            await models.close()
 
 
 def _limit_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -89,7 +90,7 @@ class Played:
 async def answering(texts: int = 1, *, stream: bool = True) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
     played = Played()
     answer = Answer(
-        cast(Coordinator, played),
+        lambda: contextlib.nullcontext(cast(Coordinator, played)),
         Metrics(),
         TextForm("m", "f", counts=False, rates=False, end_tokens=()),
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],

@@ -17,7 +17,7 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Accepted, Finished, ProcessStatus, Refused, Status, Token
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate
-from neuronpipe.services.gateway.coordinator import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox
+from neuronpipe.services.gateway.coordinator import MAX_SENT, MAX_TEXTS, Coordinator, Mailbox, new_name
 from neuronpipe.services.gateway.problems import Problem
 
 from tests.pipeline import SLOWER
@@ -141,7 +141,7 @@ async def connected(endpoint: str) -> AsyncIterator[tuple[Coordinator, Played]]:
 
 
 async def ask(coordinator: Coordinator, texts: int, prompt: str = "x") -> Mailbox:
-    asks = (Generate(request=coordinator.name(), prompt=prompt) for _ in range(texts))  # made when all may be sent
+    asks = (Generate(request=new_name(), prompt=prompt) for _ in range(texts))  # made when all may be sent
     return (await coordinator.generate(asks))[0]
 
 
@@ -194,7 +194,7 @@ def test_one_text_does_not_wait_for_all_texts_of_a_large_request(endpoint: str) 
 def test_texts_that_are_given_up_while_they_wait_are_never_sent(endpoint: str) -> None:
     async def scene() -> None:
         async with connected(endpoint) as (coordinator, played):
-            asks = [Generate(request=coordinator.name(), prompt="gone") for _ in range(2 * MAX_SENT)]
+            asks = [Generate(request=new_name(), prompt="gone") for _ in range(2 * MAX_SENT)]
             _, names = await coordinator.generate(asks)
             coordinator.give_up(names)
             await ask(coordinator, 1, "here")
