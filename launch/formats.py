@@ -71,6 +71,16 @@ def parse_speed(text: str) -> float:
     return speed
 
 
+def parse_time(text: str) -> float:
+    """`30s`, `5m`, `2h`, `forever`, in seconds. For argparse: raises ArgumentTypeError."""
+    if text.strip() == "forever":
+        return math.inf
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(s|m|h)\s*", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 30s, 5m, 2h or forever")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
 def parse_count(text: str) -> int:
     """`4`. For argparse: raises ArgumentTypeError."""
     if re.fullmatch(r"\s*-?\d{1,9}\s*", text) is None:
@@ -107,6 +117,15 @@ def show_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+def show_time(seconds: float) -> str:
+    """`30s`, `5m`, `2h`, `forever`."""
+    if math.isinf(seconds):
+        return "forever"
+    units = [(3600, "h"), (60, "m"), (1, "s")]
+    size, unit = next(((size, unit) for size, unit in units if seconds >= size and seconds % size == 0), (1, "s"))
+    return f"{seconds / size:g}{unit}"
 
 
 def show_left(seconds: float) -> str:

@@ -61,6 +61,19 @@ def add_package_argument(parser: argparse.ArgumentParser, *, shapes: str = "") -
     )
 
 
+def add_packages_argument(parser: argparse.ArgumentParser) -> None:
+    """PACKAGE, any number of times; the demo by default."""
+    parser.add_argument(
+        "package",
+        nargs="*",
+        type=package_path,
+        default=[DEMO],
+        metavar="PACKAGE",
+        help="package directory, or a name that `neuronpipe list` shows (default: the demo model); with several, each "
+        "has a run while requests name it",
+    )
+
+
 def open_package(path: Path) -> Package:
     """The package that was named. Raises UserError: where there is none it says which there are."""
     refuse_unknown(path)

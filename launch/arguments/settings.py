@@ -69,7 +69,7 @@ class Settings:
             for action in parser._actions
             if action.dest not in NEVER
             for option in action.option_strings or [f"--{action.dest}"]
-            if option.startswith("--") and (action.option_strings or action.nargs == "?")
+            if option.startswith("--") and (action.option_strings or action.nargs in ("?", "*"))
         }
         for key, value in self.of(verb).items():
             where = f"{self.file}: [{verb}] {named(key)}"
@@ -136,6 +136,8 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, value: Any,
     if isinstance(action, argparse._AppendAction):
         values = value if isinstance(value, list) else [value]
         return ListFromFile([*(action.default or []), *(_typed(parser, action, one, where) for one in values)])
+    if action.nargs == "*":
+        return FromFile([_typed(parser, action, one, where) for one in (value if isinstance(value, list) else [value])])
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise UserError(f"{where}: {quoted(value)}: expected true or false")

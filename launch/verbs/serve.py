@@ -1,5 +1,5 @@
-"""`neuronpipe serve [PACKAGE]`: a run with a gateway, until Ctrl-C; or a gateway onto a run that is live. A run of its
-own whose processes died too often is followed by another one."""
+"""`neuronpipe serve [PACKAGE ...]`: a run with a gateway, until Ctrl-C; or a gateway onto a run that is live; or
+several packages, whose runs come and go. A run of its own whose processes died too often is followed by another one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import argparse
 import contextlib
 import http.client
 import json
+import math
 import os
 import sys
 import time
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
-from neuronpipe.launch.formats import as_typed, line_to_paste
+from neuronpipe.launch.formats import as_typed, line_to_paste, parse_time, show_bytes, show_time
+from neuronpipe.launch.hosting import Host, offered, shared_limit_bytes
 from neuronpipe.launch.planning import (
     DEMO,
-    add_package_argument,
+    add_packages_argument,
     add_plan_arguments,
     add_use_argument,
     asked_of_plan,
@@ -28,20 +30,30 @@ from neuronpipe.launch.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.plans.pull.packages import package_names, packages_folder
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.gateway.listener import KEY_VARIABLE, Listener, bind, checked_origins, chosen_key
-from neuronpipe.services.gateway.service import serve
+from neuronpipe.services.gateway.service import Hosted, serve
 from neuronpipe.services.implementations import Implementations
 
 HOST, PORT = "127.0.0.1", 8080
+KEEP_ALIVE_S = 300.0
 POLL_S = 0.02
 WATCH_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_package_argument(parser)
+    add_packages_argument(parser)
+    parser.add_argument("--all", action="store_true", help="serve every package that `neuronpipe list` shows")
+    parser.add_argument(
+        "--keep-alive",
+        type=parse_time,
+        metavar="TIME",
+        help="end a run that nobody has used for so long, and start it again for the next request: 30s, 5m, 2h or "
+        f"forever (default: {show_time(KEEP_ALIVE_S)} with several packages, forever with one)",
+    )
     parser.add_argument(
         "--host",
         default=HOST,
@@ -79,6 +91,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> None:
     key = chosen_key(arguments.key)
+    paths = _all_packages() if arguments.all else arguments.package
+    if len(paths) > 1 or arguments.keep_alive is not None:
+        _serve_several(arguments, paths, key)
+        return
+    arguments.package = paths[0]
     if (found := _live(arguments.run)) is not None:
         _attach(arguments, *found, key)
         return
@@ -92,6 +109,29 @@ def _serve(arguments: argparse.Namespace) -> None:
         wait_s = backoff.after(time.monotonic() - began)
         _warn(f"the run has ended: {reason}; another one is started in {wait_s:.0f} s")
         refuse_for(listener, wait_s, reason)
+
+
+def _all_packages() -> list[Path]:
+    names = package_names()
+    if not names:
+        raise UserError("--all: there is no package with a name; get one with `neuronpipe pull ORG/NAME`")
+    return [packages_folder() / name for name in names]
+
+
+def _serve_several(arguments: argparse.Namespace, paths: list[Path], key: str | None) -> None:
+    """Serve packages whose runs come and go, within one limit."""
+    for option, given in (("--run", arguments.run), ("--plan", arguments.plan)):
+        if given is not None:
+            raise UserError(f"{option} {given}: is of one run, and runs come and go here; leave it out")
+    keep_alive_s = KEEP_ALIVE_S if arguments.keep_alive is None else arguments.keep_alive
+    offers = offered(arguments, paths)
+    hosted = Hosted(
+        packages=[(one.package, one.plan) for one in offers.values()],
+        limit_bytes=shared_limit_bytes(arguments, paths[0]),
+        keep_alive_s=keep_alive_s,
+    )
+    listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))
+    Host(offers, hosted, listener, _warn).serve(lambda: _say_several(arguments, listener, hosted))
 
 
 def _serve_run(
@@ -170,6 +210,32 @@ def _require_no_plan(arguments: argparse.Namespace, directory: RunDirectory) -> 
     """Refuse options that ask for a plan: a live run has its plan and its processes already."""
     for option in [*asked_of_plan(arguments), *(["--use"] if arguments.use else [])]:
         raise UserError(f"{option}: the run at {directory.path} is live and keeps its plan; leave {option} out")
+
+
+def _say_several(arguments: argparse.Namespace, listener: Listener, hosted: Hosted) -> None:
+    models = {package.manifest.name: plan.memory.total_bytes() for package, plan in hosted.packages}
+    if arguments.json:
+        said = {
+            "address": listener.address,
+            "addresses": listener.addresses,
+            "memory_bytes": hosted.limit_bytes,
+            "keep_alive_s": hosted.keep_alive_s if math.isfinite(hosted.keep_alive_s) else None,
+            "models": [{"model": name, "bytes": size} for name, size in models.items()],
+        }
+        print(json.dumps(said), flush=True)
+        return
+    address, *others = listener.addresses
+    print(f"serving {len(models)} {'model' if len(models) == 1 else 'models'} at {address}")
+    if others:
+        print(f"  also at:         {', '.join(others)}")
+    for name, size in models.items():
+        print(f"  model:           {name}, {show_bytes(size)} when it has a run")
+    until = "for good" if math.isinf(hosted.keep_alive_s) else f"until unused for {show_time(hosted.keep_alive_s)}"
+    print(f"  runs:            from the first request that names the model, {until}")
+    print(f"  memory:          {show_bytes(hosted.limit_bytes)} for all runs together")
+    print(f"  OpenAI clients:  base URL {address}/v1, {'the key' if listener.key else 'any key'}")
+    print(f"  look inside:     {address} in a browser, or {line_to_paste('ps')}")
+    print("  end:             Ctrl-C", flush=True)
 
 
 def _wait_until_ready(live: LiveRun, listener: Listener) -> str | None:

@@ -1,0 +1,264 @@
+"""Serving several packages: the command starts a gateway, and then starts and ends runs as that asks. What they say to
+each other is in services/gateway/hosted.py.
+
+    neuronpipe serve A B ──forks── gateway
+         │  ▲                        │   ▲
+         │  └── start B, end A ──────┘   │ ZeroMQ, to the coordinator of each run
+         └──forks── supervisor of A ── its processes
+
+The gateway is started again when it dies, and finds the runs that are live. A run that ended by itself is started again
+when a request comes for it, not before its time where it has ended often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neuronpipe.launch.formats import AUTO
+from neuronpipe.launch.planning import implementations, package_and_plan
+from neuronpipe.launch.restarting import Backoff
+from neuronpipe.launch.searching import FOLLOWED_LIMIT
+from neuronpipe.launch.supervisor.start import LiveRun, started_run
+from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
+from neuronpipe.native import lib
+from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.budget import GATEWAY_BYTES
+from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import UserError
+from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.gateway.service import Hosted, serve_hosted
+from neuronpipe.services.implementations import Implementations
+
+LOOK_S = 0.25
+LAST_WORDS_S = 3.0
+MAX_BYTES = 1 << 16
+
+
+@dataclass
+class Offer:
+    """A package, and how it is run. refused_until: after runs that ended by themselves."""
+
+    package: Package
+    plan: Plan
+    uses: Implementations
+    live: LiveRun | None = None
+    ends: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    began: float = 0.0
+    backoff: Backoff = field(default_factory=Backoff)
+    refused_until: float = 0.0
+    why: str = ""
+
+
+def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Offer]:
+    """These packages by their models' names, each with the plan that it has whenever it runs: as the arguments ask,
+    within what the gateway leaves of the limit. Raises UserError, naming the package where there are several."""
+    offers: dict[str, Offer] = {}
+    for path in paths:
+        asked = argparse.Namespace(**{**vars(arguments), "package": path})
+        if asked.memory not in (None, AUTO):
+            asked.memory = max(1, asked.memory - GATEWAY_BYTES)
+        try:
+            package, plan = package_and_plan(asked, several=True)
+            uses = implementations(arguments.use, plan)
+        except UserError as error:
+            raise UserError(str(error) if len(paths) == 1 else f"{path.name}: {error}") from None
+        name = package.manifest.name
+        if name in offers:
+            raise UserError(f"{path} and {offers[name].package.path}: both models are called {name}; serve one of them")
+        offers[name] = Offer(package, plan, uses)
+    return offers
+
+
+def shared_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:
+    """What all runs together may take: --memory without the gateway's, else what is available now."""
+    if arguments.memory not in (None, AUTO):
+        return max(1, int(arguments.memory) - GATEWAY_BYTES)
+    device = probe(path)
+    if arguments.memory == AUTO:
+        return int(FOLLOWED_LIMIT * device.memory_total_bytes)
+    return max(1, device.memory_available_bytes - GATEWAY_BYTES)
+
+
+class Host:
+    """The packages by name. said: told in a line what begins and what ends."""
+
+    def __init__(self, offers: Mapping[str, Offer], hosted: Hosted, listener: Listener, said: Callable[[str], None]):
+        self._offers, self._hosted, self._listener, self._said = offers, hosted, listener, said
+        self._link: socket.socket | None = None
+        self._gateway_pid = 0
+        self._gateway_deaths: deque[float] = deque()
+        self._rest = b""
+
+    def serve(self, serving: Callable[[], None]) -> None:
+        """Serve until a signal. serving: called when requests are first taken. Signals wait while a run is started or
+        ended. Raises KeyboardInterrupt, and UserError when the gateway dies again and again."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
+            self._start_gateway()
+            while not signal.sigpending() & set(STOPPING):
+                self._look(serving)
+        finally:
+            try:
+                self._end_gateway()
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # the signal that has waited is raised here
+            finally:
+                for offer in self._offers.values():
+                    offer.ends.close()
+
+    def _look(self, serving: Callable[[], None]) -> None:
+        assert self._link is not None
+        reports = {offer.live.report: name for name, offer in self._offers.items() if offer.live is not None}
+        link = self._link.fileno()
+        for ready in select.select([link, *reports], [], [], LOOK_S)[0]:
+            if ready == link:
+                self._hear(serving)
+            else:
+                self._run_ended(reports[ready])
+
+    # ---- the gateway -----------------------------------------------------------------------------------------
+    def _start_gateway(self) -> None:
+        self._link, theirs = socket.socketpair()
+        command = os.getpid()
+        sys.stdout.flush()
+        self._gateway_pid = os.fork()
+        if self._gateway_pid == 0:
+            self._be_gateway(command, theirs)
+        theirs.close()
+        self._rest = b""
+        for name, offer in self._offers.items():
+            if offer.live is not None:
+                self._tell({"started": name, "directory": str(offer.live.directory.path)})
+
+    def _be_gateway(self, command: int, link: socket.socket) -> None:
+        """In the child; never returns."""
+        code = 1
+        try:
+            os.setsid()  # Ctrl-C is for the command
+            lib.np_process_die_with(command)
+            lib.np_process_name(b"np-gateway")
+            for number in STOPPING:
+                signal.signal(number, signal.SIG_DFL)
+            assert self._link is not None
+            self._link.close()
+            serve_hosted(self._hosted, self._listener, link)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _hear(self, serving: Callable[[], None]) -> None:
+        assert self._link is not None
+        came = b""
+        with contextlib.suppress(ConnectionResetError):
+            came = self._link.recv(MAX_BYTES)
+        if not came:
+            self._gateway_ended()
+            return
+        *lines, self._rest = (self._rest + came).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "serving" in said:
+                if not self._gateway_deaths:
+                    serving()
+            elif "start" in said:
+                self._start(said["start"])
+            elif "end" in said:
+                self._end(said["end"])
+
+    def _gateway_ended(self) -> None:
+        """Start another one, unless it dies again and again."""
+        _, status = os.waitpid(self._gateway_pid, 0)
+        self._gateway_pid = 0
+        deaths, now = self._gateway_deaths, time.monotonic()
+        deaths.append(now)
+        while deaths[0] < now - WITHIN_S:
+            deaths.popleft()
+        code = os.waitstatus_to_exitcode(status)
+        if len(deaths) > RESTARTS:
+            raise UserError(f"the gateway died {len(deaths)} times within {WITHIN_S:.0f} s, the last time with {code}")
+        self._said(f"the gateway has ended with {code}; another one is started")
+        self._start_gateway()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._link is not None
+        with contextlib.suppress(BrokenPipeError):  # it has died: the next one is told what is live
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def _end_gateway(self) -> None:
+        """It says to its clients that the server is ending; then it is killed."""
+        os.close(self._listener.descriptor)  # no client must wait at a socket that nobody serves
+        deadline, number = time.monotonic() + LAST_WORDS_S, signal.SIGTERM
+        while self._gateway_pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._gateway_pid, number)
+            while os.waitpid(self._gateway_pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    deadline, number = deadline + LAST_WORDS_S, signal.SIGKILL
+                    break
+                time.sleep(0.01)
+            else:
+                self._gateway_pid = 0
+
+    # ---- runs ------------------------------------------------------------------------------------------------
+    def _start(self, name: str) -> None:
+        offer = self._offers[name]
+        again_in_s = offer.refused_until - time.monotonic()
+        if again_in_s > 0:
+            self._tell({"ended": name, "why": offer.why, "again_in_s": again_in_s})
+            return
+        try:
+            run = started_run(offer.package, offer.plan, None, stays=False, uses=offer.uses)
+            offer.live = offer.ends.enter_context(run)
+        except UserError as error:
+            self._refuse(name, str(error), 0.0)
+            return
+        offer.began = time.monotonic()
+        self._said(f"{name} is started: {offer.live.directory.path}")
+        self._tell({"started": name, "directory": str(offer.live.directory.path)})
+
+    def _end(self, name: str) -> None:
+        """As the gateway asks."""
+        offer = self._offers[name]
+        if offer.live is None:
+            return  # it has ended by itself, which the gateway is told
+        offer.live = None
+        offer.ends.close()
+        self._said(f"{name} is ended: its memory is free")
+        self._tell({"ended": name, "why": "it was ended", "again_in_s": 0.0})
+
+    def _run_ended(self, name: str) -> None:
+        """By itself."""
+        offer = self._offers[name]
+        assert offer.live is not None
+        why = offer.live.failed() or "the run has ended"
+        offer.live = None
+        offer.ends.close()
+        self._refuse(name, why, time.monotonic() - offer.began)
+
+    def _refuse(self, name: str, why: str, lasted_s: float) -> None:
+        """For a while, whose length the runs before it tell."""
+        offer = self._offers[name]
+        wait_s = offer.backoff.after(lasted_s)
+        offer.refused_until, offer.why = time.monotonic() + wait_s, why
+        self._said(
+            f"{name} has ended: {why}; the next request starts it again, {wait_s:.0f} s from now at the earliest"
+        )
+        self._tell({"ended": name, "why": why, "again_in_s": wait_s})
