@@ -13,7 +13,7 @@ from typing import Any
 
 from neuronpipe.protocol.messages.snapshot import Snapshot
 from neuronpipe.services.gateway.application import PAGE_FOLDER, PAGE_HEADERS, PAGE_INDEX
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, unavailable
 
 LIVE_EVERY_S = 0.05
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -27,7 +27,8 @@ class PageServer(ThreadingHTTPServer):
 
     asked: the bodies of requests for answers
     replies: what the next answers are; "Fine." when there is none
-    chat: whether the model was trained to chat
+    models: what is served; asleep: which of these have no run
+    chat: whether the models were trained to chat
     reason: why answers end
     snapshot: what is shown of the run, from one moment to the next
     """
@@ -40,6 +41,7 @@ class PageServer(ThreadingHTTPServer):
         self.context_tokens = context_tokens
         self.asked: list[dict[str, Any]] = []
         self.replies: deque[Reply] = deque()
+        self.models, self.asleep = ["a-model"], set[str]()
         self.chat, self.reason = True, "stop"
         self.snapshot = run_snapshot()
         self.ended = threading.Event()
@@ -87,17 +89,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/live":
+        path, _, query = self.path.partition("?")
+        if path == "/live" and query.removeprefix("model=") in self.server.asleep:
+            asleep = unavailable("asleep", "it has no run now")
+            self._whole(asleep.status, asleep.body(), "application/json")
+        elif path == "/live":
             self._begin("text/event-stream")
             while not self.server.ended.wait(LIVE_EVERY_S):
-                self._event(self.server.snapshot)
+                self._event(self.server.snapshot | ({"model": query.removeprefix("model=")} if query else {}))
         elif self.path == "/v1/models":
-            model = {
-                "id": "a-model",
-                "chat_template": self.server.chat,
-                "context_tokens": self.server.context_tokens,
-            }
-            self._whole(200, json.dumps({"data": [model]}).encode(), "application/json")
+            facts = {"chat_template": self.server.chat, "context_tokens": self.server.context_tokens}
+            data = [{"id": name} | facts for name in self.server.models]
+            self._whole(200, json.dumps({"data": data}).encode(), "application/json")
         else:
             file = PAGE_FOLDER / (self.path.removeprefix("/page/") if self.path != "/" else PAGE_INDEX)
             self._whole(200, file.read_bytes(), TYPES[file.suffix])

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
 from neuronpipe.launch.formats import as_typed, line_to_paste, parse_time, show_bytes, show_time
-from neuronpipe.launch.hosting import Host, offered, shared_limit_bytes
 from neuronpipe.launch.planning import (
     DEMO,
     add_packages_argument,
@@ -26,7 +25,8 @@ from neuronpipe.launch.planning import (
     package_and_plan,
     what_the_demo_is,
 )
-from neuronpipe.launch.restarting import Backoff, refuse_for
+from neuronpipe.launch.serving.host import Host, offered, shared_limit_bytes
+from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan

@@ -280,7 +280,7 @@ def test_figures_are_counted(server: Server) -> None:
     figures = {name: float(value) for name, value in (line.split() for line in page.splitlines() if line[0] != "#")}
     assert figures['neuronpipe_http_responses_total{path="/v1/completions",status="200"}'] >= 1
     assert figures["neuronpipe_generated_tokens_total"] >= 3
-    assert figures["neuronpipe_run_memory_bytes"] > 0
+    assert figures['neuronpipe_run_memory_bytes{model="neuronpipe-demo"}'] > 0
 
 
 def test_a_gateway_that_dies_is_started_again_on_the_same_port(server: Server) -> None:

@@ -210,7 +210,8 @@ def test_too_many_at_once_are_told_to_come_again(server: Server) -> None:
         many = {"prompt": ["x"] * 64, "n": 16, "max_tokens": 400, "ignore_eos": True}
         line.sendall(request("POST", "/v1/completions", many))
         assert eventually(lambda: server.run.status().sequences_waiting > 50)
-        assert re.search(r"^neuronpipe_texts_waiting 9\d\d\.0$", server.call("GET", "/metrics").body.decode(), re.M)
+        waiting = r'^neuronpipe_texts_waiting{model="neuronpipe-demo"} 9\d\d\.0$'
+        assert re.search(waiting, server.call("GET", "/metrics").body.decode(), re.MULTILINE)
         reply = server.post("/v1/completions", **ASK)
         assert (reply.status, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert reply.headers["retry-after"] == "1"

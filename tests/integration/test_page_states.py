@@ -11,6 +11,7 @@ from neuronpipe.services.gateway.problems import Problem
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 
 from tests.browser import Page, needs_browser, new_tab, troubles
 from tests.page_server import PageServer, page_server, run_snapshot
@@ -123,6 +124,31 @@ def test_after_trouble_the_message_is_there_to_be_sent_again(page: Page, reply: 
     page["send"].click()
     assert page.eventually(lambda: len(page.answers) == 3 and "ended" in notes(page)[2])
     assert page.server.sent[2] == ["hello", "Fine.", "and now?"]
+
+
+# ---- several models ------------------------------------------------------------------------------------------
+def test_of_several_models_the_chosen_one_answers_and_its_run_is_shown(
+    browser: webdriver.Chrome, server: PageServer
+) -> None:
+    server.models, server.asleep = ["small", "large"], {"large"}
+    page = Page(browser, server).open()
+    talk(page, "hello")
+    assert page.eventually(lambda: "ready" in page["state"].text)
+    Select(page["models"]).select_by_value("large")
+    assert page.eventually(lambda: page["state"].text == "no run now: your message starts it")
+    held = threading.Event()
+    server.replies.append([held, "It began."])
+    page.send("and you?")
+    assert page.eventually(lambda: notes(page)[1] == "waiting: the run is starting")
+    assert not page["models"].is_enabled()
+    server.asleep.clear()
+    assert page.eventually(lambda: "ready" in page["state"].text)
+    held.set()
+    assert page.eventually(lambda: page.answers[1][0] == "It began.")
+    assert [body["model"] for body in server.asked] == ["small", "large"]
+    browser.refresh()
+    assert page.eventually(lambda: Select(page["models"]).first_selected_option.text == "large")
+    assert all("503" in line for line in troubles(browser))
 
 
 # ---- warm-up -------------------------------------------------------------------------------------------------

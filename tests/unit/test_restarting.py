@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from neuronpipe.launch.restarting import FIRST_S, MOST_S, STEADY_S, Backoff, refuse_for
+from neuronpipe.launch.serving.restarting import FIRST_S, MOST_S, STEADY_S, Backoff, refuse_for
 from neuronpipe.services.gateway.listener import Listener, bind
 
 

@@ -2,17 +2,30 @@
 
 import { speed } from "/page/live.js";
 import { ask, events, failure } from "/page/server.js";
+import { keep, kept } from "/page/storage.js";
 
-let model = null; // { name, chat, context }, when the server has said it
+let models = null; // [{ name, chat, context }], when the server has said it
+let chosenName = kept("model");
 
-// What the server's model is. Raises an error when the server does not say.
-export async function describe() {
-  if (model) return model;
+// What the server's models are, the first one first. Raises an error when the server does not say.
+export async function all() {
+  if (models) return models;
   const response = await ask("/v1/models");
   if (!response.ok) throw await failure(response);
-  const [{ id, chat_template: chat, context_tokens: context }] = (await response.json()).data;
-  model = { name: id, chat, context };
-  return model;
+  const { data } = await response.json();
+  models = data.map(({ id, chat_template: chat, context_tokens: context }) => ({ name: id, chat, context }));
+  return models;
+}
+
+// The one that answers: the one that was chosen, or the first.
+export async function describe() {
+  const there = await all();
+  return there.find(({ name }) => name === chosenName) ?? there[0];
+}
+
+export function choose(name) {
+  chosenName = name;
+  keep("model", name);
 }
 
 // What a model is, in a sentence or two, for a person who has never seen one.
@@ -27,7 +40,7 @@ export function introduction(name, chat) {
 export async function answer(conversation, turn, chosen, signal, came, prepared) {
   const { name, chat, context } = await describe();
   Object.assign(turn, { model: name, chat });
-  const { sent, response } = await request(conversation, chosen, context, signal, prepared);
+  const { sent, response } = await request(conversation, chosen, { name, context }, signal, prepared);
   const before = turn.tokens;
   let first = 0, reason = "";
   for await (const event of events(response)) {
@@ -55,7 +68,7 @@ export async function answer(conversation, turn, chosen, signal, came, prepared)
 }
 
 // Sends what fits. How many tokens a text has only the server knows: what it finds too long is shortened once more.
-async function request(conversation, { system, temperature, penalty, tokens }, context, signal, prepared) {
+async function request(conversation, { system, temperature, penalty, tokens }, { name, context }, signal, prepared) {
   conversation.fit(system, context - Math.min(tokens, context / 2));
   for (;;) {
     prepared();
@@ -65,6 +78,7 @@ async function request(conversation, { system, temperature, penalty, tokens }, c
       headers: { "content-type": "application/json" },
       signal,
       body: JSON.stringify({
+        model: name,
         messages,
         continue_final_message: messages.at(-1).role === "assistant",
         stream: true,

@@ -18,6 +18,7 @@ const speeds = [];
 let latest = null;
 let watching = null;
 let seen = () => {};
+let model = ""; // whose run is shown, where there are several
 
 // Shows the run while the page is visible. changed: called with why an answer may be slow to begin, "" for no reason.
 export function look(changed) {
@@ -26,6 +27,16 @@ export function look(changed) {
   window.addEventListener("resize", () => latest && draw(latest));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => latest && draw(latest));
   turn();
+}
+
+// Shows the run of this model from now on.
+export function lookAt(name) {
+  model = name;
+  latest = null;
+  speeds.length = 0;
+  element("model").textContent = "";
+  say("connecting", "");
+  watching?.abort();
 }
 
 function turn() {
@@ -38,7 +49,7 @@ async function watch() {
   const { signal } = watching;
   while (!signal.aborted) {
     try {
-      const response = await ask("/live", { signal });
+      const response = await ask(model ? `/live?model=${encodeURIComponent(model)}` : "/live", { signal });
       if (!response.ok) throw await failure(response);
       for await (const event of events(response)) {
         if (event.error) throw new Error(event.error.message);
@@ -52,10 +63,11 @@ async function watch() {
       }
       say("the server has ended", "bad");
     } catch (error) {
-      if (!signal.aborted) say(error.message, "bad");
+      if (error.code === "asleep") say("no run now: your message starts it", "asleep");
+      else if (!signal.aborted) say(error.message, "bad");
     }
     element("warm-up").hidden = true; // nobody knows any more
-    seen("");
+    seen(element("state").className === "asleep" ? "the run is starting" : "");
     if (!signal.aborted) await new Promise((resolve) => setTimeout(resolve, 1000));
   }
   watching = null;
@@ -64,10 +76,10 @@ async function watch() {
 
 function say(text, mood) {
   const state = element("state");
-  if (mood !== state.className) put("announcement", mood === "bad" ? text : "connected"); // speeds are not read aloud
+  if (mood !== state.className) put("announcement", mood === "good" ? "connected" : text); // speeds are not read aloud
   put("state", text);
   state.className = mood;
-  element("live").classList.toggle("stale", mood === "bad"); // what it shows is from before
+  element("live").classList.toggle("stale", mood !== "good"); // what it shows is from before
 }
 
 function report(run) {
@@ -77,7 +89,7 @@ function report(run) {
 }
 
 function draw(run) {
-  element("model").textContent = `${run.model}, ${run.quantization}, ${run.mode}`;
+  element("model").textContent = `${model ? "" : `${run.model}, `}${run.quantization}, ${run.mode}`;
   figures(run);
   trend();
   strip(run);

@@ -1,10 +1,10 @@
 // The chat: asking, streaming, stopping, asking otherwise; and which conversation it is. What the run does meanwhile is
 // drawn by live.js.
 
-import { answer, describe, introduction } from "/page/answer.js";
+import { all, answer, choose, describe, introduction } from "/page/answer.js";
 import { copy } from "/page/clipboard.js";
 import { drawList, hide, listen } from "/page/list.js";
-import { look } from "/page/live.js";
+import { look, lookAt } from "/page/live.js";
 import { keepSettings, settings } from "/page/settings.js";
 import { Shelf } from "/page/shelf.js";
 import { keep, kept } from "/page/storage.js";
@@ -124,6 +124,7 @@ function working(is) {
 function refresh() {
   offer(conversation, Boolean(asking));
   for (const id of ["new", "new-in-list"]) element(id).disabled = !element("messages").children.length;
+  element("models").disabled = Boolean(asking);
   element("undo-bar").hidden = !undoable;
   element("undo-said").textContent = undoable?.said ?? "";
 }
@@ -233,7 +234,12 @@ function turnTo(view) {
 }
 
 async function introduce() {
+  const there = await all();
   const { name, chat } = await describe();
+  const choice = element("models");
+  choice.replaceChildren(...there.map((one) => new Option(one.name, one.name, false, one.name === name)));
+  choice.hidden = there.length === 1;
+  if (there.length > 1) lookAt(name);
   element("hint-text").textContent = introduction(name, chat) + (chat ? "" : " For example");
   element("example").hidden = chat;
   element("ask").classList.toggle("chat", chat); // others are sent code more often than prose
@@ -289,6 +295,10 @@ element("prompt").addEventListener("input", grow);
 element("example").addEventListener("click", () => {
   element("prompt").value = element("example").textContent;
   element("prompt").focus();
+});
+element("models").addEventListener("change", ({ target }) => {
+  choose(target.value);
+  introduce();
 });
 element("stop").addEventListener("click", () => asking?.stop.abort());
 element("new").addEventListener("click", begin);

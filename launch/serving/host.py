@@ -30,8 +30,8 @@ from typing import Any
 
 from neuronpipe.launch.formats import AUTO
 from neuronpipe.launch.planning import implementations, package_and_plan
-from neuronpipe.launch.restarting import Backoff
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
+from neuronpipe.launch.serving.restarting import Backoff
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
 from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
 from neuronpipe.native import lib

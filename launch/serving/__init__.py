@@ -1,0 +1,1 @@
+"""Serving over HTTP: runs that are started again, and several packages."""

@@ -1,0 +1,147 @@
+"""`serve` with several packages: runs come and go as requests name them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from neuronpipe.launch.planning import DEMO
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.plan.budget import GATEWAY_BYTES
+
+from tests.http_client import PATIENCE_S, Reply, Server
+from tests.pipeline import Run, Shell, eventually
+
+Converted = Callable[..., Package]
+
+
+@pytest.fixture(scope="module")
+def packages(converted: Converted) -> list[Package]:
+    return [converted("relu2", "f16"), converted("qwen2", "f16")]
+
+
+def hosted(shell: Shell, *options: str | Path) -> tuple[Server, dict[str, Any]]:
+    """A server, and what it says when it takes requests."""
+    process = shell.start("serve", "--port", "0", "--json", *options)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    ready = json.loads(line)
+    return Server(process, int(ready["address"].rpartition(":")[2]), Run(shell, Path())), ready
+
+
+@pytest.fixture(scope="module")
+def server(long_shell: Shell, packages: list[Package]) -> Iterator[Server]:
+    """One with room for both runs."""
+    one, _ = hosted(long_shell, *(package.path for package in packages))
+    yield one
+    ended(one)
+
+
+def ended(server: Server) -> list[str]:
+    """What it has said of its runs, now that it is ended."""
+    server.process.send_signal(signal.SIGINT)
+    _, errors = server.process.communicate(timeout=PATIENCE_S)
+    assert server.process.returncode == 0
+    return [line for line in errors.splitlines() if line.startswith("neuronpipe:")]
+
+
+def asked(server: Server, package: Package | None = None, tokens: int = 4) -> Reply:
+    named = {} if package is None else {"model": package.manifest.name}
+    return server.post("/v1/completions", prompt="one two", max_tokens=tokens, temperature=0, **named)
+
+
+def states(server: Server) -> dict[str, str]:
+    models: dict[str, str] = server.call("GET", "/health").json()["models"]
+    return models
+
+
+def test_each_model_answers_by_its_name_and_the_first_without_one(server: Server, packages: list[Package]) -> None:
+    names = [package.manifest.name for package in packages]
+    listed = server.call("GET", "/v1/models").json()["data"]
+    assert [one["id"] for one in listed] == names
+    for package in packages:
+        assert asked(server, package).json()["model"] == package.manifest.name
+    assert asked(server).json()["model"] == names[0]
+    assert states(server) == dict.fromkeys(names, "ready")
+    tokens = {str(server.post("/tokenize", content="one two", model=name).json()["tokens"]) for name in names}
+    assert tokens != {"[]"}
+    figures = server.call("GET", "/metrics").body.decode()
+    assert all(f'neuronpipe_run_tokens{{model="{name}"}}' in figures for name in names)
+
+
+def test_a_name_that_is_not_served_is_refused_with_those_that_are(server: Server, packages: list[Package]) -> None:
+    refused = server.post("/v1/completions", model="another", prompt="x")
+    assert refused.status == 404
+    assert all(package.manifest.name in refused.json()["error"]["message"] for package in packages)
+
+
+def test_a_gateway_that_dies_is_started_again_and_finds_the_runs(server: Server, packages: list[Package]) -> None:
+    before = [asked(server, package).json()["choices"] for package in packages]
+    runs = {run["run"] for run in server.run.shell.json("ps", "--json")["runs"]}
+    (gateway,) = (
+        int(status.parent.name)
+        for status in Path("/proc").glob("[0-9]*/status")
+        if f"PPid:\t{server.process.pid}\n" in (text := status.read_text()) and "Name:\tnp-gateway\n" in text
+    )
+    os.kill(gateway, signal.SIGKILL)
+    assert [asked(server, package).json()["choices"] for package in packages] == before
+    assert {run["run"] for run in server.run.shell.json("ps", "--json")["runs"]} == runs
+
+
+def test_a_run_that_dies_is_started_again_by_the_next_request(server: Server, packages: list[Package]) -> None:
+    package = packages[1]
+    before = asked(server, package).json()["choices"]
+    runs = server.run.shell.json("ps", "--json")["runs"]
+    (pid,) = (run["supervisor_pid"] for run in runs if run["model"] == package.manifest.name)
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: states(server)[package.manifest.name] == "no run")
+    assert eventually(lambda: (reply := asked(server, package)).status == 200 and reply.json()["choices"] == before)
+    assert states(server)[packages[0].manifest.name] == "ready"
+
+
+def test_within_a_limit_for_one_runs_take_turns_and_no_text_is_broken_off(
+    shell: Shell, packages: list[Package]
+) -> None:
+    demo, other = Package.open(DEMO), packages[0]
+    roomy, ready = hosted(shell, DEMO, other.path)
+    ended(roomy)
+    takes = [one["bytes"] for one in ready["models"]]
+    limit_bytes = str(max(takes) + min(takes) // 2 + GATEWAY_BYTES)
+    server, ready = hosted(shell, DEMO, other.path, "--memory", limit_bytes)
+    assert sum(one["bytes"] for one in ready["models"]) > ready["memory_bytes"]
+    replies: list[Reply] = []
+
+    def many() -> None:
+        replies.append(server.post("/v1/completions", prompt="import os", n=12, max_tokens=450, temperature=1))
+
+    long = threading.Thread(target=many)
+    long.start()
+    assert eventually(lambda: states(server)[demo.manifest.name] == "ready")
+    assert asked(server, other).status == 200
+    assert states(server) == {demo.manifest.name: "no run", other.manifest.name: "ready"}
+    long.join(PATIENCE_S)
+    assert len(replies[0].json()["choices"]) == 12
+    freed = [line.split()[1] for line in ended(server) if "memory is free" in line]
+    assert freed == [demo.manifest.name]
+
+
+def test_a_run_that_nobody_uses_is_ended_and_comes_again(shell: Shell, packages: list[Package]) -> None:
+    server, _ = hosted(shell, packages[0].path, "--keep-alive", "1s")
+    first = asked(server).json()["choices"]
+    assert eventually(lambda: states(server)[packages[0].manifest.name] == "no run")
+    assert asked(server).json()["choices"] == first
+    assert len([line for line in ended(server) if "is started" in line]) == 2
+
+
+def test_two_packages_of_one_name_and_options_of_one_run_are_refused(shell: Shell, packages: list[Package]) -> None:
+    path = packages[0].path
+    assert "both models are called" in shell.refused("serve", path, path)
+    assert "--run /tmp/x: is of one run" in shell.refused("serve", path, packages[1].path, "--run", "/tmp/x")
+    assert "no package with a name" in shell.refused("serve", "--all")
