@@ -156,7 +156,7 @@ class EchoAnswer(Answer):
     async def _send_prompts(self, send: Send) -> None:
         """The answer without a token of an answer."""
         counts = [self._prompt_tokens[number // self._texts_per_prompt] for number in range(len(self._asks))]
-        finished = [_nothing(count) for count in counts]
+        finished = [nothing(count) for count in counts]
         per_prompt = self._texts_per_prompt
         sent = [number for number in range(len(finished)) if number % per_prompt < self._sent_per_prompt]
         total = usage(finished, per_prompt)
@@ -169,7 +169,7 @@ class EchoAnswer(Answer):
         await send({"type": "http.response.body", "body": events + self._form.counted(total) + DONE})
 
 
-def _nothing(prompt_tokens: int) -> Finished:
+def nothing(prompt_tokens: int) -> Finished:
     """The account of a text without a token."""
     return Finished(
         request="",

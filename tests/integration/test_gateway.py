@@ -35,12 +35,6 @@ def server(long_shell: Shell) -> Iterator[Server]:
         yield one
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
 def test_a_completion_is_what_the_command_line_gives(server: Server, client: openai.OpenAI) -> None:
     asked = server.run.ask(PROMPT, 40)
     answer = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40)

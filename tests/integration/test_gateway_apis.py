@@ -25,12 +25,6 @@ def server(long_shell: Shell) -> Iterator[Server]:
         yield one
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> FileTokenizer:
     return FileTokenizer((DEMO / "tokenizer.json").read_text())

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from neuronpipe.protocol.messages.client import Finished, Token
+from neuronpipe.protocol.messages.client import Token
 from neuronpipe.services.gateway.answer_calls import Arguments, Begun, Call, CallingForm, Content, Part, Reader, read
 from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL, CallFormat
+from neuronpipe.services.gateway.echo import nothing
 
 ROME, NOW = '{"of": "a \\"}\\\\", "x": [{}]}', "{}"
 CALLS = [Call("look_up", ROME), Call("now", NOW)]
@@ -24,22 +25,7 @@ LIST = CallFormat(
 )
 BARE = CallFormat(before='{"name": "', between='", "parameters": ', next="", after="}", marker="")
 TOKEN = Token(request="r", index=0, token=7, text="", ms=1.0)
-FINISHED = Finished(
-    request="r",
-    reason="end",
-    text="",
-    tokens=2,
-    prompt_tokens=1,
-    ttft_ms=1.0,
-    tokens_per_s=1.0,
-    tbt_ms={},
-    memory={},
-    flash={},
-    prefill={},
-    decode={},
-    plan="p",
-    mode="exact",
-)
+FINISHED = dataclasses.replace(nothing(prompt_tokens=1), reason="end", tokens=2)
 
 
 def joined(parts: list[Part]) -> tuple[str, list[Call]]:

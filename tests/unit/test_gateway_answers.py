@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 from neuronpipe.protocol.codec import Message
-from neuronpipe.protocol.messages.client import Accepted, Finished, Likely, Refused, Token
+from neuronpipe.protocol.messages.client import Accepted, Likely, Refused, Token
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.services.gateway.answers import COMMENT, Answer
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
+from neuronpipe.services.gateway.echo import nothing
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem
@@ -24,22 +25,7 @@ from tests.pipeline import SLOWER
 
 PATIENCE_S = 10 * SLOWER
 CONTEXT_TOKENS = 8
-DONE = Finished(
-    request="r0",
-    reason="length",
-    text="ab",
-    tokens=1,
-    prompt_tokens=1,
-    ttft_ms=1.0,
-    tokens_per_s=0.0,
-    tbt_ms={},
-    memory={},
-    flash={},
-    prefill={},
-    decode={},
-    plan="plan",
-    mode="exact",
-)
+DONE = dataclasses.replace(nothing(prompt_tokens=1), request="r0", text="ab", tokens=1)
 TOKEN = Token(request="r0", index=0, token=7, text="ab", ms=1.0)
 
 
