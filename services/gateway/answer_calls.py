@@ -216,7 +216,7 @@ class CallingForm(ChatForm):
 
     def last(self, number: int, finished: Finished) -> bytes:
         """The end of a text."""
-        parts = self._readers.pop(number).finish() if number in self._readers else ()
+        parts = self._readers.pop(number).finish()
         events = [self._event(number, self._delta(part), "null", "null") for part in parts]
         return b"".join(events) + super().last(number, finished)
 

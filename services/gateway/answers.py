@@ -156,19 +156,20 @@ class Answer:
                     if message.prompt_tokens >= self._context_tokens:
                         raise too_long(self._context_tokens, message.prompt_tokens)
                     unaccepted -= 1
-                elif isinstance(message, Token):
-                    if pass_on is None:
-                        form.keep(number, message)
-                        self._ratings[number].add(message.logprob)
-                        continue
+                    continue
+                if isinstance(message, Finished):
+                    finished[number] = message
+                    self._metrics.finished(message)
+                elif not isinstance(message, Token):
+                    continue
+                elif pass_on is None:
+                    form.keep(number, message)
+                    self._ratings[number].add(message.logprob)
+                if pass_on is not None:
                     if number not in begun:
                         begun.add(number)
                         events += form.first(number)
-                    events += form.piece(number, message)
-                elif isinstance(message, Finished):
-                    finished[number] = message
-                    self._metrics.finished(message)
-                    events += form.last(number, message)
+                    events += form.piece(number, message) if isinstance(message, Token) else form.last(number, message)
             if pass_on is None:
                 continue
             if not taken:

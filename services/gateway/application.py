@@ -85,25 +85,27 @@ class Gateway:
     async def chat(self, request: Request) -> Answer:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
-        model = self._models.named(body.model)
-        prompt = model.chat.prompt(body.asked, offer, marked=body.constraint is not None)
-        if offer is None:
-            return self._answer(request, model, body, [prompt.text + body.begun], limit, ChatForm, frame=prompt.frame)
-        form = functools.partial(CallingForm, calls=prompt.calls, text=not offer.required)
-        return self._answer(
-            request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
-        )
+        return self._conversation(request, body, ChatForm, CallingForm)
 
     async def responses(self, request: Request) -> Answer:
         """Answer a conversation, as the Responses API asks."""
         asked = await read_body(request, ResponsesRequest)
-        body = asked.as_chat()
-        model = self._models.named(body.model)
-        prompt = model.chat.prompt(body.messages)
         form = functools.partial(ResponseForm, asked.echoed())
-        limit = body.max_completion_tokens or MAX_TOKENS
-        return self._answer(request, model, body, [prompt.text], limit, form, frame=prompt.frame)
+        return self._conversation(request, asked.as_chat(), form, form)
+
+    def _conversation(
+        self, request: Request, body: ChatRequest, form: Callable[..., Form], calling: Callable[..., Form]
+    ) -> Answer:
+        """form: of an answer that is a text; calling: of one that may call functions."""
+        offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
+        model = self._models.named(body.model)
+        prompt = model.chat.prompt(body.asked, offer, marked=body.constraint is not None)
+        if offer is None:
+            return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
+        form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
+        return self._answer(
+            request, model, body, [prompt.text], limit, form, frame=prompt.frame, calls=offer.calls(prompt.calls)
+        )
 
     async def completions(self, request: Request) -> Answer:
         """Continue a text."""

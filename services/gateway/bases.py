@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 IGNORED = "accepted, and without effect"
@@ -20,6 +20,20 @@ def beside_others(param: str, said: str) -> PydanticCustomError:
 def not_served(said: str) -> PydanticCustomError:
     """A parameter that is understood and not served, and why."""
     return PydanticCustomError(NOT_SERVED, "{said}", {"said": said})
+
+
+def refusing(said: str) -> AfterValidator:
+    """Whatever is given is refused for this reason; what says nothing is not given."""
+
+    def refuse(value: Any) -> Any:
+        if value:
+            raise not_served(said)
+        return value
+
+    return AfterValidator(refuse)
+
+
+NEVER = Field(json_schema_extra={"type": "null"})
 
 
 def missing(param: str) -> PydanticCustomError:
@@ -47,8 +61,8 @@ TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS = (
     "[parts]",
     "[items]",
 )
-MODE, NAMED, ALLOWED = ("[mode]", "[named]", "[allowed]")
-KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, NAMED, ALLOWED)
+MODE, NAMED, ALLOWED, UNREAD = ("[mode]", "[named]", "[allowed]", "[unread]")
+KINDS = (TEXT, TEXTS, TOKENS, TOKEN_LISTS, PARTS, ITEMS, MODE, NAMED, ALLOWED, UNREAD)
 
 
 def one_of(said: str, kind: Callable[[Any], str | None]) -> Discriminator:

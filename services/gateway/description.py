@@ -52,7 +52,7 @@ RESPONSE = {
         "id": {"type": "string"},
         "object": {"const": "response"},
         "status": {"enum": ["completed", "incomplete"]},
-        "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "role", "content"]}},
+        "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
     },
 }
 TOKENIZED = {"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array"}}}

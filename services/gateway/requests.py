@@ -14,6 +14,7 @@ from neuronpipe.protocol.messages.request import MAX_BIAS, MAX_TOKENS, RANGES, S
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.gateway.bases import (
     IGNORED,
+    NEVER,
     PARTS,
     TEXT,
     TEXTS,
@@ -24,6 +25,7 @@ from neuronpipe.services.gateway.bases import (
     kind_or,
     missing,
     one_of,
+    refusing,
 )
 from neuronpipe.services.gateway.constraints import Constrained
 from neuronpipe.services.gateway.tools import MAX_TOOLS, Offer, Tool, ToolCall, ToolChoice
@@ -37,6 +39,7 @@ MAX_TEXTS = 1024
 MAX_LOGPROBS = int(RANGES["logprobs"].most)
 MAX_BIASES = 4096
 OFF = -1
+OLDER_TOOLS = "this is the older form; give tools and tool_choice"
 USER = "texts of different users take turns; otherwise without effect"
 NAMES = {"ignore_end": "ignore_eos"}  # as clients know it from other servers
 TOO_FEW = "expected 1 or more, or -1 for as many as fit the context"
@@ -62,6 +65,7 @@ def _kind_of_prompt(value: Any) -> str | None:
     return next((kind for of, kind in kinds if isinstance(first, of)), None)
 
 
+OlderTools = Annotated[Any, NEVER, refusing(OLDER_TOOLS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Stops = Annotated[
     Annotated[StopText, Tag(TEXT)] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
@@ -334,6 +338,9 @@ class ChatRequest(Sampling):
         False, description="go on with the last message, which is the assistant's, instead of answering"
     )
     modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    functions: OlderTools = Field(None, description=OLDER_TOOLS)
+    function_call: OlderTools = Field(None, description=OLDER_TOOLS)
     reasoning_effort: str | None = Field(None, description=IGNORED)
     verbosity: str | None = Field(None, description=IGNORED)
 

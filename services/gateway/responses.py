@@ -1,7 +1,7 @@
 """`POST /v1/responses`: OpenAI's newer way to ask. A request becomes one of chat, and its answer has another form.
 
 Nothing is stored: every request carries the whole conversation, and what refers to an earlier response is refused.
-Tools have one place here, `_tools` and the items of a call among `REFUSED_ITEMS`: a chat request takes them from there.
+Tools are functions that the client runs; what OpenAI runs itself is refused by its name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,23 @@ import json
 from typing import Annotated, Any, Literal
 
 from neuronpipe.protocol.messages.request import MAX_TOKENS, SAMPLING_OPTIONS
-from neuronpipe.services.gateway.bases import IGNORED, ITEMS, PARTS, TEXT, Body, kind_or, not_served, one_of
+from neuronpipe.services.gateway.bases import (
+    ALLOWED,
+    IGNORED,
+    ITEMS,
+    MODE,
+    NAMED,
+    NEVER,
+    TEXT,
+    Body,
+    kind_or,
+    not_served,
+    one_of,
+    refusing,
+)
 from neuronpipe.services.gateway.bodies import checked
 from neuronpipe.services.gateway.constraints import JsonFormat, TextFormat
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, quoted
 from neuronpipe.services.gateway.requests import (
     MAX_LOGPROBS,
     NAMES,
@@ -21,128 +34,89 @@ from neuronpipe.services.gateway.requests import (
     ChatRequest,
     SamplingOptions,
 )
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic.json_schema import SkipJsonSchema
+from neuronpipe.services.gateway.response_items import NOT_STORED, Item, messages_of
+from neuronpipe.services.gateway.tools import MAX_TOOLS, Function, FunctionName, kind_of_choice
+from pydantic import Field, Tag, model_validator
 
 RATED = "message.output_text.logprobs"  # of `include`
 NO_TEMPLATE = "prompt templates are not stored here"
-NO_TOOLS = "responses call no tools here; /v1/chat/completions does"
 NOT_LATER = "there is nowhere to fetch a response later"
-NOT_STORED = "responses are not stored here; send the whole conversation in input"
-
-
-def _refusing(said: str) -> AfterValidator:
-    """Whatever is given is refused for this reason; what says nothing is not given."""
-
-    def refuse(value: Any) -> Any:
-        if value:
-            raise not_served(said)
-        return value
-
-    return AfterValidator(refuse)
-
-
-Never = Field(json_schema_extra={"type": "null"})
-NoTools = Annotated[list[Any], Field(json_schema_extra={"maxItems": 0}), _refusing(NO_TOOLS)]
-NotStored = Annotated[Any, Never, _refusing(NOT_STORED)]
-NoTemplate = Annotated[Any, Never, _refusing(NO_TEMPLATE)]
-NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), _refusing(NOT_LATER)]
-
-
-class Lenient(Body):
-    """What clients send back as they got it: what is not read is passed over."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class ContentPart(Lenient):
-    """A piece of a message's text."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class RefusalPart(Lenient):
-    """Why an earlier answer was refused; it is passed on as that answer's text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """As any part has it."""
-        return self.refusal
-
-
-Part = Annotated[ContentPart | RefusalPart, Field(discriminator="type")]
-Content = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[list[Part], Tag(PARTS)],
-    one_of("expected a text, or a list of parts", kind_or(PARTS)),
-]
-
-
-class MessageItem(Lenient):
-    """A message of the conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = Field(description="the text, whole or in parts")
-
-    def messages(self) -> list[dict[str, Any]]:
-        """As a chat request has it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return [{"role": self.role, "content": text}]
-
-
-class ReasoningItem(Lenient):
-    """What another model thought. It is passed over: no model here was trained to read it."""
-
-    type: Literal["reasoning"]
-
-    def messages(self) -> list[dict[str, Any]]:
-        """None."""
-        return []
-
-
-READ_ITEMS = ("message", "reasoning")
-REFUSED_ITEMS = {
-    "item_reference": NOT_STORED,
-    "function_call": NO_TOOLS,
-    "function_call_output": NO_TOOLS,
+HOSTED = "OpenAI runs them; offer a function, which the client runs"
+TOOL_REASONS = {
+    "custom": "their input is free text; offer a function with a text among its arguments",
+    "mcp": "no server is asked from here; connect to it in the client, and offer its tools as functions",
+    "namespace": "offer its functions one by one",
+    "tool_search": "offer all functions at once",
 }
 
 
-def _kind_of_item(value: Any) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) and (kind in READ_ITEMS or kind in REFUSED_ITEMS) else None
+NotStored = Annotated[Any, NEVER, refusing(NOT_STORED)]
+NoTemplate = Annotated[Any, NEVER, refusing(NO_TEMPLATE)]
+NotLater = Annotated[bool, Field(json_schema_extra={"const": False}), refusing(NOT_LATER)]
 
 
-class RefusedItem(Lenient):
-    """An item that is understood, and not served."""
+class FunctionTool(Function):
+    """A function that the answer may call."""
 
-    type: str
+    type: Literal["function"]
 
-    def messages(self) -> list[dict[str, Any]]:
-        """There are none."""
-        return []
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, value: Any) -> Any:
+        return _refusing_hosted(value)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+    def echoed(self) -> dict[str, Any]:
+        """As a response has it."""
+        return {**self.model_dump(), "strict": bool(self.strict)}
 
 
-def _refuse_item(item: RefusedItem) -> RefusedItem:
-    raise not_served(REFUSED_ITEMS[item.type])
+class ChosenFunction(Body):
+    """A function of `tools`."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, value: Any) -> Any:
+        return _refusing_hosted(value)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        return {"type": "function", "function": {"name": self.name}}
 
 
-Refusable = Annotated[RefusedItem, AfterValidator(_refuse_item)]
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[SkipJsonSchema[Refusable], Tag("item_reference")]
-    | Annotated[SkipJsonSchema[Refusable], Tag("function_call")]
-    | Annotated[SkipJsonSchema[Refusable], Tag("function_call_output")],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="kind",
-        custom_error_message="expected an item of type message; images, files and items of tools are not read here",
-    ),
+class AllowedFunctions(Body):
+    """Only some of `tools` may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As a chat request has it."""
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _refusing_hosted(value: Any) -> Any:
+    """Only functions are called here: the reason by the type of any other tool."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        reason = TOOL_REASONS.get(kind, HOSTED)
+        raise not_served(f"tools of type {quoted(kind)} are not served: {reason}")
+    return value
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(MODE)]
+    | Annotated[ChosenFunction, Tag(NAMED)]
+    | Annotated[AllowedFunctions, Tag(ALLOWED)],
+    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
 ]
 
 
@@ -184,15 +158,17 @@ class ResponsesRequest(SamplingOptions):
     include: list[str] = Field(default=[], description=f"`{RATED}` rates each token; others are without effect")
     seed: int | None = Field(None, description="any integer, modulo 2^63; the same seed gives the same text")
     stream: bool = Field(False, description="send the text as it is made, as server-sent events")
-    tools: NoTools = Field(default=[], description="only none")
-    tool_choice: Literal["none", "auto"] = Field("auto", description="there are no tools to choose")
+    tools: list[FunctionTool] = Field(
+        default=[], max_length=MAX_TOOLS, description="functions that the answer may call"
+    )
+    tool_choice: Choice = Field("auto", description="whether it calls any, and which")
+    parallel_tool_calls: bool = Field(True, description="whether it may call more than one")
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="without effect: a conversation that does not fit is refused, whatever this says"
     )
     store: bool | None = Field(None, description="without effect: nothing is stored, and the response says so")
     user: str | None = Field(None, description=USER)
     safety_identifier: str | None = Field(None, description=USER)
-    parallel_tool_calls: bool | None = Field(None, description=IGNORED)
     max_tool_calls: int | None = Field(None, description=IGNORED)
     reasoning: dict[str, Any] | None = Field(None, description=IGNORED)
     metadata: dict[str, Any] | None = Field(None, description="sent back with the response")
@@ -200,6 +176,7 @@ class ResponsesRequest(SamplingOptions):
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    image: dict[str, Any] | None = Field(None, description=IGNORED)
     stream_options: dict[str, Any] | None = Field(None, description=IGNORED)
     background: NotLater = Field(False, description=NOT_LATER)
     previous_response_id: NotStored = Field(None, description=NOT_STORED)
@@ -217,7 +194,7 @@ class ResponsesRequest(SamplingOptions):
         if isinstance(self.input, str):
             said = [{"role": "user", "content": self.input}]
         else:
-            said = [message for item in self.input for message in item.messages()]
+            said = messages_of(self.input)
             if not said:
                 raise Problem(400, "invalid_value", "input: expected a message in it", param="input")
         options = {NAMES.get(option.name, option.name): getattr(self, option.name) for option in SAMPLING_OPTIONS}
@@ -231,14 +208,12 @@ class ResponsesRequest(SamplingOptions):
                 **options,
                 **rated,
                 **same,
-                **self._tools(),
+                "tools": [tool.as_chat() for tool in self.tools],
+                "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.as_chat(),
+                "parallel_tool_calls": self.parallel_tool_calls,
             },
             ChatRequest,
         )
-
-    def _tools(self) -> dict[str, Any]:
-        """Of the chat request; none are taken yet."""
-        return {}
 
     def _response_format(self) -> dict[str, Any] | None:
         asked = self.text.format if self.text is not None else None
@@ -260,15 +235,15 @@ class ResponsesRequest(SamplingOptions):
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": None,
             "metadata": self.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": getattr(self, "temperature"),  # noqa: B009
             "text": {"format": shown},
-            "tool_choice": self.tool_choice,
-            "tools": [],
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            "tools": [tool.echoed() for tool in self.tools],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": getattr(self, "top_p"),  # noqa: B009
             "truncation": "disabled",

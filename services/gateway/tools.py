@@ -91,7 +91,8 @@ class AllowedTools(Body):
     allowed_tools: AllowedFunctions
 
 
-def _kind_of_choice(value: Any) -> str | None:
+def kind_of_choice(value: Any) -> str | None:
+    """What a `tool_choice` is."""
     if isinstance(value, dict):
         return ALLOWED if value.get("type") == "allowed_tools" else NAMED
     return MODE if isinstance(value, str) else None
@@ -101,7 +102,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(MODE)]
     | Annotated[NamedFunction, Tag(NAMED)]
     | Annotated[AllowedTools, Tag(ALLOWED)],
-    one_of("expected 'none', 'auto', 'required', or an object that names functions", _kind_of_choice),
+    one_of("expected 'none', 'auto', 'required', or an object that names functions", kind_of_choice),
 ]
 
 

@@ -40,12 +40,6 @@ def server(long_shell: Shell) -> Iterator[Server]:
         yield one
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
 def checked(call: Any) -> None:
     """A call is of a function that there is, with arguments of its schema."""
     arguments = json.loads(call.function.arguments)
@@ -63,6 +57,38 @@ def test_a_call_that_is_required_is_valid_whatever_the_model_is_after(client: op
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     (call,) = choice.message.tool_calls or []
     checked(call)
+
+
+def test_a_response_calls_what_a_chat_calls_whole_and_streamed_and_goes_on_from_the_result(
+    client: openai.OpenAI,
+) -> None:
+    chat = client.chat.completions.create(**ASKED, tool_choice=NAMED, temperature=0)  # type: ignore[arg-type]
+    (expected,) = chat.choices[0].message.tool_calls or []
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": ASKED["messages"],
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],
+        "max_output_tokens": 60,
+        "temperature": 0,
+    }
+    whole = client.responses.create(**asked, tool_choice={"type": "function", "name": "fibonacci"})
+    (call,) = whole.output
+    assert call.type == "function_call"
+    assert (call.name, call.arguments) == (expected.function.name, expected.function.arguments)  # type: ignore[union-attr]
+    assert (whole.status, call.status) == ("completed", "completed")
+    with client.responses.stream(**asked, tool_choice={"type": "function", "name": "fibonacci"}) as events:
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        streamed = events.get_final_response()
+    (same,) = streamed.output
+    assert same.type == "function_call"
+    assert "".join(deltas) == same.arguments == call.arguments
+    assert len(deltas) > 5
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "13"}
+    more = client.responses.create(**asked | {"input": [*asked["input"], call, result], "max_output_tokens": 4})
+    assert more.usage is not None
+    assert whole.usage is not None
+    assert more.usage.input_tokens_details.cached_tokens >= whole.usage.input_tokens
+    assert more.usage.input_tokens > whole.usage.input_tokens + 20
 
 
 def test_stop_texts_do_not_cut_what_must_be_a_call(client: openai.OpenAI) -> None:

@@ -135,12 +135,18 @@ def test_minus_one_means_no_limit() -> None:
         ({"metadata": "m"}, "invalid_value", "metadata"),
         ({"audio": {"voice": "v"}}, "unsupported_parameter", "audio"),
         ({"functions": [{}]}, "unsupported_parameter", "functions"),
+        ({"function_call": "auto"}, "unsupported_parameter", "function_call"),
         ({"seed": 1.5}, "invalid_value", "seed"),
     ],
     ids=json.dumps,
 )
 def test_what_would_change_the_answer_is_refused(asked: dict[str, Any], code: str, param: str) -> None:
     assert refusal(ChatRequest, **asked)[:2] == (code, param)
+
+
+def test_the_older_form_of_tools_is_refused_with_the_newer_one_named() -> None:
+    assert "give tools and tool_choice" in refusal(ChatRequest, functions=[{"name": "f"}])[2]
+    parsed(ChatRequest, functions=None, function_call=None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai.types.responses as known
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
 from neuronpipe.services.gateway.bodies import parse_body
+from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.response_form import ResponseForm
 from neuronpipe.services.gateway.responses import NOT_STORED, ResponsesRequest
@@ -33,6 +35,18 @@ TOKEN = Token(
     piece=b"ab",
     top=(Likely(token=7, piece=b"ab", logprob=-0.5),),
 )
+
+
+TOOL = {
+    "type": "function",
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "strict": True,
+}
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed"}
+CHOSEN = {"type": "function", "name": "f"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "7"}
 
 
 def parsed(**body: Any) -> ResponsesRequest:
@@ -67,6 +81,62 @@ def test_items_are_the_whole_conversation_as_clients_send_it_back() -> None:
         ("assistant", "hi"),
         ("assistant", "no"),
     ]
+
+
+def test_calls_join_the_answer_that_made_them_and_results_follow() -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": []},
+        {"role": "assistant", "content": "Let me see."},
+        CALL,
+        {**CALL, "call_id": "c2"},
+        RESULT,
+        {
+            **RESULT,
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "8"}, {"type": "input_text", "text": "9"}],
+        },
+        {**CALL, "call_id": "c3"},
+        {**RESULT, "call_id": "c3"},
+    ]
+    messages = parsed(input=items).as_chat().messages
+    assert [(one.role, one.text, len(one.calls), one.tool_call_id) for one in messages] == [
+        ("user", "x", 0, None),
+        ("assistant", "Let me see.", 2, None),
+        ("tool", "7", 0, "c"),
+        ("tool", "89", 0, "c2"),
+        ("assistant", "", 1, None),
+        ("tool", "7", 0, "c3"),
+    ]
+    assert messages[1].calls[0] == ("c", "f", "{}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "required", "several"),
+    [
+        ({}, ["f", "g"], False, True),
+        ({"parallel_tool_calls": False}, ["f", "g"], False, False),
+        ({"tool_choice": "required"}, ["f", "g"], True, True),
+        ({"tool_choice": {"type": "function", "name": "g"}}, ["g"], True, False),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CHOSEN]}}, ["f"], False, True),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [CHOSEN]}}, ["f"], True, True),
+    ],
+)
+def test_tools_are_offered_as_in_a_chat(asked: dict[str, Any], names: list[str], required: bool, several: bool) -> None:
+    bare = {"type": "function", "name": "g", "parameters": None, "strict": None, "defer_loading": False}
+    request = parsed(tools=[TOOL, bare], **asked)
+    offer = request.as_chat().offer
+    assert offer is not None
+    assert [one.name for one in offer.allowed] == names
+    assert (offer.required, offer.several) == (required, several)
+    described, unknown = offer.functions
+    assert (described.description, described.parameters, described.strict) == ("d", TOOL["parameters"], True)
+    assert (unknown.parameters["type"], unknown.strict) == ("object", None)
+    body = form(tools=[TOOL, bare], **asked).whole([(0, DONE)], dict(USAGE))
+    response = known.Response.model_validate_json(body)
+    assert [tool.name for tool in response.tools] == ["f", "g"]  # type: ignore[union-attr]
+    assert response.parallel_tool_calls == asked.get("parallel_tool_calls", True)
+    assert json.loads(body)["tool_choice"] == asked.get("tool_choice", "auto")
 
 
 def test_options_reach_the_chat_request_by_their_names_there() -> None:
@@ -116,10 +186,21 @@ def test_what_changes_nothing_is_accepted(harmless: dict[str, Any]) -> None:
         ({"conversation": {"id": "conv_1"}}, "conversation", NOT_STORED),
         ({"background": True}, "background", "nowhere to fetch"),
         ({"prompt": {"id": "p"}}, "prompt", "not stored"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools", "call no tools here"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.item_reference", NOT_STORED),
-        ({"input": [{"type": "function_call_output"}]}, "input.0.function_call_output", "call no tools here"),
-        ({"input": [{"type": "computer_call"}]}, "input.0", "an item of type message"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' are not served: OpenAI runs them"),
+        ({"tools": [TOOL, {"type": "code_interpreter", "container": {}}]}, "tools.1", "'code_interpreter' are not"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0", "'custom' are not served: their input is free"),
+        ({"tools": [{"type": "mcp", "server_url": "u"}]}, "tools.0", "'mcp' are not served: no server is asked"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name", "required"),
+        ({"tools": [TOOL, TOOL]}, "tools", "'f' is there twice"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools to choose"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "'g' is none"),
+        ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", "'file_search' are not"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "not 'any'"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", NOT_STORED),
+        ({"input": [CALL, {**RESULT, "call_id": "d"}]}, "input.1.call_id", "no function_call before it"),
+        ({"input": [RESULT, CALL]}, "input.0.call_id", "no function_call before it"),
+        ({"input": [CALL, {**RESULT, "output": [{"type": "input_image"}]}]}, None, "input_image"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "items of type 'computer_call' are not read"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_image"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "reasoning"}], "instructions": "i"}, "input", "a message in it"),
@@ -137,14 +218,13 @@ def test_what_is_not_served_is_refused_with_its_reason(asked: dict[str, Any], pa
     assert reason in problem.message
 
 
-def form(*, rates: bool = False, **body: Any) -> ResponseForm:
-    return ResponseForm(parsed(**body).echoed(), "model", "np", counts=False, rates=rates, end_tokens={END})
+def form(*, rates: bool = False, calls: CallFormat | None = None, text: bool = True, **body: Any) -> ResponseForm:
+    about: dict[str, Any] = {"counts": False, "rates": rates, "end_tokens": {END}, "calls": calls, "text": text}
+    return ResponseForm(parsed(**body).echoed(), "model", "np", **about)
 
 
 @pytest.mark.parametrize(("reason", "status"), [("end", "completed"), ("stop", "completed"), ("length", "incomplete")])
 def test_a_response_is_what_the_client_knows(reason: Any, status: str) -> None:
-    import dataclasses
-
     one = form(instructions="i", metadata={"a": "b"})
     body = one.whole([(0, dataclasses.replace(DONE, reason=reason))], dict(USAGE))
     response = known.Response.model_validate_json(body, strict=False)
@@ -192,6 +272,98 @@ def test_a_stream_builds_the_response_up_event_by_event() -> None:
     assert made[0].response.status == "in_progress"
     assert {last.id} == {event.response.id for event in made if hasattr(event, "response")}
     assert one.done == b""
+
+
+CALLED = [("f", '{"a": 1}'), ("g", "{}")]
+STREAMED = {
+    "Let me see.": ["message", "function_call", "function_call"],
+    "": ["function_call", "function_call"],
+}
+
+
+def tokens_of(text: str, size: int) -> list[Token]:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return [
+        dataclasses.replace(TOKEN, index=index, text=piece, piece=piece.encode(), top=())
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def streamed(one: ResponseForm, text: str, size: int, **last: Any) -> list[Any]:
+    stream = one.first(0) + b"".join(one.piece(0, token) for token in tokens_of(text, size))
+    ended = dataclasses.replace(DONE, **{"text": text, "reason": "end", **last})
+    return events(stream + one.last(0, ended) + one.counted(dict(USAGE)))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("before", STREAMED)
+def test_calls_are_items_after_the_text(before: str, size: int) -> None:
+    text = f"{before}\n{DEFAULT.written(CALLED)}"
+    made = streamed(form(calls=DEFAULT), text, size)
+    response = made[-1].response
+    assert response.status == "completed"
+    assert [item.type for item in response.output] == STREAMED[before]
+    assert response.output_text == before
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.name, call.arguments, call.status) for call in calls] == [(*one, "completed") for one in CALLED]
+    assert len({call.call_id for call in calls} | {item.id for item in response.output}) == len(response.output) + 2
+    whole = form(calls=DEFAULT)
+    for token in tokens_of(text, size):
+        whole.keep(0, token)
+    body = whole.whole([(0, dataclasses.replace(DONE, text=text, reason="end"))], dict(USAGE))
+    same = known.Response.model_validate_json(body)
+    unnamed = {"id", "call_id"}
+    for one, other in zip(response.output, same.output, strict=True):
+        assert one.model_dump(exclude=unnamed) == other.model_dump(exclude=unnamed)
+
+
+def test_each_item_of_a_stream_is_added_grows_and_is_done_before_the_next() -> None:
+    made = streamed(form(calls=DEFAULT), f"Let me see.\n{DEFAULT.written(CALLED)}", 4)
+    kinds = [event.type.removeprefix("response.") for event in made]
+    once = [kind for at, kind in enumerate(kinds) if not at or kind != kinds[at - 1]]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    text = ["added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "done"]
+    text = [f"output_item.{kind}" if "." not in kind else kind for kind in text]
+    assert once == ["created", "in_progress", *text, *call, *call, "completed"]
+    response, growing = made[-1].response, dict[int, str]()
+    for event in made[2:-1]:
+        item = response.output[event.output_index]
+        assert getattr(event, "item_id", item.id) == item.id
+        if event.type == "response.output_item.added" and item.type == "function_call":
+            assert (event.item.call_id, event.item.name) == (item.call_id, item.name)
+            assert (event.item.arguments, event.item.status) == ("", "in_progress")
+        elif event.type == "response.function_call_arguments.delta":
+            growing[event.output_index] = growing.get(event.output_index, "") + event.delta
+        elif event.type == "response.function_call_arguments.done":
+            assert event.arguments == growing[event.output_index] == item.arguments
+        elif event.type == "response.output_item.done":
+            assert event.item == item
+
+
+@pytest.mark.parametrize("left_out", [2, 24])
+def test_a_call_that_is_cut_off_is_incomplete(left_out: int) -> None:
+    text = DEFAULT.written(CALLED[:1])[: -len("}\n</tool_call>") - left_out]
+    made = streamed(form(calls=DEFAULT, text=False), text, 3, reason="length")
+    response = made[-1].response
+    assert (made[-1].type, response.status) == ("response.incomplete", "incomplete")
+    (item,) = response.output
+    assert item.status == "incomplete"
+    assert item.type == ("function_call" if left_out == 2 else "message")
+
+
+def test_an_answer_that_could_call_and_says_nothing_is_an_empty_text() -> None:
+    made = streamed(form(calls=DEFAULT), "", 1)
+    (item,) = made[-1].response.output
+    assert (item.type, item.status, item.content[0].text) == ("message", "completed", "")
+
+
+def test_ratings_are_of_the_text_and_not_of_its_calls() -> None:
+    said = "Let me see."
+    made = streamed(form(calls=DEFAULT, rates=True), f"{said}{DEFAULT.written(CALLED)}", 1)
+    text = made[-1].response.output[0].content[0]
+    assert [one.token for one in text.logprobs] == [*said]
+    told = [one.token for event in made if event.type == "response.output_text.delta" for one in event.logprobs]
+    assert told == [*said]
 
 
 def test_a_stream_that_fails_ends_with_an_event_that_says_why() -> None:
