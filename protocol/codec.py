@@ -25,7 +25,7 @@ from neuronpipe.protocol.errors import UnknownType, WireError
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 3
+MINOR = 4
 VERSION = f"{MAJOR}.{MINOR}"
 HELD_MINOR = 1
 """From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""

@@ -11,6 +11,7 @@ GrammarSyntax = Literal["json", "regex", "lark", "gbnf"]
 MAX_TOKENS = 1 << 24
 MAX_BIAS = 100
 MAX_CALLS = 64
+MAX_STOP_TOKENS = 64
 
 
 @message
@@ -102,6 +103,7 @@ class Generate(Message):
         0: the token itself only; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
+    stop_tokens: tokens that end it as an end token does, 64 at most; `ignore_end` does not ban them
     share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
         either way
     owner: for whom the client asks. Where requests wait, clients and their owners have equal shares of the KV slots
@@ -130,10 +132,13 @@ class Generate(Message):
     share_prefix: bool = True
     owner: str = ""
     calls: Calls | None = None
+    stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.tokens is None):
             raise ValueError("prompt, tokens: expected exactly one of the two")
+        if len(self.stop_tokens) > MAX_STOP_TOKENS:
+            raise ValueError(f"stop_tokens: expected at most {MAX_STOP_TOKENS}")
 
 
 RANGES = ranges_of(Generate)

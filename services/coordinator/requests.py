@@ -132,7 +132,8 @@ class Generation(Sequence):
     def goes_on(self) -> bool:
         """Whether another token follows the next one whatever that is, an end token excepted. What must be looked at
         before it is known does not count: text, a grammar, logits that are asked for."""
-        open_ended = self.grammar is None and not self.ask.stop and self.ask.logprobs is None
+        open_ended = self.grammar is None and not self.ask.stop and not self.ask.stop_tokens
+        open_ended = open_ended and self.ask.logprobs is None
         return open_ended and not self.cancelled and len(self.tokens) + 1 < self.max_total_tokens
 
     def finished(self, reason: FinishReason, limits: Limits) -> Finished:

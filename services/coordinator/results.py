@@ -121,7 +121,7 @@ class Results:
         """Add a token to a text; returns what its client is told, and why the text ends with it."""
         text.token_times.append(now)
         text.tokens.append(token)
-        ended = token in self._limits.end_tokens
+        ended = token in self._limits.end_tokens or token in text.ask.stop_tokens
         shown = "" if ended else text.stream.push(token)
         reason: FinishReason | None = "end" if ended else _reason_to_end(text, complete)
         if reason is not None:
@@ -162,7 +162,7 @@ def accept(text: Generation, token: int, end_tokens: Set[int]) -> bool:
         raise SamplingFailed("bad_request", "logit_bias and ignore_end leave no token that may come next")
     if token < 0:
         raise SamplingFailed("failed", DAMAGED)
-    if text.grammar is None or token in end_tokens:
+    if text.grammar is None or token in end_tokens or token in text.ask.stop_tokens:
         return False
     try:
         return text.grammar.take(token)

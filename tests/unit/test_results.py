@@ -73,6 +73,13 @@ def test_a_text_is_complete_when_its_grammar_is_and_an_end_token_is_not_shown_to
     assert not accept(text_of([1, 2]), 5, END)
 
 
+def test_a_token_that_ends_the_text_is_not_shown_to_its_grammar_and_is_waited_for() -> None:
+    text = text_of([1, 2], Countdown(), stop_tokens=(77,))
+    assert not accept(text, 77, END)
+    assert text_of([1, 2]).goes_on
+    assert not text_of([1, 2], stop_tokens=(77,)).goes_on
+
+
 @pytest.mark.parametrize(
     ("token", "code", "reason"),
     [
