@@ -110,8 +110,12 @@ class Gateway:
     async def completions(self, request: Request) -> Answer:
         """Continue a text."""
         body = await read_body(request, CompletionRequest)
-        form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
         model = self._models.named(body.model)
+        if body.suffix:
+            found = await model.infill.family(client_of(request, body.who))
+            prompts = [found.family.prompt(str(prompt), body.suffix) for prompt in body.prompts]
+            return self._answer(request, model, body, prompts, body.max_tokens, TextForm, stop_tokens=found.end_tokens)
+        form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
         return self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
 
     def _answer(
@@ -126,6 +130,7 @@ class Gateway:
         frame: bool = True,
         answer: type[Answer] = Answer,
         calls: Calls | None = None,
+        stop_tokens: tuple[int, ...] = (),
     ) -> Answer:
         if len(prompts) * body.candidates > MAX_TEXTS:
             param = "n" if body.candidates == body.n else "best_of"
@@ -149,6 +154,7 @@ class Gateway:
                 calls=calls,
                 logprobs=0 if chooses and body.rated is None else body.rated,
                 stop=body.stops if calls is None or calls.text else (),
+                stop_tokens=stop_tokens,
                 owner=client,
                 **body.options,
             )
@@ -164,7 +170,7 @@ class Gateway:
                 model.fingerprint,
                 counts=counts,
                 rates=body.rated is not None,
-                end_tokens=model.package.manifest.end_tokens,
+                end_tokens=(*model.package.manifest.end_tokens, *stop_tokens),
             ),
             asks,
             context_tokens=model.context_tokens,

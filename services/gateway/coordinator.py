@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from neuronpipe.protocol.channel import Connection, Poller, open_context
 from neuronpipe.protocol.codec import Message
@@ -376,6 +376,20 @@ class Coordinator:
 
 def _coordinator(status: Status) -> ProcessStatus:
     return next(process for process in status.processes if process.role == "coordinator")
+
+
+async def tokenized(coordinator: Coordinator, asks: Sequence[Tokenize], client: str) -> list[Tokenized]:
+    """What is asked of the tokenizer, in order. Raises Problem."""
+    mailbox, names = await coordinator.generate(asks, client)
+    answers = dict[int, Tokenized]()
+    try:
+        while len(answers) < len(asks):
+            for number, answer in await mailbox.take():
+                assert isinstance(answer, Tokenized)
+                answers[number] = answer
+    finally:
+        coordinator.give_up(names)
+    return [answers[number] for number in range(len(asks))]
 
 
 Hold = Callable[[], contextlib.AbstractAsyncContextManager[Coordinator]]

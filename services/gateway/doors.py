@@ -9,7 +9,7 @@ from neuronpipe.protocol.messages.client import Tokenized
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tokenize
 from neuronpipe.services.gateway.bases import Body
 from neuronpipe.services.gateway.bodies import read_body
-from neuronpipe.services.gateway.coordinator import new_name
+from neuronpipe.services.gateway.coordinator import new_name, tokenized
 from neuronpipe.services.gateway.models import Models
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import NAMES, TokenId
@@ -50,10 +50,10 @@ class Doors:
         """The tokens of a text."""
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_name(), text=body.content, frame=body.add_special)
-        tokenized = await self._ask(ask, body.model, client)
+        answer = await self._ask(ask, body.model, client)
         if not body.with_pieces:
-            return {"tokens": tokenized.tokens}
-        pieces = zip(tokenized.tokens, tokenized.pieces, strict=True)
+            return {"tokens": answer.tokens}
+        pieces = zip(answer.tokens, answer.pieces, strict=True)
         return {"tokens": [{"id": token, "piece": _shown(piece)} for token, piece in pieces]}
 
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
@@ -89,13 +89,8 @@ class Doors:
 
     async def _ask(self, ask: Tokenize, model: str | None, client: str) -> Tokenized:
         async with self._models.holding(self._models.named(model))() as coordinator:
-            mailbox, names = await coordinator.generate([ask], client)
-            try:
-                ((_, answer),) = await mailbox.take()
-            finally:
-                coordinator.give_up(names)
-        assert isinstance(answer, Tokenized)
-        return answer
+            (answer,) = await tokenized(coordinator, [ask], client)
+            return answer
 
 
 def _shown(piece: bytes) -> str | list[int]:

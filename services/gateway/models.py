@@ -13,6 +13,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator, Hold
+from neuronpipe.services.gateway.infill import Infill
 from neuronpipe.services.gateway.live import Live
 from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
 
@@ -44,6 +45,7 @@ class Model:
         self.name = package.manifest.name
         self.fingerprint = f"np_{package.manifest.id[:12]}"
         self.chat = Chat(package)
+        self.infill: Infill  # of the gateway's, once it serves this
         self.run: Run | None = None
         self._created = int(time.time())
 
@@ -66,6 +68,8 @@ class Models:
     def __init__(self, models: Sequence[Model]) -> None:
         self._by_name = {model.name: model for model in models}
         self._first = models[0]
+        for model in models:
+            model.infill = Infill(self.holding(model))
 
     def named(self, name: str | None) -> Model:
         """The package of this name, the first where a request names none. Raises Problem where there is none."""

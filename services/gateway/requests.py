@@ -188,7 +188,15 @@ class CompletionRequest(Sampling):
         "first; more than `n` not with `stream`",
     )
     echo: bool = Field(False, description="send each prompt before its answer; with `logprobs`, rated too")
-    suffix: Literal[""] = Field("", description="texts are only continued")
+    suffix: str = Field("", description="what comes after the gap that the answer fills; for models that fill gaps")
+
+    @model_validator(mode="after")
+    def _gaps_are_in_texts(self) -> CompletionRequest:
+        if self.suffix and self.echo:
+            raise beside_others("suffix", "only without echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise beside_others("suffix", "only after prompts that are texts")
+        return self
 
     @model_validator(mode="after")
     def _nothing_is_asked_for_with_echo_alone(self) -> CompletionRequest:

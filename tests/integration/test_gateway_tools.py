@@ -174,34 +174,74 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_function(client: ope
     client.chat.completions.create(**asked)
 
 
-def test_a_template_that_knows_tools_is_asked_in_its_own_way_and_its_special_tokens_mark_calls(
-    shell: Shell, tmp_path: Path
-) -> None:
-    source = write_checkpoint(tmp_path / "source", replace(TINY, context_tokens=1024))
+def mark_tokens(source: Path, *names: str) -> None:
+    """Give the last tokens of a checkpoint, before its end token, these names."""
     library = Tokenizer.from_file(str(source / "tokenizer.json"))
-    mark = library.get_vocab_size() - 2  # the last but one, before the end token
     text = json.loads(library.to_str())
-    (name,) = (name for name, id_ in text["model"]["vocab"].items() if id_ == mark)
-    del text["model"]["vocab"][name]
-    text["model"]["merges"].pop()
-    text["added_tokens"].insert(0, {**text["added_tokens"][0], "id": mark, "content": "[TOOL_CALLS]"})
+    vocabulary, added = text["model"]["vocab"], text["added_tokens"]
+    first = library.get_vocab_size() - 1 - len(names)
+    for name in [name for name, id_ in vocabulary.items() if first <= id_ < first + len(names)]:
+        del vocabulary[name]
+        text["model"]["merges"].pop()
+    text["added_tokens"] = [
+        *({**added[0], "id": first + number, "content": name} for number, name in enumerate(names)),
+        *added,
+    ]
     (source / "tokenizer.json").write_text(json.dumps(text))
+
+
+@pytest.fixture(scope="module")
+def special(long_shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, openai.OpenAI, str]]:
+    """A server of a model with a chat template and special tokens, its client and the model's name."""
+    folder = tmp_path_factory.mktemp("special")
+    source = write_checkpoint(folder / "source", replace(TINY, context_tokens=1024))
+    mark_tokens(source, "[TOOL_CALLS]", "[SUFFIX]", "[PREFIX]")
     (source / "chat_template.jinja").write_text(LIST)
-    package = convert(source, tmp_path / "package", quantization="q8")
-    asked = ASKED | {"model": package.manifest.name, "tool_choice": "required", "max_tokens": 200}
-    with served(shell, package.path) as one:
+    package = convert(source, folder / "package", quantization="q8")
+    with served(long_shell, package.path) as one:
         url = f"http://127.0.0.1:{one.port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
-            assert choice.finish_reason == "tool_calls"
-            (call,) = choice.message.tool_calls or []
-            checked(call)
-            assert len(call.id) == 9  # as the template wants them
-            # One call: of many the random weights might make more than fit.
-            with client.chat.completions.stream(**asked, parallel_tool_calls=False) as events:
-                streamed = events.get_final_completion().choices[0].message.tool_calls or []
-            assert streamed
-            result = {"role": "tool", "tool_call_id": call.id, "content": "13"}
-            messages = [*ASKED["messages"], choice.message, result]
-            more = client.chat.completions.create(**asked | {"messages": messages, "tool_choice": "auto"})
-            assert more.choices[0].finish_reason in ("stop", "length", "tool_calls")
+            yield one, client, package.manifest.name
+
+
+def test_a_template_that_knows_tools_is_asked_in_its_own_way_and_its_special_tokens_mark_calls(
+    special: tuple[Server, openai.OpenAI, str],
+) -> None:
+    _, client, model = special
+    asked = ASKED | {"model": model, "tool_choice": "required", "max_tokens": 200}
+    choice = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    checked(call)
+    assert len(call.id) == 9  # as the template wants them
+    # One call: of many the random weights might make more than fit.
+    with client.chat.completions.stream(**asked, parallel_tool_calls=False) as events:
+        streamed = events.get_final_completion().choices[0].message.tool_calls or []
+    assert streamed
+    result = {"role": "tool", "tool_call_id": call.id, "content": "13"}
+    messages = [*ASKED["messages"], choice.message, result]
+    more = client.chat.completions.create(**asked | {"messages": messages, "tool_choice": "auto"})
+    assert more.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_a_gap_is_shown_as_the_model_knows_it_and_its_tokens_end_the_answer(
+    special: tuple[Server, openai.OpenAI, str],
+) -> None:
+    server, client, model = special
+    asked: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 8, "logprobs": 1}
+    filled = client.completions.create(**asked, prompt="def f(", suffix="):\n")
+    plain = client.completions.create(**asked, prompt="[SUFFIX]):\n[PREFIX]def f(")
+    assert filled.choices[0].text == plain.choices[0].text
+    assert filled.usage is not None
+    assert plain.usage is not None
+    assert filled.usage.total_tokens == plain.usage.total_tokens
+    (mark,) = server.post("/tokenize", content="[PREFIX]").json()["tokens"]
+    ended = client.completions.create(**asked, prompt="def f(", suffix="):", logit_bias={str(mark): 100})
+    assert (ended.choices[0].finish_reason, ended.choices[0].text) == ("stop", "")
+    assert ended.choices[0].logprobs is not None
+    assert ended.choices[0].logprobs.tokens == []
+
+
+def test_a_gap_is_refused_where_the_model_fills_none(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="suffix: the model that is served has no tokens for filling"):
+        client.completions.create(model=MODEL, prompt="def f(", suffix="):")

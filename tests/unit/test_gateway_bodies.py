@@ -100,6 +100,20 @@ def test_what_changes_nothing_in_a_completion_is_accepted(harmless: dict[str, An
     parsed(CompletionRequest, **harmless)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"suffix": "x", "echo": True}, "only without echo"),
+        ({"suffix": "x", "prompt": [1, 2]}, "only after prompts that are texts"),
+    ],
+    ids=json.dumps,
+)
+def test_a_gap_is_between_two_texts_that_are_not_sent_back(asked: dict[str, Any], said: str) -> None:
+    code, param, message = refusal(CompletionRequest, **asked)
+    assert (code, param) == ("invalid_value", "suffix")
+    assert said in message
+
+
 def test_no_token_is_an_answer_to_an_echo_alone() -> None:
     assert parsed(CompletionRequest, max_tokens=0, echo=True, logprobs=1).max_tokens == 0
     code, param, message = refusal(CompletionRequest, max_tokens=0)

@@ -51,7 +51,7 @@ VALUES: dict[str, Any] = {
     "store": True,
     "stream": True,
     "stream_options": {"include_usage": True},
-    "suffix": "",
+    "suffix": "x",
     "temperature": 0.5,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",

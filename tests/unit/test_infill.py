@@ -1,0 +1,91 @@
+"""Texts with a gap: the tokens of a vocabulary say how a model is shown one."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from typing import Any, cast
+
+import pytest
+from neuronpipe.protocol.messages.client import Tokenized
+from neuronpipe.protocol.messages.request import Tokenize
+from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
+from neuronpipe.services.gateway.infill import FAMILIES, Found, Infill
+from neuronpipe.services.gateway.problems import Problem
+
+
+class Run:
+    """A run whose tokenizer knows these names; every other character is a token."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.asked = names, 0
+
+    async def generate(self, asks: list[Tokenize], client: str) -> tuple[Mailbox, list[str]]:
+        self.asked += 1
+        mailbox = Mailbox()
+        for number, ask in reversed([*enumerate(asks)]):
+            text = ask.text or ""
+            tokens = (self.names.index(text),) if text in self.names else tuple(map(ord, text))
+            mailbox.put(number, Tokenized(request=ask.request, tokens=tokens, pieces=(), text=""))
+        return mailbox, []
+
+    def give_up(self, names: list[str]) -> None:
+        pass
+
+
+def found(*names: str) -> Found:
+    return asyncio.run(Infill(lambda: nullcontext(cast(Coordinator, Run(*names)))).family("c"))
+
+
+@pytest.mark.parametrize(
+    ("names", "prompt"),
+    [
+        (
+            ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+            "<|fim_prefix|>def f(<|fim_suffix|> ):<|fim_middle|>",
+        ),
+        (("<fim_prefix>", "<fim_middle>", "<fim_suffix>"), "<fim_prefix>def f(<fim_suffix> ):<fim_middle>"),
+        (("<fim-prefix>", "<fim-middle>", "<fim-suffix>"), "<fim-prefix>def f(<fim-suffix> ):<fim-middle>"),
+        (("▁<PRE>", "▁<MID>", "▁<SUF>"), "▁<PRE>def f(▁<SUF>):▁<MID>"),
+        (
+            ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+            "<｜fim▁begin｜>def f(<｜fim▁hole｜> ):<｜fim▁end｜>",
+        ),
+        (
+            ("<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"),
+            "<[fim-suffix]> ):<[fim-prefix]>def f(<[fim-middle]>",
+        ),
+        (("[PREFIX]", "[SUFFIX]"), "[SUFFIX] ):[PREFIX]def f("),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else None,
+)
+def test_a_family_is_known_by_its_tokens(names: tuple[str, ...], prompt: str) -> None:
+    one = found(*names)
+    assert one.family.prompt("def f(", " ):") == prompt
+    assert sorted(one.end_tokens) == [*range(len(names))]
+    for left_out in names:
+        with pytest.raises(Problem, match="no tokens for filling a gap"):
+            found(*(name for name in names if name != left_out))
+
+
+def test_further_tokens_of_the_family_end_the_answer() -> None:
+    names = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_sep|>", "<|im_end|>")
+    assert sorted(found(*names).end_tokens) == [0, 1, 2, 3]
+
+
+def test_braces_in_a_text_are_text() -> None:
+    for family in FAMILIES:
+        assert "{suffix}" in family.prompt("{suffix}", "x{prefix}")
+        assert "x{prefix}" in family.prompt("{suffix}", "x{prefix}")
+
+
+def test_the_run_is_asked_once() -> None:
+    async def twice() -> None:
+        run = Run("[PREFIX]", "[SUFFIX]")
+        infill = Infill(lambda: nullcontext(cast(Coordinator, run)))
+        first = await infill.family("c")
+        asked: Any = run.asked
+        assert await infill.family("d") == first
+        assert run.asked == asked
+
+    asyncio.run(twice())
