@@ -28,6 +28,7 @@ PACKAGES = ("protocol", "native", "plans", "services", "launch")
 SKIPPED = 77  # the exit status of tests/native/run.sh when it lacks tools for a part
 TYPES = ("mypy", *(word for name in PACKAGES for word in ("-p", f"neuronpipe.{name}")))
 C_TESTS = ("sh", "tests/native/run.sh")
+CLIENTS = (sys.executable, "-m", "tests.clients.environments")  # which tests/integration/test_clients.py waits for
 
 
 def say(text: str) -> None:
@@ -118,7 +119,11 @@ def everything(quick: bool, reports: Path) -> bool:
         return False
     began = time.monotonic()
     parts = [reports / "beside.xml", *([] if quick else [reports / "alone.xml"])]
-    with background("types", TYPES) as types, background("C tests", None if quick else C_TESTS) as native:
+    with (
+        background("types", TYPES) as types,
+        background("C tests", None if quick else C_TESTS) as native,
+        background("clients", None if quick else CLIENTS),
+    ):
         passed = tests_side_by_side(parts[0], quick)
         others = [one.passed() for one in (types, native) if one]
     if not all(others):

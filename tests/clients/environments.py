@@ -1,0 +1,99 @@
+"""Where the clients live: an environment of Python for each group that fits together, and one of Node, below build/.
+
+    python -m tests.clients.environments [GROUP...]     # make those that CI uses, or these
+
+A group's list is `GROUP.txt` beside this file; Node's is `node/package-lock.json`. What was made from the same list is
+taken as it is. Several processes may ask for a group at once: one makes it, the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PLACE = HERE.parents[1] / "build" / "clients"
+NODE = "node"
+IN_CI = ("ci", NODE)
+STAMP = "made-from"
+
+
+class Missing(Exception):
+    """An environment cannot be made here, and why."""
+
+
+def python(group: str) -> Path:
+    """The interpreter of a group, made if need be. Raises Missing."""
+    with _made(group, HERE / f"{group}.txt") as folder:
+        if folder is not None:
+            _run(sys.executable, "-m", "venv", folder)
+            pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps")
+            _run(*pip, "--requirement", HERE / f"{group}.txt")
+    return PLACE / group / "bin/python"
+
+
+def node() -> tuple[str, Path]:
+    """The program `node`, and the folder with the clients' files and packages, made if need be. Raises Missing."""
+    program = shutil.which("node")
+    if program is None or shutil.which("npm") is None:
+        raise Missing("there is no node with npm")
+    with _made(NODE, HERE / "node/package-lock.json") as folder:
+        if folder is not None:
+            for file in (HERE / "node").glob("package*.json"):
+                shutil.copy(file, folder)
+            _run("npm", "ci", "--no-audit", "--no-fund", cwd=folder)
+    for file in (HERE / "node").glob("*.mjs"):
+        shutil.copy(file, PLACE / NODE)
+    return program, PLACE / NODE
+
+
+@contextlib.contextmanager
+def _made(group: str, described_by: Path) -> Iterator[Path | None]:
+    """An empty folder to fill, which is kept when that succeeds; None where there is one from the same list already."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    wanted = hashlib.sha256(described_by.read_bytes() + sys.version.encode()).hexdigest()
+    folder = PLACE / group
+    with (PLACE / f"{group}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / STAMP).is_file() and (folder / STAMP).read_text() == wanted:
+            yield None
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+        (folder / STAMP).write_text(wanted)
+
+
+def _run(*words: str | Path, cwd: Path | None = None) -> None:
+    done = subprocess.run([*map(str, words)], cwd=cwd, capture_output=True, text=True, env=_environment())
+    if done.returncode:
+        said = (done.stderr + done.stdout).strip().splitlines() or ["nothing was said"]
+        raise Missing(f"{Path(words[0]).name} failed: {said[-1][:200]}")
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what makes our own Python's packages the clients'."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def main(groups: Sequence[str]) -> int:
+    """Make groups; 1 when one of them cannot be made."""
+    code = 0
+    for group in groups or IN_CI:
+        try:
+            _ = node() if group == NODE else python(group)
+        except Missing as why:
+            print(f"{group}: {why}", file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
