@@ -220,6 +220,8 @@ class Host:
     # ---- runs ------------------------------------------------------------------------------------------------
     def _start(self, name: str) -> None:
         offer = self._offers[name]
+        if offer.live is not None:
+            return  # which a gateway that has just been started is told, but had not heard yet
         again_in_s = offer.refused_until - time.monotonic()
         if again_in_s > 0:
             self._tell({"ended": name, "why": offer.why, "again_in_s": again_in_s})

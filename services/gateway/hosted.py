@@ -119,13 +119,17 @@ class HostedModels(Models):
             self._wake(name, unavailable(code, reason))
 
     async def close(self) -> None:
-        """Close the connections to all runs."""
+        """Close the connections to all runs, and the link."""
         if self._due is not None:
             self._due.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().close()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
 
     # ---- the command -----------------------------------------------------------------------------------------
     async def _listen(self, reader: asyncio.StreamReader) -> None:
