@@ -302,8 +302,10 @@ static void test_one_that_was_killed_holds_nobody_up(void)
     np_relay_take(relay, &taken);
     REQUIRE(!taken.all && !(taken.lanes & 1) && !taken.passed); /* what it owed is not taken for an answer */
     start_worker(0);
+    np_word_store(&shared->stall, 2); /* the step is not finished before it is known what follows */
     give(1, positions, tokens);
     REQUIRE_EQUAL(arm(2, following), NP_OK);
+    np_word_store(&shared->stall, 0);
     taken = await();
     REQUIRE(taken.all && taken.sampled);
     REQUIRE_EQUAL(taken.tokens[0], expected_token(3, 0));
