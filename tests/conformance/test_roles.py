@@ -54,7 +54,14 @@ def report(shell: Shell, *words: Any) -> tuple[int, dict[str, str]]:
     return done.code, {check["name"]: check["why"] for check in said["checks"]}
 
 
-@pytest.mark.parametrize(("role", "checks"), [("decode", 18), ("prefill", 18), ("loader", 19), ("cache", 17)])
+@pytest.mark.parametrize(
+    ("role", "checks"),
+    [
+        ("decode", 18),
+        ("loader", 19),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("prefill", 18), ("cache", 17))),
+    ],
+)
 def test_our_own_implementation_passes(shell: Shell, converted: Converted, role: str, checks: int) -> None:
     code, failures = report(shell, role, "--package", converted("relu2", "f16").path)
     assert [f"{name}: {why}" for name, why in failures.items() if why] == []

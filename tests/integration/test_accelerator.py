@@ -182,7 +182,7 @@ def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, w
         f"            backend._matrices = lambda wanted: {FAULTS[fault]}\n"
         "        return super().compute(step)\n"
     )
-    asked = ("run", DEMO, "-p", PROMPT, "-n", "200", "--ignore-end", "--temperature", "0", "--workers", "1")
+    asked = ("run", DEMO, "-p", PROMPT, "-n", "60", "--ignore-end", "--temperature", "0", "--workers", "1")
     alone = shell.call(*asked, cwd=shell.folder)
     failed = shell.call(*asked, *OPENCL, "--use", "accelerator=failing:Failing", cwd=shell.folder)
     assert (alone.code, failed.code, failed.out) == (0, 0, alone.out)
@@ -191,7 +191,6 @@ def test_run_says_in_one_line_why_it_went_on_without(shell: Shell, fault: str, w
         "neuronpipe: accelerator.0 ended once and was started again; decode workers computed its blocks"
     )
     assert said.endswith(words)
-    assert "accelerator.0" not in shell.call(*asked, *OPENCL, cwd=shell.folder).errors, "nothing happened"
 
 
 def test_a_decode_worker_of_an_older_protocol_costs_no_token(shell: Shell, undisturbed: dict[str, list[int]]) -> None:
@@ -272,7 +271,7 @@ def test_the_conformance_suite_tries_an_accelerator(shell: Shell) -> None:
     assert "is started again after accelerator.0 was killed" in done.out
 
 
-@pytest.mark.parametrize("kills", [0, 3])
+@pytest.mark.parametrize("kills", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_how_much_it_computes_follows_the_batch(shell: Shell, undisturbed: dict[str, list[int]], kills: int) -> None:
     """Texts come and go, so that every step has another share than the last; and it dies meanwhile."""
     file, options = shell.folder / "plan.json", (*OPENCL, "--sequences", "4", "--gpu-memory", "1GiB")

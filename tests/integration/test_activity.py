@@ -114,7 +114,6 @@ def test_the_demo_says_the_same_after_it_was_reordered(shell: Shell, demo: Path)
     assert said["neuron_order"] == "frequency"
     assert shell.json(*ask)["token_ids"] == before
     assert shell.json(*ask, "--mode", "predicted")["token_ids"]
-    assert shell.call("perplexity", demo, "--text", Path(__file__), "--tokens", "30").code == 0
 
 
 def test_texts_that_cannot_be_measured_on_are_refused(shell: Shell, demo: Path, tmp_path: Path) -> None:

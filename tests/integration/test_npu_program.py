@@ -113,13 +113,14 @@ def test_it_computes_the_bits_of_the_worker_in_python(shell: Shell, program: Pat
     agree(shell, program, DEMO, prompt)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["a mixture", pytest.param("gated parallel", marks=pytest.mark.nightly)])
 def test_every_shape_of_a_model_comes_out_alike(shell: Shell, program: Path, tmp_path: Path, name: str) -> None:
     """A step of 150 tokens is computed by a graph of 128 and one of 64."""
     package = write_package(tmp_path / "package", MODELS[name], "q4")
     agree(shell, program, package.path, np.random.default_rng(4).integers(1, 50, 150).tolist())
 
 
+@pytest.mark.nightly
 def test_it_finds_scales_that_the_plan_moves(shell: Shell, program: Path, tmp_path: Path) -> None:
     package = write_package(tmp_path / "package", MODELS["a mixture"], "q4")
     prompt = np.random.default_rng(4).integers(1, 50, 150).tolist()
@@ -194,54 +195,54 @@ def test_rows_are_ready_before_the_device_asks(
     assert figures["rows_wait_ms"] < 0.05 * figures["ms"]
 
 
+def refused(shell: Shell, plan: Path, *cases: tuple[Path, str, str]) -> None:
+    """That a run of the package with this implementation ends with a line that says why."""
+    for package, use, why in cases:
+        options = ("--plan", plan) if package == DEMO else ()
+        assert why in shell.refused("up", package, *options, "--use", use)
+
+
 def test_what_it_cannot_work_with_ends_the_run_with_one_line(shell: Shell, program: Path, tmp_path: Path) -> None:
     plan, good = planned(shell, DEMO), words(program, shell.folder / "graphs")
-    graphs = str(shell.folder / "graphs")
     other = write_package(tmp_path / "other", SPECS["scaled"], "q8").path
     (library,) = RUNTIME.glob("libonnxruntime.so.*")
     silu = write_package(tmp_path / "silu", SPECS["qwen3"], "q8").path
-    for package, use, why in (
-        (
-            DEMO,
-            good.replace(str(library), "/nowhere/libonnxruntime.so"),
-            "ONNX Runtime does not load: /nowhere/libonnx",
-        ),
-        (DEMO, good.replace(str(library), "libm.so.6"), "libm.so.6: is no ONNX Runtime; name its libonnxruntime.so"),
-        (DEMO, good.replace(graphs, "/nowhere"), "/nowhere/graphs.json: No such file"),
-        (DEMO, good.replace("--provider cpu", "--provider gpu"), "gpu: the providers are cpu, qnn, qnn-emulated"),
-        (
-            DEMO,
-            good.replace("--provider cpu", "--provider qnn-emulated"),
-            "name the folder of its libraries by --plugins",
-        ),
+    nowhere, none = good.replace(str(library), "/nowhere/libonnxruntime.so"), good.replace(str(library), "libm.so.6")
+    refused(
+        shell,
+        plan,
+        (DEMO, nowhere, "ONNX Runtime does not load: /nowhere/libonnx"),
+        (DEMO, none, "libm.so.6: is no ONNX Runtime; name its libonnxruntime.so"),
+        (DEMO, good.replace(str(shell.folder / "graphs"), "/nowhere"), "/nowhere/graphs.json: No such file"),
+        (other, good, "does not suit this model; make them again with `neuronpipe compile`"),
+        (silu, good, "model/activation: this worker does not know it; use our own prefill worker"),
+    )
+    assert shell.refused("compile", silu).endswith("this model has silu")
+
+
+@pytest.mark.nightly
+def test_words_that_it_does_not_know_end_the_run_with_one_line(shell: Shell, program: Path) -> None:
+    plan, good = planned(shell, DEMO), words(program, shell.folder / "graphs")
+
+    def provider(named: str) -> str:
+        return good.replace("--provider cpu", f"--provider {named}")
+
+    refused(
+        shell,
+        plan,
+        (DEMO, provider("gpu"), "gpu: the providers are cpu, qnn, qnn-emulated"),
+        (DEMO, provider("qnn-emulated"), "name the folder of its libraries by --plugins"),
         (DEMO, good.replace("--provider", "--prov"), "--prov: npu-prefill [--graphs FOLDER]"),
         (
             DEMO,
-            good.replace("--provider cpu", "--provider qnn-emulated --plugins /nowhere"),
+            provider("qnn-emulated --plugins /nowhere"),
             "/nowhere/libonnxruntime_providers_qnn.so does not load",
         ),
-        *(
-            (
-                (
-                    DEMO,
-                    good.replace("--provider cpu", "--provider qnn:57"),
-                    "--provider qnn: this machine is no 64-bit Arm",
-                ),
-            )
-            if platform.machine() == "x86_64"
-            else ()
-        ),
-        (
-            DEMO,
-            good.replace("--provider cpu", "--provider qnn-emulated:x"),
-            "name a chip by its number, as in qnn-emulated:57",
-        ),
-        (DEMO, good.replace("--provider cpu", "--provider cpu:57"), "cpu:57: the providers are cpu, qnn, qnn-emulated"),
-        (other, good, "does not suit this model; make them again with `neuronpipe compile`"),
-        (silu, good, "model/activation: this worker does not know it; use our own prefill worker"),
-    ):
-        assert why in shell.refused("up", package, *(() if package != DEMO else ("--plan", plan)), "--use", use)
-    assert shell.refused("compile", silu).endswith("this model has silu")
+        (DEMO, provider("qnn-emulated:x"), "name a chip by its number, as in qnn-emulated:57"),
+        (DEMO, provider("cpu:57"), "cpu:57: the providers are cpu, qnn, qnn-emulated"),
+    )
+    if platform.machine() == "x86_64":
+        refused(shell, plan, (DEMO, provider("qnn:57"), "--provider qnn: this machine is no 64-bit Arm"))
 
 
 def test_files_that_are_damaged_or_of_another_version_end_the_run_with_one_line(shell: Shell, program: Path) -> None:

@@ -9,11 +9,12 @@ from neuronpipe.plans.synth.make import synthesize
 from neuronpipe.plans.synth.shapes import SHAPES
 
 from tests.pipeline import Shell
+from tests.unit.test_synth import four_layers
 
 
 @pytest.mark.parametrize("name", ["smallthinker-100m", "qwen3-moe-100m"])
 def test_a_mixture_walks_its_trajectory_with_a_third_of_its_neurons(name: str, shell: Shell, tmp_path: Path) -> None:
-    package = synthesize(name, SHAPES[name], tmp_path / "package")
+    package = synthesize(name, four_layers(SHAPES[name]), tmp_path / "package")
     assert package.manifest.workload is not None
     first, _ = package.manifest.workload.presets["pessimistic"]
     with shell.up(package.path, "--ffn-resident", "30%", "--context", "512") as run:

@@ -158,7 +158,12 @@ def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tup
 
 
 @pytest.mark.parametrize(
-    ("recipe", "quantization", "gates"), [("awkward", "q4", None), ("awkward", "q4", "q3"), ("qwen2", "f16", None)]
+    ("recipe", "quantization", "gates"),
+    [
+        ("awkward", "q4", "q3"),
+        ("qwen2", "f16", None),
+        pytest.param("awkward", "q4", None, marks=pytest.mark.nightly),
+    ],
 )
 def test_logits_are_the_same_bits_on_both_paths_and_in_any_memory(
     shell: Shell, converted: Converted, recipe: str, quantization: str, gates: str | None

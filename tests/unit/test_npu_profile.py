@@ -219,7 +219,7 @@ def test_a_plan_sends_prompts_where_it_was_found_that_it_may(profiled: Package) 
 def test_profiling_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = tmp_path / "package"
     shutil.copytree(DEMO, package)
-    assert main(["profile", str(package), "--npu", "--tokens", "512", "--json"]) == 0
+    assert main(["profile", str(package), "--npu", "--tokens", "192", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["id"] == Package.open(package).manifest.id
     assert abs(said["npu"]["loss_share"]) < 0.005

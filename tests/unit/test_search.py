@@ -113,7 +113,7 @@ def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Reque
     made_for, modes = PACKAGES[name]
     one = search(made_for, modes=modes, request=request_of)
     least, *_, most = one.limits_bytes()
-    limits = {int(least * (most / least) ** (n / 40)) for n in range(41)} | {*one.limits_bytes()}
+    limits = {int(least * (most / least) ** (n / 20)) for n in range(21)} | {*one.limits_bytes()}
     found = [one.best(limit) for limit in sorted(limits)]
     for less, more in itertools.pairwise(found):
         if one.ms(more) > one.ms(less) * (1 + 1e-5):
