@@ -28,6 +28,9 @@ PACKAGES = ("protocol", "native", "plans", "services", "launch")
 SKIPPED = 77  # the exit status of tests/native/run.sh when it lacks tools for a part
 TYPES = ("mypy", *(word for name in PACKAGES for word in ("-p", f"neuronpipe.{name}")))
 C_TESTS = ("sh", "tests/native/run.sh")
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1"
+}  # beside other tests numpy's threads spin for each other: three times the work
 CLIENTS = (sys.executable, "-m", "tests.clients.environments")  # which tests/integration/test_clients.py waits for
 
 
@@ -36,9 +39,9 @@ def say(text: str) -> None:
     print(f"neuronpipe: {text}", file=sys.stderr, flush=True)
 
 
-def run(*words: str) -> bool:
+def run(*words: str, **variables: str) -> bool:
     """Run a program, its output as it comes. Whether it succeeded."""
-    return subprocess.run(words, cwd=ROOT).returncode == 0
+    return subprocess.run(words, cwd=ROOT, env=os.environ | variables).returncode == 0
 
 
 class Background:
@@ -80,9 +83,9 @@ def background(name: str, words: Sequence[str] | None) -> Iterator[Background | 
             one.end()
 
 
-def pytest(report: Path, *words: str) -> bool:
+def pytest(report: Path, *words: str, **variables: str) -> bool:
     """Some of the Python tests. Whether they passed."""
-    return run(sys.executable, "-m", "pytest", f"--junitxml={report}", *words)
+    return run(sys.executable, "-m", "pytest", f"--junitxml={report}", *words, **variables)
 
 
 def tests_side_by_side(report: Path, quick: bool) -> bool:
@@ -90,7 +93,8 @@ def tests_side_by_side(report: Path, quick: bool) -> bool:
     they need. In the order of their names: the last ones, of unit/, are short, so that both end together."""
     say("Python tests without pipelines and browsers" if quick else "Python tests, two at a time")
     which = "not pipeline and not browser" if quick else "not alone"
-    return pytest(report, "-m", f"{which} and not nightly", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    words = ("-m", f"{which} and not nightly", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    return pytest(report, *words, **ONE_THREAD)
 
 
 def tests_alone(report: Path) -> bool:
