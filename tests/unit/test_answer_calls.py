@@ -12,18 +12,11 @@ from neuronpipe.services.gateway.answer_calls import Arguments, Begun, Call, Cal
 from neuronpipe.services.gateway.call_format import DEFAULT, ONE_CALL, CallFormat
 from neuronpipe.services.gateway.echo import nothing
 
+from tests.unit.test_call_formats import BARE_FORM, ID, LIST_FORM
+
 ROME, NOW = '{"of": "a \\"}\\\\", "x": [{}]}', "{}"
 CALLS = [Call("look_up", ROME), Call("now", NOW)]
 WRITTEN = DEFAULT.written([*CALLS])
-LIST = CallFormat(
-    before='[TOOL_CALLS] [{"name": "',
-    between='", "arguments": ',
-    next=', "id": "\0\0\0"}, {"name": "',
-    after=', "id": "\0\0\0"}]',
-    marker="[TOOL_CALLS]",
-    own_ids=True,
-)
-BARE = CallFormat(before='{"name": "', between='", "parameters": ', next="", after="}", marker="")
 TOKEN = Token(request="r", index=0, token=7, text="", ms=1.0)
 FINISHED = dataclasses.replace(nothing(prompt_tokens=1), reason="end", tokens=2)
 
@@ -57,7 +50,7 @@ def test_text_and_calls_are_told_apart_however_the_answer_is_cut(size: int, befo
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize("text", ["", "Hello", " a\n\n b <tool_cal", "<<tool_call", "{} \n"])
 def test_an_answer_without_calls_is_its_text_to_the_letter(size: int, text: str) -> None:
-    for form in (DEFAULT, LIST, BARE):
+    for form in (DEFAULT, LIST_FORM, BARE_FORM):
         reader = Reader(form)
         parts = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
         assert joined([*parts, *reader.finish()]) == (text, [])
@@ -95,15 +88,15 @@ def test_a_call_is_shown_as_it_comes_its_name_first() -> None:
 
 
 def test_ids_that_the_model_writes_are_passed_over() -> None:
-    text = LIST.written([*CALLS]).replace("\0\0\0", "a1B")
-    assert read(text, LIST) == ("", CALLS, True)
-    assert read(text.replace("] [", "]["), LIST) == ("", CALLS, True)  # a space that the tokenizer dropped
+    text = LIST_FORM.written([*CALLS]).replace(ID, "a1Ba1Ba1B")
+    assert read(text, LIST_FORM) == ("", CALLS, True)
+    assert read(text.replace("] [", "]["), LIST_FORM) == ("", CALLS, True)  # a space that the tokenizer dropped
 
 
 def test_without_a_marker_a_call_is_the_whole_answer() -> None:
-    assert read(BARE.written(CALLS[:1]), BARE) == ("", CALLS[:1], True)
-    assert read('{"names": 1}', BARE) == ('{"names": 1}', [], False)
-    assert read(f"So: {BARE.written(CALLS[:1])}", BARE)[1] == []
+    assert read(BARE_FORM.written(CALLS[:1]), BARE_FORM) == ("", CALLS[:1], True)
+    assert read('{"names": 1}', BARE_FORM) == ('{"names": 1}', [], False)
+    assert read(f"So: {BARE_FORM.written(CALLS[:1])}", BARE_FORM)[1] == []
 
 
 @pytest.mark.parametrize("form", [DEFAULT, ONE_CALL])
@@ -167,8 +160,8 @@ def test_calls_that_are_cut_off_say_so() -> None:
 
 
 def test_templates_with_ids_of_their_own_get_such_ids() -> None:
-    text = LIST.written([*CALLS]).replace("\0\0\0", "a1B")
-    for one in choice(text, calls=LIST)["message"]["tool_calls"]:
+    text = LIST_FORM.written([*CALLS]).replace(ID, "a1Ba1Ba1B")
+    for one in choice(text, calls=LIST_FORM)["message"]["tool_calls"]:
         assert len(one["id"]) == 9
         assert one["id"].isalnum()
 

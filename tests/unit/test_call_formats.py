@@ -114,6 +114,22 @@ PARAMETERS = TOOLS + TURNS.replace(
 )
 
 
+# What is found in LIST and in BARE; other tests read and follow answers of these forms.
+ID = "\0" * 9
+LIST_FORM = CallFormat(
+    before='[TOOL_CALLS] [{"name": "',
+    between='", "arguments": ',
+    next=f', "id": "{ID}"}}, {{"name": "',
+    after=f', "id": "{ID}"}}]',
+    marker="[TOOL_CALLS]",
+    by_template=True,
+    own_ids=True,
+)
+BARE_FORM = CallFormat(
+    before='{"name": "', between='", "parameters": ', next="", after="}", marker="", by_template=True
+)
+
+
 def found(template: str) -> CallFormat:
     return format_of(Template(template, "<s>", "</s>"))
 
@@ -124,21 +140,11 @@ def test_a_block_for_each_call(template: str) -> None:
 
 
 def test_a_list_whose_calls_have_ids() -> None:
-    assert found(LIST) == CallFormat(
-        before='[TOOL_CALLS] [{"name": "',
-        between='", "arguments": ',
-        next=', "id": "\0\0\0\0\0\0\0\0\0"}, {"name": "',
-        after=', "id": "\0\0\0\0\0\0\0\0\0"}]',
-        marker="[TOOL_CALLS]",
-        by_template=True,
-        own_ids=True,
-    )
+    assert found(LIST) == LIST_FORM
 
 
 def test_json_without_a_marker_and_only_one_call() -> None:
-    assert found(BARE) == CallFormat(
-        before='{"name": "', between='", "parameters": ', next="", after="}", marker="", by_template=True
-    )
+    assert found(BARE) == BARE_FORM
 
 
 def test_a_frame_round_calls_whose_arguments_are_text() -> None:

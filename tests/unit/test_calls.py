@@ -11,7 +11,10 @@ import pytest
 from neuronpipe.protocol.messages.request import Calls, Function
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
 from neuronpipe.services.coordinator.grammar import Grammar, GrammarError, Grammars
+from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
 from tokenizers import AddedToken, Tokenizer
+
+from tests.unit.test_call_formats import BARE_FORM, LIST_FORM
 
 pytest.importorskip("llguidance")
 PATH = Path(__file__).parents[2] / "plans/demo/package/tokenizer.json"
@@ -25,25 +28,14 @@ FUNCTIONS = (
     Function(name="weather", arguments=json.dumps(WEATHER)),
     Function(name="weather_now", arguments='{"type": "object", "properties": {}}'),
 )
-BLOCKS = Calls(
-    functions=FUNCTIONS,
-    before='<tool_call>\n{"name": "',
-    between='", "arguments": ',
-    next='}\n</tool_call>\n<tool_call>\n{"name": "',
-    after="}\n</tool_call>",
-    marker="<tool_call>",
-    most=3,
-)
-LIST = Calls(
-    functions=FUNCTIONS,
-    before='[TOOL_CALLS] [{"name": "',
-    between='", "arguments": ',
-    next=', "id": "\0\0\0"}, {"name": "',
-    after=', "id": "\0\0\0"}]',
-    marker="[TOOL_CALLS]",
-    most=2,
-)
-BARE = dataclasses.replace(BLOCKS, before='{"name": "', next="", after="}", marker="", most=1)
+
+
+def calls_in(form: CallFormat, most: int) -> Calls:
+    texts = {name: getattr(form, name) for name in ("before", "between", "next", "after", "marker")}
+    return Calls(functions=FUNCTIONS, most=most, **texts)
+
+
+BLOCKS, LIST, BARE = calls_in(DEFAULT, most=3), calls_in(LIST_FORM, most=2), calls_in(BARE_FORM, most=1)
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "weather_now", "arguments": {}}\n</tool_call>'
 
@@ -116,7 +108,7 @@ def test_text_may_have_to_follow_a_schema_of_its_own(said) -> None:  # type: ign
 
 
 def test_without_a_marker_the_first_character_decides(said) -> None:  # type: ignore[no-untyped-def]
-    call = '{"name": "weather", "parameters": {"city": "Oslo"}}'.replace("parameters", "arguments")
+    call = '{"name": "weather", "parameters": {"city": "Oslo"}}'
     assert said(BARE, call) == "over"
     assert said(BARE, "Hello {") == said(BARE, "") == "whole"
     assert said(BARE, "{x") == "wrong"
@@ -130,8 +122,8 @@ def test_a_special_token_marks_calls_and_its_name_in_other_tokens_does_not(
     one = grammars.start_calls(LIST, None)
     assert follow(one, [*tokenizer.encode("Well."), MARK]) is False
     assert END not in allowed(one)
-    assert follow(one, tokenizer.encode(rest + 'a1B"}]')) is True
-    assert follow(grammars.start_calls(LIST, None), [MARK, *tokenizer.encode(rest + 'a1-"}]')]) is None
+    assert follow(one, tokenizer.encode(rest + 'a1Ba1Ba1B"}]')) is True
+    assert follow(grammars.start_calls(LIST, None), [MARK, *tokenizer.encode(rest + 'a1Ba1Ba1-"}]')]) is None
     spelled = [token for letter in "[TOOL_CALLS]" for token in tokenizer.encode(letter)]
     other = grammars.start_calls(LIST, None)
     assert follow(other, spelled + tokenizer.encode("anything")) is False
