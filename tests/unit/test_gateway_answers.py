@@ -139,6 +139,19 @@ def test_a_stream_that_waits_is_kept_alive_with_comments(monkeypatch: pytest.Mon
     asyncio.run(scene())
 
 
+def test_a_stream_whose_text_ends_without_a_token_has_its_beginning_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextForm, "first", lambda form, number: b"first")
+    monkeypatch.setattr(TextForm, "last", lambda form, number, finished: b"last")
+
+    async def scene() -> None:
+        async with answering() as (played, task):
+            played.say(*accepted("r0"), DONE)
+            await asyncio.wait_for(task, PATIENCE_S)
+            assert played.body.startswith(b"firstlast")
+
+    asyncio.run(scene())
+
+
 def test_a_whole_answer_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.01)
 
