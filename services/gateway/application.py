@@ -64,6 +64,7 @@ class Gateway:
             *_with_and_without_version("/models/{name:path}", self.model, "GET"),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/apply-template", self.apply_template, methods=["POST"]),
             Route("/props", self.props),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
@@ -99,7 +100,7 @@ class Gateway:
         """form: of an answer that is a text; calling: of one that may call functions."""
         offer, limit = body.offer, body.max_completion_tokens or body.max_tokens or MAX_TOKENS
         model = self._models.named(body.model)
-        prompt = model.chat.prompt(body.asked, offer, marked=body.constraint is not None)
+        prompt = model.chat.prompt_of(body)
         if offer is None:
             return self._answer(request, model, body, [prompt.text + body.begun], limit, form, frame=prompt.frame)
         form = functools.partial(calling, calls=prompt.calls, text=not offer.required)
@@ -188,6 +189,11 @@ class Gateway:
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         return _json(await self._doors.detokenize(request, client_of(request, None)))
+
+    async def apply_template(self, request: Request) -> Response:
+        """The prompt that a conversation becomes."""
+        body = await read_body(request, ChatRequest)
+        return _json({"prompt": self._models.named(body.model).chat.prompt_of(body).text + body.begun})
 
     async def props(self, request: Request) -> Response:
         """What the server is."""

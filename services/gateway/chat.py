@@ -11,8 +11,9 @@ results in the user's.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.services.gateway.call_format import (
@@ -25,9 +26,11 @@ from neuronpipe.services.gateway.call_format import (
     instruction,
 )
 from neuronpipe.services.gateway.problems import Problem
-from neuronpipe.services.gateway.requests import ChatMessage
+from neuronpipe.services.gateway.requests import ChatMessage, ChatRequest
 from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
 from neuronpipe.services.gateway.tools import Offer
+
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Prompt(NamedTuple):
@@ -47,9 +50,28 @@ class Chat:
         self._template: Template | None = None
         self._format: CallFormat | None = None
 
-    def prompt(self, messages: Sequence[ChatMessage], offer: Offer | None = None, *, marked: bool = False) -> Prompt:
+    def prompt_of(self, request: ChatRequest) -> Prompt:
+        """What a request's conversation becomes, without what there is of the answer. Raises Problem."""
+        return self.prompt(
+            request.asked,
+            request.offer,
+            marked=request.constraint is not None,
+            settings=request.chat_template_kwargs,
+            answers=request.continue_final_message or request.add_generation_prompt is not False,
+        )
+
+    def prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        offer: Offer | None = None,
+        *,
+        marked: bool = False,
+        settings: Mapping[str, Any] = NO_SETTINGS,
+        answers: bool = True,
+    ) -> Prompt:
         """The prompt of a conversation. offer: the functions that the answer may call; marked: they must be told from
-        text that is JSON as well. Raises Problem when the template refuses it, or fails."""
+        text that is JSON as well; settings: the template's own variables; answers: whether the assistant's turn is
+        begun. Raises Problem when the template refuses it, or fails."""
         chat = self._package.manifest.chat
         if chat is None:
             told = _told(messages, offer, ONE_CALL)
@@ -61,7 +83,8 @@ class Chat:
             form = self._format_of(self._template) if calling else DEFAULT
             if marked and not form.marker:
                 form = DEFAULT
-            return Prompt(_rendered(self._template, form, messages, offer), frame=False, calls=form)
+            template = self._template.with_settings(settings, answers=answers)
+            return Prompt(_rendered(template, form, messages, offer), frame=False, calls=form)
         except Refused as refused:
             raise Problem(
                 400, "messages_refused", f"the model's chat template refuses this: {refused}", param="messages"

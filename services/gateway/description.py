@@ -57,6 +57,7 @@ RESPONSE = {
 }
 TOKENIZED = {"type": "object", "required": ["tokens"], "properties": {"tokens": {"type": "array"}}}
 DETOKENIZED = {"type": "object", "required": ["content"], "properties": {"content": {"type": "string"}}}
+APPLIED = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
 PROPS = {"type": "object", "required": ["default_generation_settings", "total_slots"]}
 CHOICE = {"type": "object", "required": ["index", "finish_reason", "logprobs"]}
 PROBLEMS = {
@@ -94,6 +95,7 @@ def description(version: str) -> dict[str, Any]:
             "/v1/responses": _posted("respond", ResponsesRequest, RESPONSE, streams=True),
             "/tokenize": _posted("tokenize", TokenizeRequest, TOKENIZED),
             "/detokenize": _posted("detokenize", DetokenizeRequest, DETOKENIZED),
+            "/apply-template": _posted("applyTemplate", ChatRequest, APPLIED),
             "/props": _plain("props", PROPS),
             "/v1/models": _plain(
                 "models", {"type": "object", "properties": {"data": {"type": "array", "items": MODEL}}}

@@ -345,6 +345,12 @@ class ChatRequest(Sampling):
     continue_final_message: bool = Field(
         False, description="go on with the last message, which is the assistant's, instead of answering"
     )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: what the template writes before an answer is left out"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="variables of the chat template's own, such as `enable_thinking`"
+    )
     modalities: list[Literal["text"]] = Field(default=["text"], min_length=1, description="answers are texts")
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     functions: OlderTools = Field(None, description=OLDER_TOOLS)
@@ -376,6 +382,8 @@ class ChatRequest(Sampling):
     def _answer_to_continue(self) -> ChatRequest:
         if self.continue_final_message and (len(self.messages) < 2 or self.messages[-1].role != "assistant"):
             raise beside_others("continue_final_message", "only when the last of several messages is the assistant's")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise beside_others("add_generation_prompt", "continue_final_message says otherwise; give one of the two")
         if self.continue_final_message and self.offer is not None:
             raise beside_others("continue_final_message", "only without tools")
         return self

@@ -7,9 +7,10 @@ limit of its address space, and running into it is this template's failure and n
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import FrameType
 from typing import Any, NoReturn
@@ -120,10 +121,18 @@ class Template:
         for name in ("lipsum", "cycler", "joiner"):
             environment.globals.pop(name)
         self._tokens = {"bos_token": begin, "eos_token": end}
+        self._settings: Mapping[str, Any] = {}
+        self._answers = True
         try:
             self._template = environment.from_string(text)
         except Exception as error:  # Jinja's own, and Python's for what it was compiled to
             raise TemplateError(_one_line(error)) from None
+
+    def with_settings(self, settings: Mapping[str, Any], *, answers: bool = True) -> Template:
+        """The same, with variables of its own such as `enable_thinking`; answers: whether an answer may be begun."""
+        other = copy.copy(self)
+        other._settings, other._answers = settings, answers
+        return other
 
     def render(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None, answer: bool = True
@@ -133,9 +142,9 @@ class Template:
         before = sys.gettrace()
         sys.settrace(_counter())
         try:
-            text = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=answer, **self._tokens
-            )
+            said = {"messages": messages, "tools": tools, "documents": None}
+            answer = answer and self._answers
+            text = self._template.render({**self._settings, **said, "add_generation_prompt": answer, **self._tokens})
         except (Refused, TemplateError):
             raise
         except Exception as error:  # a template may do anything wrong that a program can

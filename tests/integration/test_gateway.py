@@ -368,6 +368,10 @@ def test_a_conversation_is_written_by_the_packages_template(shell: Shell, tmp_pa
         assert answer["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
             assert answer["usage"][name] == plain["usage"][name]
+        assert one.post("/apply-template", messages=talk).json() == {"prompt": "[system]a[user]b"}
+        both = {"continue_final_message": True, "add_generation_prompt": True}
+        said = one.post("/apply-template", messages=[*talk, {"role": "assistant", "content": "c"}], **both)
+        assert (said.status, said.json()["error"]["param"]) == (400, "add_generation_prompt")
         refused = one.post("/v1/chat/completions", messages=talk * 2)
         assert (refused.status, refused.json()["error"]["code"]) == (400, "messages_refused")
 

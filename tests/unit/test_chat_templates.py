@@ -103,3 +103,12 @@ def test_messages_are_not_changed() -> None:
     talk = [dict(message) for message in TALK]
     Template(LLAMA2, "<s>", "</s>").render(talk)
     assert talk == TALK
+
+
+def test_a_template_has_variables_of_its_own_and_none_of_ours_are_changed() -> None:
+    text = "{{ enable_thinking }} {{ messages | length }} {{ add_generation_prompt }} {{ bos_token }}"
+    settings = {"enable_thinking": False, "messages": [], "bos_token": "x"}
+    template = Template(text, "<s>", "")
+    assert template.with_settings(settings).render(TALK) == f"False {len(TALK)} True <s>"
+    assert template.with_settings({}, answers=False).render(TALK) == f" {len(TALK)} False <s>"
+    assert template.render(TALK) == f" {len(TALK)} True <s>", "the template itself is as it was"
