@@ -45,6 +45,10 @@ def tries(name: str, kind: Any) -> dict[str, Any]:
         seen.append({"n": 1, "how": how})
         return "34"
 
+    def calling() -> Agent[None]:
+        """It must call. What it says then follows a schema: to this client a response that is cut off is an error."""
+        return agent(kind, tools=[fibonacci], output_type=AgentOutputSchema(Size))
+
     def chat() -> None:
         assert Runner.run_sync(agent(kind), CODE).final_output
 
@@ -56,12 +60,12 @@ def tries(name: str, kind: Any) -> dict[str, Any]:
         assert asyncio.run(pieces()) > 2
 
     def call_tools() -> None:
-        Runner.run_sync(agent(kind, tools=[fibonacci]), CODE)
+        Runner.run_sync(calling(), CODE)
         valid(**seen.pop())
 
     def stream_tools() -> None:
         async def whole() -> None:
-            result = Runner.run_streamed(agent(kind, tools=[fibonacci]), CODE)
+            result = Runner.run_streamed(calling(), CODE)
             _ = [event async for event in result.stream_events()]
 
         asyncio.run(whole())

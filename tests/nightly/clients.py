@@ -34,7 +34,7 @@ PYTHON = {
     "openai": ("openai",),
     "langchain": ("langchain-openai",),
     "pydantic_ai": ("pydantic-ai-slim[openai]",),
-    "litellm": ("litellm",),
+    "litellm": ("litellm", "mcp"),  # without mcp it calls no functions
     "instructor": ("instructor",),
     "llm": ("llm",),
     "agents": ("openai-agents",),
