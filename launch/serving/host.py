@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neuronpipe.launch.formats import AUTO
+from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, package_and_plan
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
@@ -76,12 +76,19 @@ def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, O
             package, plan = package_and_plan(asked, several=True)
             uses = implementations(arguments.use, plan)
         except UserError as error:
-            raise UserError(str(error) if len(paths) == 1 else f"{path.name}: {error}") from None
+            raise UserError(_of_package(str(error), path, arguments)) from None
         name = package.manifest.name
         if name in offers:
             raise UserError(f"{path} and {offers[name].package.path}: both models are called {name}; serve one of them")
         offers[name] = Offer(package, plan, uses)
     return offers
+
+
+def _of_package(said: str, path: Path, arguments: argparse.Namespace) -> str:
+    """What is wrong with one of several packages: which, and what it cannot have."""
+    gateway = f"; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(GATEWAY_BYTES)}"
+    more = gateway if arguments.memory not in (None, AUTO) and "--memory" in said else ""
+    return (said if said.startswith(str(path)) else f"{path.name}: {said}") + more
 
 
 def shared_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:

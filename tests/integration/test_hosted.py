@@ -144,4 +144,8 @@ def test_two_packages_of_one_name_and_options_of_one_run_are_refused(shell: Shel
     path = packages[0].path
     assert "both models are called" in shell.refused("serve", path, path)
     assert "--run /tmp/x: is of one run" in shell.refused("serve", path, packages[1].path, "--run", "/tmp/x")
+    too_little = shell.refused("serve", path, packages[1].path, "--memory", "60MiB")
+    assert f"{path.name}: --memory" in too_little
+    assert "of 60.0 MiB the gateway takes" in too_little
+    assert shell.refused("serve", path, "nosuch").startswith("neuronpipe: nosuch: no such package")
     assert "no package with a name" in shell.refused("serve", "--all")
