@@ -86,9 +86,11 @@ def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, O
 
 def _of_package(said: str, path: Path, arguments: argparse.Namespace) -> str:
     """What is wrong with one of several packages: which, and what it cannot have."""
-    gateway = f"; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(GATEWAY_BYTES)}"
-    more = gateway if arguments.memory not in (None, AUTO) and "--memory" in said else ""
-    return (said if said.startswith(str(path)) else f"{path.name}: {said}") + more
+    if not said.startswith(str(path)):
+        said = f"{path.name}: {said}"
+    if arguments.memory in (None, AUTO) or "--memory" not in said:
+        return said
+    return f"{said}; of {show_bytes(arguments.memory)} the gateway takes {show_bytes(GATEWAY_BYTES)}"
 
 
 def shared_limit_bytes(arguments: argparse.Namespace, path: Path) -> int:
