@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuronpipe.launch.arguments.making import package_of
 from neuronpipe.launch.formats import (
     parse_cores,
     parse_count,
@@ -40,6 +41,7 @@ from neuronpipe.plans.plan.search import Found, Search
 from neuronpipe.plans.plan.sequences import MAX_LOSS, MAX_SEQUENCES
 from neuronpipe.plans.plan.validate import validate
 from neuronpipe.plans.pull.packages import package_path, refuse_unknown
+from neuronpipe.plans.pull.sources import is_source
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ def add_package_argument(parser: argparse.ArgumentParser, *, shapes: str = "") -
         type=package_path,
         default=DEMO,
         metavar="PACKAGE|SHAPE" if shapes else "PACKAGE",
-        help=f"package directory, or a name that `neuronpipe list` shows (default: the demo model){shapes}",
+        help="package directory, a name that `neuronpipe list` shows, a GGUF file or a Hugging Face folder (a package "
+        f"is made of it once; default: the demo model){shapes}",
     )
 
 
@@ -74,10 +77,11 @@ def add_packages_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_package(path: Path) -> Package:
-    """The package that was named. Raises UserError: where there is none it says which there are."""
+def open_package(path: Path, *, plain: bool = False) -> Package:
+    """The package that was named, or is made now of the model that was; plain: say so in lines. Raises UserError: where
+    there is none it says which there are."""
     refuse_unknown(path)
-    return Package.open(path)
+    return Package.open(package_of(path, plain=plain) if is_source(path) else path)
 
 
 def what_the_demo_is() -> str:
@@ -236,7 +240,7 @@ def package_and_plan(
 ) -> tuple[Package, Plan]:
     """The package and its plan, as `planned` makes it."""
     refuse_contradictions(arguments)
-    package = open_package(arguments.package)
+    package = open_package(arguments.package, plain=_plain(arguments))
     return package, _planned_here(arguments, package, several=several, gateway=gateway).plan
 
 
@@ -248,7 +252,12 @@ def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bo
     Says on stderr what of the device was measured again, and when the plan takes more memory than is available now.
     """
     refuse_contradictions(arguments)
-    return _planned_here(arguments, open_package(arguments.package), several=several, gateway=gateway)
+    package = open_package(arguments.package, plain=_plain(arguments))
+    return _planned_here(arguments, package, several=several, gateway=gateway)
+
+
+def _plain(arguments: argparse.Namespace) -> bool:
+    return bool(getattr(arguments, "json", False))
 
 
 def _planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:

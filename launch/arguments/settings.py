@@ -34,8 +34,12 @@ def settings_file() -> Path | None:
     specification says."""
     if (named_file := os.environ.get(VARIABLE)) is not None:
         return Path(named_file).absolute() if named_file else None
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "neuronpipe" / "config.toml"
+    if os.path.isabs(base := os.environ.get("XDG_CONFIG_HOME", "")):
+        return Path(base) / "neuronpipe" / "config.toml"
+    try:
+        return Path.home() / ".config" / "neuronpipe" / "config.toml"
+    except RuntimeError:  # no HOME, and nobody knows this user: there are no settings
+        return None
 
 
 class Settings:

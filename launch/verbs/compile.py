@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise UserError(f"--soc here: this machine has {said}; name the chip, as in --soc 57")
         return found.chip
 
-    package = open_package(arguments.package)
+    package = open_package(arguments.package, plain=arguments.json)
     require_modules(Provider("cpu"))
     if why := OnnxBackend("cpu").supports(package.manifest, "prefill"):
         raise UserError(f"{package.path}: {why}")

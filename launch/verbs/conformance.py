@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.patience <= 600:
         raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
-    package = open_package(arguments.package)
+    package = open_package(arguments.package, plain=arguments.json)
     suite = Suite(package, _plan(package, arguments.role), arguments.role, use, arguments.patience)
     with Progress(f"trying {arguments.role}", "checks", plain=arguments.json) as progress:
         results = suite.run(lambda result: None if arguments.json else progress.print(_line(result)), progress)

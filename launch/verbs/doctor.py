@@ -8,8 +8,9 @@ import json
 
 from neuronpipe.launch.doctor.checks import checks, render
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning import add_package_argument
+from neuronpipe.launch.planning import add_package_argument, open_package
 from neuronpipe.plans.pull.packages import refuse_unknown
+from neuronpipe.plans.pull.sources import is_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Check; 1 when something fails."""
     refuse_unknown(arguments.package)
-    made = checks(arguments.package)
+    there = is_source(arguments.package)
+    made = checks(open_package(arguments.package, plain=arguments.json).path if there else arguments.package)
     print(
         json.dumps({"checks": [dataclasses.asdict(check) for check in made]})
         if arguments.json

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    package = open_package(arguments.package)
+    package = open_package(arguments.package, plain=arguments.json)
     if arguments.activations:
         return _activations(arguments, package)
     description = describe(package, probe(package.path).flash)

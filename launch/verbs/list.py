@@ -19,6 +19,7 @@ from neuronpipe.plans.pull.packages import (
     pulls_folder,
     unfinished_pull,
 )
+from neuronpipe.plans.pull.sources import origin_of
 from neuronpipe.protocol.errors import UserError
 
 
@@ -39,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _described(name: str) -> dict[str, Any]:
     path = packages_folder() / name
     try:
-        manifest = Package.open(path).manifest
+        manifest, origin = Package.open(path).manifest, origin_of(path)
     except UserError as error:
         return {"name": name, "path": str(path), "error": str(error)}
     return {
@@ -51,7 +52,7 @@ def _described(name: str) -> dict[str, Any]:
         "activation": manifest.model.activation,
         "context_tokens": manifest.model.context_tokens,
         "predictor": manifest.predictor is not None,
-        "source": manifest.source.name,
+        "source": manifest.source.name if origin is None else origin.path,
     }
 
 
@@ -86,7 +87,7 @@ def render(listed: dict[str, Any]) -> str:
     for pull in listed["unfinished"]:
         name, size = pull["name"], show_bytes(pull["bytes"])
         if pull["under_way"]:
-            lines.append(f"\n{name} is being pulled; {size} are here")
+            lines.append(f"\n{name} is being made; {size} are here")
         else:
             again = shlex.join(pull["command"] or ["pull", "ORG/NAME", "--name", name])
             lines.append(

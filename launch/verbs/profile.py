@@ -101,16 +101,16 @@ def main(arguments: argparse.Namespace) -> int:
         return _silent(arguments)
     if arguments.npu or arguments.scaling != npu.AUTO:
         npu.refuse_others(_given(arguments))
-        return npu.main(arguments, _open_to_change(arguments.package))
+        return npu.main(arguments, _open_to_change(arguments))
     if activity.is_asked(arguments):
         activity.refuse_others(arguments, _given(arguments))
-        return activity.main(arguments, _open_to_change(arguments.package))
+        return activity.main(arguments, _open_to_change(arguments))
     if arguments.mode or arguments.memory:
         raise UserError(f"--{'mode' if arguments.mode else 'memory'}: is of the run of --activity; give that too")
     from neuronpipe.plans.predictor.imported import open_imported
     from neuronpipe.plans.predictor.profile import profile
 
-    package = _open_to_change(arguments.package)
+    package = _open_to_change(arguments)
     if arguments.calibrate and (arguments.imported or arguments.rank):
         raise UserError("--calibrate: keeps the package's own factors, so --import and --rank say nothing")
     if not 0.5 <= arguments.recall < 1:
@@ -160,8 +160,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_to_change(path: Path) -> Package:
-    package = open_package(path)
+def _open_to_change(arguments: argparse.Namespace) -> Package:
+    package = open_package(arguments.package, plain=arguments.json)
     require_writable(package)
     return package
 
@@ -179,7 +179,7 @@ def _silent(arguments: argparse.Namespace) -> int:
 
     known = {"package", "silent", "text", "tokens", "json"}
     refuse_beside("--silent", _given(arguments), known, "thresholds need no predictor")
-    package = _open_to_change(arguments.package)
+    package = _open_to_change(arguments)
     silent.require_silu(package)
     if arguments.silent == "off":
         package = silent.remove_thresholds(package)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.launch.formats import as_typed
-from neuronpipe.launch.planning import add_package_argument, parse_backend
+from neuronpipe.launch.planning import add_package_argument, open_package, parse_backend
 from neuronpipe.launch.profile.accelerator import accelerator_count, accelerator_options, with_accelerator
 from neuronpipe.launch.profile.page import render, warnings
 from neuronpipe.launch.profile.picture import write_picture
@@ -25,6 +25,7 @@ from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.plans.pull.packages import refuse_unknown
+from neuronpipe.plans.pull.sources import is_source
 from neuronpipe.protocol.errors import UserError
 
 
@@ -80,6 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _measured(directory: Path, backend: str | None, *, flash_alone: bool, plain: bool) -> DeviceProfile:
     """Measure, and keep it for starts. backend: of the accelerator that was asked for."""
     refuse_unknown(directory)
+    if is_source(directory):
+        directory = open_package(directory, plain=plain).path
     device = this_device()
     path = profile_path(device, directory)
     before = _kept(path, device) if flash_alone else None

@@ -15,11 +15,11 @@ from neuronpipe.plans.pull.packages import (
     pull_names,
     pulls_folder,
     refuse_unknown,
+    refuse_used,
     remove_package,
     remove_pull,
 )
-from neuronpipe.protocol.errors import NotRunning, UserError, named
-from neuronpipe.protocol.run_directory import RunDirectory
+from neuronpipe.protocol.errors import UserError, named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,12 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.names))
-    packages, pulls, runs = package_names(), pull_names(), _packages_of_runs()
+    packages, pulls = package_names(), pull_names()
     for name in names:  # all of them are looked at before one is removed
         if name not in packages and name not in pulls:
             _refuse(name)
-        if (used := (packages_folder() / name).resolve()) in runs:
-            raise UserError(f"{name}: the run at {runs[used]} uses it; `neuronpipe down` stops that")
+        refuse_used(name)
     freed_bytes = 0
     for name in names:
         for there, folder, remove in (
@@ -57,12 +56,3 @@ def _refuse(name: str) -> NoReturn:
     raise UserError(
         f"{named(name)}: is not the name of a package; `neuronpipe list` shows them, a path is removed with rm"
     )
-
-
-def _packages_of_runs() -> dict[Path, Path]:
-    """Of live runs: which package, and where the run is."""
-    try:
-        live = RunDirectory.live()
-    except NotRunning:
-        return {}
-    return {Path(facts.package).resolve(): directory.path for directory, facts in live}

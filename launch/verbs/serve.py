@@ -22,6 +22,7 @@ from neuronpipe.launch.planning import (
     add_use_argument,
     asked_of_plan,
     implementations,
+    open_package,
     package_and_plan,
     what_the_demo_is,
 )
@@ -195,7 +196,8 @@ def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
 def _attach(arguments: argparse.Namespace, directory: RunDirectory, run_file: RunFile, key: str | None) -> None:
     """Be the gateway of a run that another command started. Raises UserError when it ends first."""
     package = Package.open(Path(run_file.package))
-    if arguments.package is not DEMO and arguments.package.resolve() != package.path.resolve():
+    meant = package if arguments.package is DEMO else open_package(arguments.package, plain=arguments.json)
+    if meant.path.resolve() != package.path.resolve():
         raise UserError(f"{arguments.package}: the run at {directory.path} has another package, {package.path}")
     _require_no_plan(arguments, directory)
     listener = bind(arguments.host, arguments.port, key, checked_origins(arguments.cors))

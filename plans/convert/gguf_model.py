@@ -78,10 +78,10 @@ def open_gguf(path: Path, options: Options, open_file: OpenFile = SourceFile) ->
     with file.beginning() as beginning:
         header = parse_gguf_header(beginning, path)
     metadata = header.metadata
-    name = metadata.text("general.architecture")
-    family, architecture = powerinfer_architecture(metadata) if header.powerinfer else _architecture(metadata, name)
     if metadata.has("split.count") and metadata.integer("split.count", 0, 1 << 16) > 1:
         metadata.fail("split.count", "the model is split over several files; merge them with llama-gguf-split first")
+    name = metadata.text("general.architecture")
+    family, architecture = powerinfer_architecture(metadata) if header.powerinfer else _architecture(metadata, name)
     if header.powerinfer:
         activation = powerinfer_activation(metadata, path.name, options.activation)
     else:

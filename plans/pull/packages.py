@@ -1,7 +1,7 @@
 """The packages that are called by their names: where they lie, which there are, and what interrupted pulls left.
 
     DATA/packages/NAME/  a package
-    DATA/pulls/NAME/     what a pull works in; it stays when the pull is interrupted
+    DATA/pulls/NAME/     what a pull works in; it stays when the pull is interrupted. So does a conversion (sources.py)
 
 DATA is $NEURONPIPE_DATA, or `neuronpipe` in the user's data folder. A package appears under its name when it is whole.
 """
@@ -22,7 +22,8 @@ from pathlib import Path
 from neuronpipe.plans.package.fields import read_json
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.whole import make_folder, whole_file
-from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.errors import NotRunning, UserError, named, quoted
+from neuronpipe.protocol.run_directory import RunDirectory
 
 VARIABLE = "NEURONPIPE_DATA"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
@@ -31,12 +32,21 @@ MAX_SHOWN = 12
 LOCK, STATE = "lock", "pull.json"  # in the folder of a pull; the latter from when it has begun
 
 
+class Busy(UserError):
+    """Another command works on the package of this name."""
+
+
 def data_folder() -> Path:
-    """Where packages lie. A relative XDG_DATA_HOME counts as none, as its specification says."""
+    """Where packages lie. A relative XDG_DATA_HOME counts as none, as its specification says. Raises UserError where
+    this user has no home."""
     if folder := os.environ.get(VARIABLE):
         return Path(folder).absolute()
-    base = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "neuronpipe"
+    if os.path.isabs(base := os.environ.get("XDG_DATA_HOME", "")):
+        return Path(base) / "neuronpipe"
+    try:
+        return Path.home() / ".local" / "share" / "neuronpipe"
+    except RuntimeError:  # no HOME, and nobody knows this user
+        raise UserError(f"this user has no home folder to keep packages in; set {VARIABLE} to a folder") from None
 
 
 def packages_folder() -> Path:
@@ -69,6 +79,11 @@ def checked_name(text: str) -> str:
     if not NAME.fullmatch(text):
         raise UserError(f"{quoted(text)} is no name for a package: letters, digits, - _ and . only, 96 at most")
     return text
+
+
+def name_like(text: str) -> str:
+    """A name that a package can have, as near to a text as possible."""
+    return text if NAME.fullmatch(text) else re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:96].lstrip(".-") or "model"
 
 
 def package_path(text: str) -> Path:
@@ -108,6 +123,18 @@ def _what_there_is(text: str) -> str:
     return f"{meant}There are {', '.join(names[:MAX_SHOWN])}{more}"
 
 
+def refuse_used(name: str) -> None:
+    """Refuse to take away the package that a live run uses."""
+    used = (packages_folder() / name).resolve()
+    try:
+        live = RunDirectory.live()
+    except NotRunning:
+        return
+    for directory, facts in live:
+        if Path(facts.package).resolve() == used:
+            raise UserError(f"{name}: the run at {directory.path} uses it; `neuronpipe down` stops that")
+
+
 def remove_package(name: str) -> None:
     """Remove a package at once, then its bytes: half of one is nowhere to be found. Raises UserError."""
     package = packages_folder() / name
@@ -132,7 +159,10 @@ def remove_pull(name: str) -> None:
 def working_folder(name: str) -> Iterator[Path]:
     """The folder in which the pull of a package works; nobody else does meanwhile. Raises UserError."""
     folder = pulls_folder() / name
-    make_folder(folder)
+    try:
+        make_folder(folder)
+    except UserError as error:
+        raise UserError(f"{error}; packages can lie elsewhere: set {VARIABLE} to a folder") from None
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -144,7 +174,7 @@ def working_folder(name: str) -> Iterator[Path]:
         except (BlockingIOError, FileNotFoundError):  # the other one may just have ended, and removed it
             there = False
         if not there:
-            raise UserError(f"{name}: is being pulled by another command; wait for it, or end it")
+            raise Busy(f"{name}: is being made by another command; wait for it, or end it")
         yield folder
     finally:
         os.close(lock)

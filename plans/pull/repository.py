@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
-from neuronpipe.plans.pull.packages import NAME
+from neuronpipe.plans.pull.packages import name_like
 from neuronpipe.protocol.errors import UserError, named, quoted
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -52,7 +52,7 @@ class Reference:
     def name(self) -> str:
         """What the package is called unless the person says otherwise: the repository's name, or the GGUF file's."""
         stem = self.repository.partition("/")[2] if self.file is None else self.file.rpartition("/")[2][:-5]
-        return stem if NAME.fullmatch(stem) else re.sub(r"[^A-Za-z0-9_.-]", "-", stem)[:96].lstrip(".-") or "model"
+        return name_like(stem)
 
 
 @dataclass(frozen=True, slots=True)

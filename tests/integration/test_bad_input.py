@@ -165,11 +165,16 @@ def test_a_prompt_without_its_option_is_told_where_it_belongs(shell: Shell, pack
     assert "no such package directory; make one" in shell.refused("run", "Once upon a time", "-p", "x")
 
 
-def test_a_model_file_is_not_run(shell: Shell, tmp_path: Path) -> None:
+def test_a_model_file_is_run_by_the_package_that_is_made_of_it(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "data"))
     source = write_gguf(tmp_path / "model.gguf", TINY)
-    for verb in ("run", "up"):
-        said = shell.refused(verb, source, *(ASK if verb == "run" else ()))
-        assert f"a GGUF file, not a package; make one of it with `neuronpipe convert {source} PACKAGE`" in said
+    first, again, named = (shell.call("run", model, *ASK, "--json") for model in (source, source, "model"))
+    assert f"{source}: a package is made of it, once" in first.errors
+    assert "is made of it" not in again.errors
+    texts = {json.loads(done.out)["text"] for done in (first, again, named)}
+    assert len(texts) == 1
 
 
 def test_a_silu_model_is_told_that_every_neuron_fires(shell: Shell, package: Path) -> None:

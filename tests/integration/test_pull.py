@@ -48,8 +48,8 @@ def test_a_pull_that_is_ended_goes_on(number: signal.Signals, shell: Shell, mirr
     mirror.hold[second] = 10_000
     process = shell.start("pull", "org/Bamboo-Tiny")
     assert mirror.held.wait(PATIENCE_S)
-    assert "is being pulled by another command" in shell.refused("pull", "org/Bamboo-Tiny", beside=True)
-    assert "is being pulled by another command" in shell.refused("rm", "Bamboo-Tiny", beside=True)
+    assert "is being made by another command" in shell.refused("pull", "org/Bamboo-Tiny", beside=True)
+    assert "is being made by another command" in shell.refused("rm", "Bamboo-Tiny", beside=True)
     (unfinished,) = shell.json("list")["unfinished"]
     assert unfinished["under_way"]
     began = time.monotonic()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from neuronpipe.launch.arguments.settings import settings_file
 from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert.checkpoint import SourceFile
 from neuronpipe.plans.convert.pieces import Piece
@@ -74,6 +75,19 @@ def test_where_packages_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert data_folder() == tmp_path / "xdg" / "neuronpipe"
     monkeypatch.setenv("NEURONPIPE_DATA", str(tmp_path / "mine"))
     assert data_folder() == tmp_path / "mine"
+
+
+def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("NEURONPIPE_DATA", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "NEURONPIPE_CONFIG"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(UserError, match="set NEURONPIPE_DATA to a folder"):
+        data_folder()
+    assert settings_file() is None
 
 
 def test_a_path_wins_over_a_name_and_case_does_not_matter(data: Path) -> None:

@@ -1,0 +1,194 @@
+"""Models in files on this disk as packages that are called by their names: each is converted once, and found again for
+as long as its files stay as they are.
+
+    DATA/packages/NAME/source.json  what the package was made of: the path of the model, and a fingerprint of its files
+    DATA/pulls/NAME/                what a conversion works in; a kill leaves it, and the next one goes on with it
+
+The fingerprint is of names, sizes and times of change, so looking a model up reads none of its weights. The path
+belongs to it: models of one family have the same sizes, and archives give all files the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from neuronpipe.plans.package.fields import one_line, read_json
+from neuronpipe.plans.package.manifest import BUNDLES, MANIFEST
+from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.plans.pull.packages import (
+    Busy,
+    Unfinished,
+    begin,
+    name_like,
+    package_names,
+    packages_folder,
+    pull_names,
+    refuse_used,
+    unfinished_pull,
+    working_folder,
+)
+from neuronpipe.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.convert.conversion import Progress
+
+RECORD = "source.json"
+SUFFIXES = (".json", ".safetensors", ".jinja", ".model")
+HUB_CACHE = "models--"  # in huggingface_hub's cache models lie in models--ORG--NAME/snapshots/COMMIT
+WAIT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A model on this disk as it is now: path, absolute and without links; and the fingerprint of its files."""
+
+    path: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, source: Path) -> Origin:
+        """Raises UserError for what cannot be read."""
+        try:
+            files = [source]
+            if source.is_dir():
+                files = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+            versions = []
+            for file in files:
+                status = file.stat()
+                if stat.S_ISREG(status.st_mode):
+                    versions.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        except OSError as error:
+            raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}") from None
+        path = os.fsencode(os.path.realpath(source)).decode(errors="backslashreplace")
+        return cls(path, hashlib.sha256("\n".join(versions).encode(errors="backslashreplace")).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What making a package takes. disk_bytes: still to be written. replaces: the package of the files as they were."""
+
+    name: str
+    folder: Path
+    package_bytes: int
+    disk_bytes: int
+    free_bytes: int
+    replaces: bool
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more has to be free."""
+        return max(self.disk_bytes - self.free_bytes, 0)
+
+
+def is_source(path: Path) -> bool:
+    """Whether a path is a model that a package can be made of, or what people take for one: any file, and a folder with
+    a model's configuration or weights that is no package."""
+    if not path.is_dir():
+        return path.is_file()
+    if any((path / name).exists() for name in (MANIFEST, BUNDLES)):  # also a package that has lost one of them
+        return False
+    with os.scandir(path) as entries:
+        return any(e.name == "config.json" or e.name.endswith((".safetensors", ".gguf")) for e in entries)
+
+
+def origin_of(package: Path) -> Origin | None:
+    """What a package was made of, where that was a model on this disk."""
+    try:
+        record = read_json(package / RECORD)
+        return Origin(record.text("path"), record.text("fingerprint"))
+    except UserError:
+        return None
+
+
+def made_of(source: Path) -> Path | None:
+    """The package that was made of a model, if it was and the model has not changed since."""
+    origin, unfinished = Origin.of(source), pull_names()
+    there = [packages_folder() / name for name in package_names() if name not in unfinished]
+    return next((package for package in there if origin_of(package) == origin), None)
+
+
+def make(source: Path, *, agree: Callable[[Work], None], waiting: Callable[[str], None], progress: Progress) -> Package:
+    """Make the package of a model on this disk, called like its file or folder, or open the one that another command
+    has made meanwhile.
+
+    agree: called before anything large is written; raises UserError to refuse. waiting: called again and again while
+    another command works on the package of this name. Raises UserError for whatever is wrong with model or disk. Then,
+    and when it is interrupted, nothing is left; after a kill the next one goes on.
+    """
+    while True:
+        if (there := made_of(source)) is not None:
+            return Package.open(there)
+        name = _name_for(source)
+        try:
+            with working_folder(name) as folder:
+                try:
+                    if name == _name_for(source) and made_of(source) is None:  # or another command was faster
+                        return _make(source, name, folder, agree, progress)
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+        except Busy:
+            waiting(name)
+            time.sleep(WAIT_S)
+
+
+def _name_for(source: Path) -> str:
+    """The name of the package that was, or is being, made of the same path; or else the first one that is free."""
+    path, taken = Origin.of(source).path, {*package_names(), *pull_names()}
+    for name in sorted(taken):
+        if _made_from(name) == one_line(path):
+            return name
+    folder = Path(os.path.abspath(source))
+    hub = next((part for part in folder.parts if part.startswith(HUB_CACHE)), None) if source.is_dir() else None
+    stem = folder.stem if source.is_file() else folder.name if hub is None else hub.split("--")[-1]
+    first = name_like(stem)
+    number, name = 1, first
+    while name in taken:
+        number += 1
+        name = f"{first[:90]}-{number}"
+    return name
+
+
+def _made_from(name: str) -> str | None:
+    """The path that the package of this name was, or is being, made of, as one line."""
+    if (unfinished := unfinished_pull(name)) is not None:
+        return unfinished.reference
+    origin = origin_of(packages_folder() / name)
+    return None if origin is None else one_line(origin.path)
+
+
+def _make(source: Path, name: str, folder: Path, agree: Callable[[Work], None], progress: Progress) -> Package:
+    """Under the lock of the name."""
+    from neuronpipe.plans.convert.checkpoint import Options  # numpy: only for this
+    from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
+    from neuronpipe.plans.package.writer import bytes_there
+
+    origin, target = Origin.of(source), packages_folder() / name
+    with open_checkpoint(source, Options()) as checkpoint:
+        conversion = Conversion(checkpoint, name=name)
+        if target.exists():
+            refuse_used(name)
+        agree(
+            Work(
+                name=name,
+                folder=packages_folder(),
+                package_bytes=conversion.package_bytes,
+                disk_bytes=max(conversion.package_bytes - bytes_there(folder), 0),
+                free_bytes=shutil.disk_usage(folder).free,
+                replaces=target.exists(),
+            )
+        )
+        begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, ("inspect", os.path.abspath(source))))
+        package = conversion.write(target, overwrite=True, progress=progress, place=folder)
+    with whole_file(target / RECORD) as place:  # until it is there, what lies in the folder says that this goes on
+        place.write_text(json.dumps(asdict(origin)), encoding="utf-8")
+    return package
