@@ -2,7 +2,7 @@
 
     python -m tests.everything           style, types, C tests, Python tests
     python -m tests.everything --quick   without C tests, and without the Python tests that start a pipeline
-                                         or a browser
+                                         or a browser, or are marked slow or alone
 
 Types, C tests and most Python tests keep the processors busy side by side; the output of the first two is shown when
 they have ended. What measures time or memory comes after, one by one. Ends with 1 when anything failed.
@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("protocol", "native", "plans", "services", "launch")
 SKIPPED = 77  # the exit status of tests/native/run.sh when it lacks tools for a part
 TYPES = ("mypy", *(word for name in PACKAGES for word in ("-p", f"neuronpipe.{name}")))
+QUICK_LEAVES_OUT = ("pipeline", "browser", "slow")
 C_TESTS = ("sh", "tests/native/run.sh")
-ONE_THREAD = {
-    "OPENBLAS_NUM_THREADS": "1"
-}  # beside other tests numpy's threads spin for each other: three times the work
 CLIENTS = (sys.executable, "-m", "tests.clients.environments")  # which tests/integration/test_clients.py waits for
+# Beside other tests numpy's threads spin for each other, which took three times the processor time.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def say(text: str) -> None:
@@ -91,9 +91,10 @@ def pytest(report: Path, *words: str, **variables: str) -> bool:
 def tests_side_by_side(report: Path, quick: bool) -> bool:
     """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
     they need. In the order of their names: the last ones, of unit/, are short, so that both end together."""
-    say("Python tests without pipelines and browsers" if quick else "Python tests, two at a time")
-    which = "not pipeline and not browser" if quick else "not alone"
-    words = ("-m", f"{which} and not nightly", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    say("Python tests without pipelines, browsers and slow ones" if quick else "Python tests, two at a time")
+    left_out = ("alone", "nightly", *(QUICK_LEAVES_OUT if quick else ()))
+    which = " and ".join(f"not {mark}" for mark in left_out)
+    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
     return pytest(report, *words, **ONE_THREAD)
 
 
@@ -141,7 +142,7 @@ def everything(quick: bool, reports: Path) -> bool:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="./launch/test", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no C tests, no pipeline, no browser")
+    parser.add_argument("--quick", action="store_true", help="no C tests, no pipeline, no browser, nothing slow")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of two thousand processes would compile all it imports
     try:

@@ -272,6 +272,7 @@ def test_inspect_convert_and_run_say_where_a_predictor_comes_from(
     )
 
 
+@pytest.mark.slow
 def test_calibrating_keeps_the_factors_and_measures_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "source", MIXTURE, named(MIXTURE, random_predictors(MIXTURE)))
     package = convert(source, tmp_path / "p", quantization="q8")

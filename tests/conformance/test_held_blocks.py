@@ -27,6 +27,7 @@ from neuronpipe.services.worker.gpu.matrices import HeldMatrices
 from neuronpipe.services.worker.gpu.trial import manifest_of
 from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
 
+pytestmark = pytest.mark.slow  # the device compiles its kernels for each model
 Names = tuple[str, ...]
 TEXT = np.random.default_rng(5).integers(0, 100, 22).tolist()
 INSTRUCTIONS = ffi.string(lib.np_isa_names()).decode().split(",")

@@ -238,6 +238,7 @@ def killed_conversion(source: Path, target: Path) -> int:
     return 1024 * int(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_of_shards_goes_on_and_needs_little_memory(tmp_path: Path) -> None:
     recipe = replace(RECIPES["awkward"], layers=12, neurons=1500, dtype="F32", shards=5)
     source = write_checkpoint(tmp_path / "source", recipe)
@@ -275,6 +276,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's memory")
 def test_the_memory_of_a_block_is_used_for_the_next_one(tmp_path: Path) -> None:
     """Fresh pages from the kernel for every block took a third of a conversion."""
@@ -294,6 +296,7 @@ def test_a_killed_conversion_is_not_gone_on_with_when_the_source_has_changed(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source", "whole"]
 
 
+@pytest.mark.slow
 def test_decoding_k_quants_takes_the_same_memory_for_any_number_of_layers(tmp_path: Path) -> None:
     peaks = []
     for layers in (1, 4):

@@ -152,6 +152,7 @@ def test_reads_stay_within_their_range_and_follow_each_other(tmp_path: Path, mon
         assert (8192 in steps and all(step == 8192 or step < 0 for step in steps)) == case.sequential
 
 
+@pytest.mark.slow
 def test_once_through_everything_with_little_of_each(tmp_path: Path) -> None:
     (tmp_path / "bundles.bin").write_bytes(os.urandom(4 * MIB))
     shapes = all_cases((("q4", 2048),))

@@ -49,6 +49,7 @@ def test_a_full_probe_measures_anew_and_is_kept_for_brief_ones(package: Path, mo
     assert probe(package).flash == full
 
 
+@pytest.mark.slow
 def test_the_id_is_the_same_on_every_start(package: Path) -> None:
     assert probe(package).id == probe(package, brief=False).id == probe(package.parent).id
 

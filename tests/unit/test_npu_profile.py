@@ -41,6 +41,7 @@ from neuronpipe.services.worker.npu.measure import NOTICEABLE, keep, measure
 from neuronpipe.services.worker.npu.products import Products
 from neuronpipe.services.worker.npu.sessions import Runtime
 
+pytestmark = pytest.mark.slow  # nearly all measure a model first
 CPU = Provider("cpu")
 MODELS = {name: SPECS[name] for name in ("scaled", "turbosparse", "many neurons")}
 MODELS["gated parallel"] = dataclasses.replace(SPECS["parallel"], gated=True)

@@ -118,6 +118,7 @@ def test_a_plan_for_a_phone_is_refused_on_this_machine_and_read_for_that_phone(
     assert "another device" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_shape_without_a_package_is_planned_for_a_phone_and_its_plan_is_of_no_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

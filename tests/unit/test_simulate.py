@@ -101,6 +101,7 @@ def test_no_unit_does_more_than_it_can(phone: DeviceModel, policy: str) -> None:
     assert decoded.use.total_s == pytest.approx(sum(decoded.token_s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SYSTEMS)
 def test_more_memory_is_not_slower(phone: DeviceModel, policy: str) -> None:
     speeds = [small(phone, policy, resident=share).tokens_per_s for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
@@ -113,6 +114,7 @@ def test_everything_in_memory_reads_no_flash_and_misses_nothing(phone: DeviceMod
     assert (result.flash_bytes_per_token, result.miss_rate, result.exposed_io) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures(phone: DeviceModel) -> None:
     assert small(phone, resident=0.5) == small(phone, resident=0.5)
     assert small(phone, resident=0.5) != small(phone, resident=0.5, seed=2)
@@ -388,6 +390,7 @@ def test_rows_that_are_made_faster_or_sooner_make_our_prompt_shorter(phone: Devi
     assert Graphs.of(513) == Graphs(2, 512 + 64)
 
 
+@pytest.mark.slow
 def test_the_documents_first_figure_is_the_simulators_and_near_what_was_published() -> None:
     table = published().cells[0]
     row = table.rows[0]

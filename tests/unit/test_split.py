@@ -278,6 +278,7 @@ def has(one: Plan) -> bool:
     return any(spec.role == ACCELERATOR for spec in one.compute.processes)
 
 
+@pytest.mark.slow
 def test_unasked_it_is_used_only_where_a_profile_says_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "still_there", lambda accelerator, backend: None)
     used = planned(measured(1e12, visit_us=5))
