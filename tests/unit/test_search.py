@@ -107,6 +107,7 @@ def grown_block_window(made_for: Manifest, less: Candidate, limit_bytes: int) ->
     return plan(made_for, less.device, same).compute.decode_window_blocks > compute.decode_window_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_of", [USUAL, ANSWER], ids=["usual", "answer"])
 @pytest.mark.parametrize("name", PACKAGES)
 def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Request) -> None:
@@ -122,6 +123,7 @@ def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Reque
     assert one.ms(found[-1]) < one.ms(found[0]) / 2
 
 
+@pytest.mark.slow
 def test_going_back_to_the_rules_never_loses_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker is far faster in little memory, then less and less so; the rules' two are ahead in the end."""
     least, *_, most = search().limits_bytes()
@@ -337,6 +339,7 @@ def test_the_page_names_what_was_tried_what_binds_and_what_more_would_buy() -> N
     assert page.count("█") > 40
 
 
+@pytest.mark.slow
 def test_with_a_target_more_memory_buys_faster_requests_too() -> None:
     """The answer alone decided what a GiB more would be used for, with prompts cut as small as that likes."""
     one = search(mixture_of_3_700_000_clusters(), request=ANSWER, modes=("exact", "predicted"), memory_bytes=16 * GIB)
