@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,13 @@ DOORS = {
 }
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """The modules a file imports, wherever in it; relative ones made absolute."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     package = ("neuronpipe", *path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
