@@ -61,7 +61,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     fi
 }
 
-# Prints the command that installs $missing here, without sudo; nothing when the package manager is unknown.
+# Prints the command that installs $missing here, for root; nothing when the package manager is unknown.
 install_command() {
     if is_termux; then
         echo "pkg install -y tur-repo && pkg install -y python python-pip python-numpy python-psutil python-tokenizers" \
@@ -83,7 +83,7 @@ install_command() {
             compiler) packages="$packages gcc libc6-dev" ;;
             esac
         done
-        echo "apt-get install -y$packages"
+        echo "apt-get update && apt-get install -y$packages" # a fresh Debian has no lists of packages
     elif command -v dnf >/dev/null; then
         echo "dnf install -y gcc python3.11 python3.11-devel"
     elif command -v pacman >/dev/null; then
@@ -151,7 +151,7 @@ require_system_packages() {
         elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
             say "installing with apt-get: $missing"
             # shellcheck disable=SC2086 # names of packages, one word each
-            apt_install ${command#apt-get install -y } || give_up
+            apt_install ${command##*install -y } || give_up
         else
             break
         fi
@@ -164,8 +164,10 @@ require_system_packages() {
         say "install these with your system's package manager, then start again"
     elif is_termux || [ "$(id -u)" = 0 ]; then
         say "this installs them:  $command"
-    else
+    elif command -v sudo >/dev/null; then
         say "this installs them:  sudo sh -c '$command'"
+    else
+        say "this installs them:  su -c '$command'"
     fi
     exit 2
 }

@@ -170,9 +170,12 @@ def test_a_failed_installation_shows_why_and_is_tried_again(checkout: Checkout) 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(checkout: Checkout) -> None:
     (checkout.tools / "cc").unlink()
     script(checkout.tools / "apt-get", "exit 1")
+    command = "'apt-get update && apt-get install -y gcc libc6-dev'"  # a fresh Debian has no lists of packages
     code, out, errors = checkout.run("x")
     assert (code, out) == (2, "")
-    assert "sudo sh -c 'apt-get install -y gcc libc6-dev'" in errors
+    assert f"su -c {command}" in errors
+    script(checkout.tools / "sudo", "exit 1")
+    assert f"sudo sh -c {command}" in checkout.run("x")[2]
 
 
 def test_root_gets_the_compiler_installed(checkout: Checkout) -> None:
