@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -37,7 +38,8 @@ class Hub:
             from huggingface_hub import errors, file_download, utils
         except ImportError:
             raise UserError(
-                f"pull needs huggingface_hub; install it with `{sys.executable} -m pip install huggingface_hub`"
+                "pull needs huggingface_hub; "
+                f"install it with `{shlex.quote(sys.executable)} -m pip install huggingface_hub`"
             ) from None
         self._hub: Any = huggingface_hub
         self._errors: Any = errors

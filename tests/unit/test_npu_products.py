@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,13 @@ def test_a_runtime_that_is_missing_is_said_before_the_run(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("math") if name != missing else None)
     with pytest.raises(UserError, match=why):
         create_backend(text)
+
+
+def test_the_line_that_installs_a_runtime_can_be_pasted_where_the_path_has_blanks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.executable", "/home/new user/bin/python")
+    assert shlex.split(Provider("cpu").install.partition(": ")[2])[:3] == ["/home/new user/bin/python", "-m", "pip"]
 
 
 def test_a_runtime_that_does_not_load_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 import subprocess
 import sys
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import Any
 from neuronpipe.plans.plan.held import Accelerator
 from neuronpipe.protocol.errors import UserError, quoted
 
-INSTALL = f"`{sys.executable} -m pip install pyopencl`"
+INSTALL = f"`{shlex.quote(sys.executable)} -m pip install pyopencl`"
 DESCRIBE_WITHIN_S = 60
 FACTS = ("name", "memory_bytes", "max_buffer_bytes", "shares_memory", "is_processor")
 """What others may know of a device."""

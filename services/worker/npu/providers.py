@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shlex
 import sys
 
 from neuronpipe.plans.plan.runtimes import HELD_TOKENS
@@ -42,7 +43,7 @@ class Provider:
     @property
     def install(self) -> str:
         """What to do where its modules are missing or do not load."""
-        return f"install it with: {sys.executable} -m pip install {' '.join(PROVIDERS[self.name][1])}"
+        return f"install it with: {shlex.quote(sys.executable)} -m pip install {' '.join(PROVIDERS[self.name][1])}"
 
     @property
     def is_plugin(self) -> bool:
