@@ -103,11 +103,11 @@ class Generate(Message):
         0: the token itself only; nil: none
     seed: of the random numbers; the same request with the same seed yields the same text
     stop: texts that end the generation; they are not part of the answer
-    stop_tokens: tokens that end it as an end token does, 64 at most; `ignore_end` does not ban them
     share_prefix: whether keys and values may be copied from other texts with the same prefix; the tokens are the same
         either way
     owner: for whom the client asks. Where requests wait, clients and their owners have equal shares of the KV slots
     calls: functions that the answer may call; what it says instead of that follows the grammar, if there is one
+    stop_tokens: tokens that end it as an end token does, 64 at most; `ignore_end` does not ban them
     """
 
     request: str

@@ -53,6 +53,7 @@ def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
     assert usage.peak_bytes == peak
 
 
+@pytest.mark.alone  # what it shares with others counts less, the more of them there are
 def test_the_stage_of_prompts_counts_as_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EARLY_FACTOR", 0)
     layout = Layout.parse("stage", 1, f"residual u8 {32 * MIB} 4096", 4096 + 32 * MIB)

@@ -27,7 +27,14 @@ from neuronpipe.services.gateway.requests import CompletionRequest
 
 NUMBERS = [option for option in SAMPLING_OPTIONS if option.range is not None]
 OF_EVERY_WAY = {"request", "prompt", "tokens", "frame", "max_tokens", "stop", "seed", "share_prefix", "owner"}
-OF_A_FORM = {"logit_bias", "grammar", "grammar_syntax", "calls", "logprobs"}  # each way writes these in its own form
+OF_A_FORM = {
+    "logit_bias",
+    "grammar",
+    "grammar_syntax",
+    "calls",
+    "logprobs",
+    "stop_tokens",
+}  # each way writes these in its own form
 IN_HTTP = {"ignore_end": "ignore_eos"}
 PAGE = Path(requests.__file__).parent / "page" / "index.html"
 LIMITS = Limits(
