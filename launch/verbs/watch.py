@@ -168,6 +168,7 @@ def _invite(places: list[str], host: str, port: int) -> int:
     """Let others watch one run, until it ends or Ctrl-C."""
     from neuronpipe.services.monitor.observer import Observer
     from neuronpipe.services.monitor.watch_server import WatchServer
+    from neuronpipe.services.reach import reached_at
 
     if len(places) > 1:
         raise UserError("--invite lets others watch one run; name one")
@@ -183,7 +184,8 @@ def _invite(places: list[str], host: str, port: int) -> int:
         server = WatchServer(observer, host, port)
         try:
             print(f"neuronpipe watch '{server.address}'", flush=True)
-            reach = "this machine alone; see --host" if host == LOOPBACK else f"any machine that reaches {host}"
+            reached = reached_at(host)[0]
+            reach = "this machine alone; see --host" if reached == LOOPBACK else f"any machine that reaches {reached}"
             print(f"anyone with this line can watch, from {reach}; Ctrl-C ends it", file=sys.stderr)
             server.serve(lambda: closing)
         finally:

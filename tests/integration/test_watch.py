@@ -236,6 +236,17 @@ def forged(address: str, *, guest: bool) -> str:
     return f"{place}key={base64.urlsafe_b64encode(keys).decode()}"
 
 
+def test_an_invitation_says_in_words_which_address_it_invites_to(run: Run) -> None:
+    process = run.shell.start("watch", "--invite", "--host", "0.0.0.0", "--run", run.path)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    process.terminate()
+    _, said = process.communicate(timeout=PATIENCE_S)
+    invited = re.match(r"neuronpipe watch 'tcp://(.+):\d+\?", line)[1]  # type: ignore[index]
+    alone = invited == "127.0.0.1"  # a machine without another address
+    assert ("this machine alone" if alone else f"any machine that reaches {invited};") in said
+
+
 def test_keys_stay_in_the_run_directory_and_end_with_the_server(run: Run) -> None:
     def opened(*words: str) -> tuple[subprocess.Popen[str], str]:
         process = run.shell.start("watch", "--invite", "--run", run.path, *words)
