@@ -7,9 +7,11 @@ import functools
 import json
 import operator
 import os
+import threading
 import time
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from neuronpipe.native import ffi, lib
@@ -108,6 +110,27 @@ def test_memory_is_measured_by_one_thread_and_by_all_and_leaves_this_thread_wher
     assert min(speed.one_thread_bytes_per_s, speed.sequential_bytes_per_s) > 0
     assert [point.piece_bytes for point in speed.pieces] == list(memory.PIECE_BYTES)
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_a_thread_that_measures_memory_and_comes_late_does_not_make_it_look_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine the one who asks may come to its turn when all is read: 1,359 GB/s were shown once."""
+
+    class Late(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            place = super().wait(timeout)
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(0.1)
+            return place
+
+    def read(*_: object) -> int:
+        time.sleep(0.001)
+        return 1000
+
+    monkeypatch.setattr(memory, "threading", SimpleNamespace(Barrier=Late, Thread=threading.Thread))
+    monkeypatch.setattr(memory, "lib", SimpleNamespace(np_probe_read=read))
+    assert memory._speed(0, 4096, [None, None], 64, 1, 0.01) <= 2 * 1000 / 0.001
 
 
 def test_a_brief_curve_tells_large_reads_from_small_ones_at_every_depth_a_plan_may_choose() -> None:
