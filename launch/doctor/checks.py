@@ -38,18 +38,25 @@ class Check:
     advice: str = ""
 
 
-def checks(directory: Path) -> list[Check]:
-    """All checks, for a package in `directory`. Measures flash and memory anew (two seconds)."""
-    made = [_guarded("python", _python), _guarded("compiler", _compiler), _guarded("kernels", _kernels)]
-    if made[-1].state != "fail":
-        made += _device_checks(directory)
-    made += [
-        _guarded("shared memory", _shared_memory),
-        _guarded("run directory", _run_directory),
-        _guarded("free disk", lambda: _free_disk(directory)),
-        _guarded("settings", _settings),
+def checks(directory: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Check]:
+    """All checks, for a package in `directory`. Measures flash and memory anew (seconds). progress: called with the
+    number of steps that are done, and of all."""
+    steps: list[Callable[[], list[Check]]] = [
+        lambda: [_guarded("python", _python), _guarded("compiler", _compiler), _guarded("kernels", _kernels)],
+        lambda: _device_checks(directory) if made[-1].state != "fail" else [],
+        lambda: [
+            _guarded("shared memory", _shared_memory),
+            _guarded("run directory", _run_directory),
+            _guarded("free disk", lambda: _free_disk(directory)),
+            _guarded("settings", _settings),
+        ],
+        lambda: _npu_checks(directory),
     ]
-    return made + _npu_checks(directory)
+    made: list[Check] = []
+    for number, step in enumerate(steps):
+        progress(number, len(steps))
+        made += step()
+    return made
 
 
 def _npu_checks(directory: Path) -> list[Check]:

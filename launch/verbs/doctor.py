@@ -9,6 +9,7 @@ import json
 from neuronpipe.launch.doctor.checks import checks, render
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.planning import add_package_argument, open_package
+from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.plans.pull.sources import is_source
 
@@ -22,7 +23,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Check; 1 when something fails."""
     refuse_unknown(arguments.package)
     there = is_source(arguments.package)
-    made = checks(open_package(arguments.package, plain=arguments.json).path if there else arguments.package)
+    directory = open_package(arguments.package, plain=arguments.json).path if there else arguments.package
+    with Progress("checking and measuring", "checks", plain=arguments.json, steady=True) as progress:
+        made = checks(directory, progress)
     print(
         json.dumps({"checks": [dataclasses.asdict(check) for check in made]})
         if arguments.json

@@ -13,11 +13,15 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.layout import Quantization, quant_bytes, scale_bytes
 from numpy.typing import NDArray
 
+from tests.opencl import require_opencl
+
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
 from neuronpipe.services.worker.gpu.blocks import HeldBlocks
 from neuronpipe.services.worker.gpu.device import find_device
 from neuronpipe.services.worker.gpu.trial import TYPES, TrialSteps, manifest_of
+
+require_opencl()
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 TOOLS = ("aarch64-linux-gnu-gcc", "qemu-aarch64-static", "cmake")

@@ -18,6 +18,7 @@ from neuronpipe.plans.plan.held import MATRICES, matrix_shape
 
 from tests.conformance.participants import Participants
 from tests.conformance.specs import SPECS, give_predictor, write_package
+from tests.opencl import require_opencl
 
 pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
 
@@ -26,6 +27,8 @@ from neuronpipe.services.worker.gpu.device import find_device
 from neuronpipe.services.worker.gpu.matrices import HeldMatrices
 from neuronpipe.services.worker.gpu.trial import manifest_of
 from neuronpipe.services.worker.gpu.weights import held_biases, held_weights
+
+require_opencl()
 
 pytestmark = pytest.mark.slow  # the device compiles its kernels for each model
 Names = tuple[str, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import random
 import signal
@@ -22,10 +21,10 @@ from neuronpipe.plans.plan.plan import read_plan
 
 from tests.faults.kills import MAX_KILLS, WITHIN_S
 from tests.http_client import served
+from tests.opencl import require_opencl
 from tests.pipeline import Run, Shell, eventually
 
-if importlib.util.find_spec("pyopencl") is None:
-    pytest.skip("the extra [gpu] is not installed", allow_module_level=True)
+require_opencl()
 
 PROMPT = "def main(arguments):\n    for name in arguments"
 MOST_TOKENS = 24

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import signal
 import threading
@@ -20,10 +19,10 @@ from neuronpipe.plans.plan.held import MATRICES
 from neuronpipe.plans.plan.plan import read_plan
 
 from tests.conformance.specs import SPECS, write_package
+from tests.opencl import require_opencl
 from tests.pipeline import Run, Shell, eventually
 
-if importlib.util.find_spec("pyopencl") is None:
-    pytest.skip("the extra [gpu] is not installed", allow_module_level=True)
+require_opencl()
 
 HERE = Path(__file__).resolve().parents[2]
 PROMPT = "def main(arguments):\n    for name in arguments"

@@ -28,6 +28,7 @@ from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.profile import parse_profile
 from neuronpipe.protocol.errors import UserError
 
+from tests.opencl import require_opencl
 from tests.unit.test_device_profile import profile
 
 GB, KIB = 1e9, 1 << 10
@@ -190,7 +191,7 @@ def test_a_driver_that_fails_while_it_is_measured_is_one_line(monkeypatch: pytes
 @pytest.mark.parametrize("quantization", ["q4", "q8"])
 def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
     """So that its bytes over its time are a speed."""
-    pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
+    require_opencl()
     from neuronpipe.services.worker.gpu.device import find_device
     from neuronpipe.services.worker.gpu.trial import TrialSteps, fired_of, holder_of, manifest_of
 
@@ -217,7 +218,7 @@ def test_a_trial_computes_as_many_rows_as_it_says(quantization: Any) -> None:
 
 @pytest.mark.nightly
 def test_a_device_is_measured() -> None:
-    pytest.importorskip("pyopencl", reason="the extra [gpu] is not installed")
+    require_opencl()
     from neuronpipe.services.worker.gpu.measure import POINTS, measure_accelerator
 
     steps = SimpleNamespace(done=0)

@@ -29,6 +29,13 @@ def test_whatever_is_not_well_comes_with_advice(tmp_path: Path) -> None:
     assert {"python", "kernels", "cores", "memory", "flash", "run directory"} <= {check.name for check in made}
 
 
+def test_it_says_how_far_it_is_before_each_step(tmp_path: Path) -> None:
+    said: list[tuple[int, int]] = []
+    checks(tmp_path, lambda done, total: said.append((done, total)))
+    assert said == [(number, len(said)) for number in range(len(said))]
+    assert len(said) > 1
+
+
 def test_missing_kernels_are_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "neuronpipe.native", None)
     made = checks(tmp_path)
