@@ -1,6 +1,6 @@
 """`neuronpipe perplexity [PACKAGE] --text FILE`: how well a package predicts a text, through the pipeline itself.
 
-The text is cut into context windows; the first token of each is not rated. With --logits-out the
+The text is cut into context windows; the first token of each is not rated. With --output the
 logits after every token are written as float32 [tokens, vocabulary], read from shared memory while the run waits.
 """
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--path", choices=("decode", "prefill"), default="decode", help="which processes compute (default: %(default)s)"
     )
     parser.add_argument(
-        "--logits-out", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]"
+        "-o", "--output", type=Path, metavar="FILE.npy", help="write the logits, float32 [tokens, vocabulary]"
     )
     parser.add_argument("--tokens", type=int, metavar="N", help="score the first N tokens only")
     add_plan_arguments(parser)
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         started_run(package, plan, None, stays=False) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
-        file, window_tokens = arguments.logits_out, plan.compute.context_tokens
+        file, window_tokens = arguments.output, plan.compute.context_tokens
         kept = kept_logits(file, live.directory, package, len(tokens)) if file else contextlib.nullcontext()
         with kept as keep, Progress("scoring", "tokens", plain=arguments.json) as progress:
             nll = score(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)

@@ -32,7 +32,7 @@ from neuronpipe.protocol.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_package_argument(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the profile there as well")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw its curves: kernels, memory, flash")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw its curves: kernels, memory, flash")
     parser.add_argument(
         "--flash", action="store_true", help="measure flash alone again, and keep the other figures that there are"
     )
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.svg is not None and arguments.svg.suffix != ".svg":
-        raise UserError(f"{arguments.svg}: pictures are SVG; give a name that ends in .svg")
+    if arguments.picture is not None and arguments.picture.suffix != ".svg":
+        raise UserError(f"{arguments.picture}: pictures are SVG; give a name that ends in .svg")
     role, backend = arguments.backend or (ACCELERATOR, None)
     if role != ACCELERATOR:
         raise UserError(f"--backend {role}={backend}: the accelerator's is measured; write {ACCELERATOR}=opencl")
@@ -67,8 +67,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         with whole_file(arguments.output) as place:
             place.write_text(profile.to_json(), encoding="utf-8")
-    if arguments.svg is not None:
-        write_picture(arguments.svg, profile)
+    if arguments.picture is not None:
+        write_picture(arguments.picture, profile)
     if arguments.json:
         print(profile.to_json(), end="")
         for line in warnings(profile):

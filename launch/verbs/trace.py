@@ -1,4 +1,4 @@
-"""`neuronpipe trace [--run DIR] [--seconds N] [--output FILE] [--picture FILE.svg]`: what a run's processes do when."""
+"""`neuronpipe trace [--run DIR] [--seconds N] [-o FILE] [--picture FILE.svg]`: what a run's processes do when."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=0.0, metavar="N", help="watch for N seconds (default: what the rings hold now)"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="write trace events, for ui.perfetto.dev (default: to stdout)"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="write trace events, for ui.perfetto.dev (default: to stdout)",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens")
 
@@ -39,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.seconds <= MAX_SECONDS:
         raise UserError(f"--seconds {arguments.seconds:g}: between 0 and {MAX_SECONDS:g}")
     if not (arguments.output or arguments.picture) and sys.stdout.isatty():
-        raise UserError("trace events are for programs: give --picture FILE.svg to look at, or --output FILE.json")
+        raise UserError("trace events are for programs: give --picture FILE.svg to look at, or -o FILE.json")
     directory, run_file = RunDirectory.find(arguments.run)
     with attach(directory.path) as client, RunTrace.open(run_file, client.status().processes) as trace:
         rows = _watch(trace, arguments.seconds)

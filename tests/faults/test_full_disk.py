@@ -101,7 +101,7 @@ def test_what_is_written_about_a_run_appears_whole_or_not_at_all(
     with shell.up(converted("awkward", "q8").path) as run:
         run.ask("the rain", 4)
         for words in (
-            ("trace", "--run", run.path, "--output", tmp_path / "trace.json"),
+            ("trace", "--run", run.path, "-o", tmp_path / "trace.json"),
             ("trace", "--run", run.path, "--picture", tmp_path / "picture.svg"),
             ("plan", converted("awkward", "q8").path, "-o", tmp_path / "plan.json"),
         ):
@@ -113,7 +113,7 @@ def test_what_is_written_about_a_run_appears_whole_or_not_at_all(
 def test_logits_that_find_no_room_are_not_kept(shell: Shell, converted: Converted, small_disk: Path) -> None:
     text = shell.folder / "text"
     text.write_text("the rain in the other house")
-    words = ("perplexity", converted("awkward", "q8").path, "--text", text, "--logits-out", small_disk / "logits.npy")
+    words = ("perplexity", converted("awkward", "q8").path, "--text", text, "-o", small_disk / "logits.npy")
     (small_disk / "others").write_bytes(b"\1" * 60_000)
     assert "logits.npy" in refused(shell.call(*words), "cannot be written: No space left on device")
     assert [path.name for path in small_disk.iterdir()] == ["others"]

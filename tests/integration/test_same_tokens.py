@@ -150,7 +150,7 @@ def test_three_texts_at_once_say_what_each_says_alone(
 def logits_file(shell: Shell, package: Package, name: str, *options: str) -> tuple[bytes, dict[str, Any]]:
     text, out = shell.folder / "text", shell.folder / name
     text.write_text(TEXT)
-    said = shell.json("perplexity", package.path, "--text", text, "--logits-out", out, *options)
+    said = shell.json("perplexity", package.path, "--text", text, "-o", out, *options)
     logits = np.load(out)
     assert logits.dtype == np.float32
     assert logits.shape == (said["tokens"], package.manifest.model.vocabulary)

@@ -3,7 +3,8 @@
     python tests/nightly/same_bits.py BEFORE [PACKAGE...]     (default: the demo)
 
 BEFORE is a checkout of an earlier commit, set up (`git worktree add /tmp/before COMMIT && /tmp/before/launch/neuronpipe
---version`). Packages must be of a version that both read. Logits come from the decode path and from prefill. Ends with
+--version`). Packages must be of a version that both read, and its
+`perplexity` must know `-o`. Logits come from the decode path and from prefill. Ends with
 1 where anything differs.
 """
 
@@ -58,9 +59,7 @@ def logits(checkout: Path, package: Path, text: Path, path: str, options: tuple[
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.npy"
         limits = ("--tokens", str(LOGITS_TOKENS), "--json")
-        neuronpipe(
-            checkout, "perplexity", package, "--text", text, "--path", path, "--logits-out", out, *limits, *options
-        )
+        neuronpipe(checkout, "perplexity", package, "--text", text, "--path", path, "-o", out, *limits, *options)
         return hashlib.sha256(out.read_bytes()).hexdigest()
 
 

@@ -426,7 +426,7 @@ def test_device_and_diff_are_words_of_profile(files: tuple[Path, Path], capsys: 
     assert main(["profile", "diff", str(before), str(after)]) == 0
     assert "-50% better" in capsys.readouterr().out
     picture = before.with_suffix(".svg")
-    assert main(["profile", "device", "--show", str(before), "--svg", str(picture), "--json"]) == 0
+    assert main(["profile", "device", "--show", str(before), "--picture", str(picture), "--json"]) == 0
     assert parse_profile(capsys.readouterr().out.encode(), "out") == profile()
     assert picture.read_text().startswith("<svg")
 
@@ -434,7 +434,7 @@ def test_device_and_diff_are_words_of_profile(files: tuple[Path, Path], capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["device", "--svg", "x.png"], "x.png: pictures are SVG"),
+        (["device", "--picture", "x.png"], "x.png: pictures are SVG"),
         (["device", "--show", "none.json"], "none.json: cannot be read"),
         (["device", "no-such-package"], "no-such-package"),
         (["diff"], "the following arguments are required: A"),
