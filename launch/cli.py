@@ -15,7 +15,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
@@ -111,6 +111,14 @@ class _Parser(argparse.ArgumentParser):
         if action.option_strings and arg_strings == ["--"] and action.nargs is None:
             raise argparse.ArgumentError(action, "expected one argument, and -- is none")
         return super()._get_values(action, arg_strings)
+
+    def _match_arguments_partial(self, actions: Sequence[argparse.Action], arg_strings_pattern: str) -> list[int]:
+        """A word that may be left out may also stand behind options: until those are read, argparse must not take it
+        for left out, as it does before Python 3.13 where another word stands in front."""
+        counts = super()._match_arguments_partial(actions, arg_strings_pattern)
+        while "O" in arg_strings_pattern and counts and counts[-1] == 0:
+            counts.pop()
+        return counts
 
     def refuse(self, unknown: str) -> NoReturn:
         """A word that is none of this parser's options, or one more than it takes. Raises UserError."""

@@ -1,4 +1,4 @@
-"""`neuronpipe conformance ROLE [--use IMPLEMENTATION]`: whether an implementation does what its role must."""
+"""`neuronpipe conformance ROLE [PACKAGE] [--use IMPLEMENTATION]`: whether an implementation does what its role must."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from neuronpipe.launch.conformance.suite import Result, Suite
-from neuronpipe.launch.planning import DEMO, open_package
+from neuronpipe.launch.planning import add_package_argument, open_package
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.searching import asked_accelerator
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
-from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.services.implementations import SWAPPABLE, Implementation
 
@@ -26,17 +25,11 @@ PATIENCE_S = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("role", choices=SWAPPABLE, metavar="ROLE", help=f"one of {', '.join(SWAPPABLE)}")
+    add_package_argument(parser)
     parser.add_argument(
         "--use",
         metavar="IMPLEMENTATION",
         help="package.module:Class, or argv:COMMAND in any language (default: our own)",
-    )
-    parser.add_argument(
-        "--package",
-        type=package_path,
-        default=DEMO,
-        metavar="PACKAGE",
-        help="the model to compute (default: the demo model)",
     )
     parser.add_argument(
         "--patience",

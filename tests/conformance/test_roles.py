@@ -63,7 +63,7 @@ def report(shell: Shell, *words: Any) -> tuple[int, dict[str, str]]:
     ],
 )
 def test_our_own_implementation_passes(shell: Shell, converted: Converted, role: str, checks: int) -> None:
-    code, failures = report(shell, role, "--package", converted("relu2", "f16").path)
+    code, failures = report(shell, role, converted("relu2", "f16").path)
     assert [f"{name}: {why}" for name, why in failures.items() if why] == []
     assert (code, len(failures)) == (0, checks)
 
@@ -78,7 +78,7 @@ def test_our_own_implementation_passes(shell: Shell, converted: Converted, role:
 )
 def test_what_is_wrong_is_told(shell: Shell, converted: Converted, role: str, name: str, why: str) -> None:
     (shell.folder / "wrong.py").write_text(WRONG)
-    code, failures = report(shell, role, "--use", f"wrong:{name}", "--package", converted("relu2", "f16").path)
+    code, failures = report(shell, role, converted("relu2", "f16").path, "--use", f"wrong:{name}")
     assert code == 1
     assert why in failures["ordinary peers"]
 

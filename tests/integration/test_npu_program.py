@@ -164,7 +164,7 @@ def test_it_passes_the_suite_of_its_role(shell: Shell, program: Path, tmp_path: 
     assert shell.call("plan", package, "--workers", "2", "-o", plan).code == 0
     write_graphs_by_command(shell, package, plan)
     use = words(program, shell.folder / "graphs").removeprefix("prefill=")
-    report = shell.json("conformance", "prefill", "--use", use, "--package", package, "--patience", f"{30 * SLOWER:g}")
+    report = shell.json("conformance", "prefill", package, "--use", use, "--patience", f"{30 * SLOWER:g}")
     assert [f"{check['name']}: {check['why']}" for check in report["checks"] if check["why"]] == []
 
 

@@ -3,9 +3,8 @@
     python tests/nightly/same_bits.py BEFORE [PACKAGE...]     (default: the demo)
 
 BEFORE is a checkout of an earlier commit, set up (`git worktree add /tmp/before COMMIT && /tmp/before/launch/neuronpipe
---version`). Packages must be of a version that both read, and its
-`perplexity` must know `-o`. Logits come from the decode path and from prefill. Ends with
-1 where anything differs.
+--version`). Packages must be of a version that both read, and its `perplexity` must know `-o`. Logits come from the
+decode path and from prefill. Ends with 1 where anything differs.
 """
 
 from __future__ import annotations

@@ -54,6 +54,20 @@ def test_an_option_like_no_other_and_a_word_too_many(capsys: pytest.CaptureFixtu
     assert refused(capsys, "down", "now") == "'now' is one word more than this takes; see `neuronpipe down --help`"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("conformance", "decode", "--patience", "5", "no-such-package"),
+        ("conformance", "--patience", "5", "decode", "no-such-package"),
+        ("conformance", "decode", "no-such-package", "--patience", "5"),
+    ],
+)
+def test_a_word_that_may_be_left_out_stands_before_options_or_behind_them(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert "no-such-package: no such package directory" in refused(capsys, *words)
+
+
 def test_an_option_before_its_verb_is_shown_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert "options come after the verb, as in `neuronpipe status -h`" in refused(capsys, "--json", "status")
 
