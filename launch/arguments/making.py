@@ -9,15 +9,21 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.packages import VARIABLE
-from neuronpipe.plans.pull.sources import Work, made_of, make
+from neuronpipe.plans.pull.sources import Asked, Work, made_of, make, make_as_asked
 from neuronpipe.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.convert.conversion import Progress as Told
+    from neuronpipe.plans.convert.conversion import Report
+    from neuronpipe.plans.package.reader import Package
 
 _OPTION = re.compile(
     r"--(activation|tokenizer|no-predictor|context)\b"
@@ -42,7 +48,19 @@ def package_of(source: Path, *, plain: bool) -> Path:
     return made
 
 
-def _agree(source: Path, work: Work) -> None:
+def package_as_asked(source: Path, asked: Asked, *, plain: bool, report: Report) -> Package:
+    """The package that `package_of` finds from now on, made in the way that was asked for; in this process. Raises
+    UserError."""
+    return _told(source, partial(make_as_asked, source, asked, report=report), "", plain=plain)
+
+
+class _Making(Protocol):
+    """Makes a package; tells what it takes, for whom it waits, and how far it is."""
+
+    def __call__(self, *, agree: Callable[[Work], None], waiting: Callable[[str], None], progress: Told) -> Package: ...
+
+
+def _agree(source: Path, work: Work, why_anew: str) -> None:
     """Say what making a package takes. Raises UserError where the disk has too little room for it."""
     takes, free = show_bytes(work.package_bytes), show_bytes(work.free_bytes)
     if work.missing_bytes:
@@ -51,7 +69,7 @@ def _agree(source: Path, work: Work) -> None:
             f"{source}: a package of it takes {takes}, and {free} are free in {work.folder}: make room for "
             f"{show_bytes(work.missing_bytes)}{old} or set {VARIABLE} to a folder on another disk"
         )
-    why = "the model has changed: its package is made anew" if work.replaces else "a package is made of it, once"
+    why = f"{why_anew}its package is made anew" if work.replaces else "a package is made of it, once"
     print(
         f"neuronpipe: {source}: {why}: {takes} in {work.folder / work.name}; {free} are free",
         file=sys.stderr,
@@ -59,22 +77,27 @@ def _agree(source: Path, work: Work) -> None:
     )
 
 
-def _make(source: Path, *, plain: bool) -> None:
+def _told(source: Path, making: _Making, why_anew: str, *, plain: bool) -> Package:
+    """Make a package, and say on stderr what it takes and how far it is."""
     with Elapsed(plain=plain) as elapsed, Progress("converting", "bytes", plain=plain, steady=True) as progress:
 
         def begin(work: Work) -> None:
             elapsed.end()
-            _agree(source, work)
+            _agree(source, work, why_anew)
 
         def waiting(name: str) -> None:
             elapsed.say(f"waiting for another command that makes the package {name}")
 
-        try:
-            make(source, agree=begin, waiting=waiting, progress=progress)
-        except UserError as error:
-            if _OPTION.search(str(error)) is None:
-                raise
-            raise UserError(f"{error}; options are of `{line_to_paste('convert', source, 'PACKAGE')}`") from None
+        return making(agree=begin, waiting=waiting, progress=progress)
+
+
+def _make(source: Path, *, plain: bool) -> None:
+    try:
+        _told(source, partial(make, source), "the model has changed: ", plain=plain)
+    except UserError as error:
+        if _OPTION.search(str(error)) is None:
+            raise
+        raise UserError(f"{error}; options are of `{line_to_paste('convert', source)}`, then try again") from None
 
 
 def _in_a_process_of_its_own(source: Path, work: Callable[[], None]) -> None:

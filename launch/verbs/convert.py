@@ -1,4 +1,7 @@
-"""`neuronpipe convert SOURCE TARGET`: make a package from a Hugging Face directory or a GGUF file."""
+"""`neuronpipe convert SOURCE [-o DIR]`: make a package from a Hugging Face directory or a GGUF file.
+
+Without -o it lies with the packages that have names, as the one that `run SOURCE` takes from then on.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.launch.arguments.making import package_as_asked
 from neuronpipe.launch.formats import line_to_paste, show_bytes
 from neuronpipe.launch.progress import Progress
 from neuronpipe.plans.convert import Encoded, convert
+from neuronpipe.plans.convert.advice import refuse_no_source
+from neuronpipe.plans.convert.checkpoint import Options
+from neuronpipe.plans.convert.conversion import Report
 from neuronpipe.plans.inspect import warnings
 from neuronpipe.plans.models.spec import ACTIVATIONS
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.plans.package.manifest import GATE_QUANTIZATIONS, QUANTIZATIONS, Manifest
 from neuronpipe.plans.package.reader import Package
+from neuronpipe.plans.pull.packages import checked_name
+from neuronpipe.plans.pull.sources import Asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=Path, metavar="SOURCE", help="directory with config.json and safetensors, or a .gguf file"
     )
-    parser.add_argument("target", type=Path, metavar="TARGET", help="package directory to make")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="package directory to make (default: a package that is called by its name, and that `neuronpipe run "
+        "SOURCE` takes)",
+    )
     add_conversion_arguments(parser)
     parser.add_argument(
         "--frequencies",
@@ -30,8 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.npy",
         help="how often each neuron fires, float [layers, experts, neurons]; hot neurons are stored first",
     )
-    parser.add_argument("--name", help="name of the model in the package")
-    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")
+    parser.add_argument(
+        "--name",
+        help="name of the model in the package; without -o also what the package is called (default: SOURCE's)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the package that is there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -67,12 +86,65 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def conversion_options(arguments: argparse.Namespace) -> Options:
+    """What is said of a source."""
+    return Options(
+        arguments.activation,
+        arguments.tokenizer,
+        arguments.context,
+        arguments.chat_template,
+        predictor=arguments.predictor,
+    )
+
+
+def conversion_words(arguments: argparse.Namespace) -> list[str]:
+    """The words that ask for the same conversion from anywhere."""
+    words = []
+    for name in ("quantization", "gates", "activation", "tokenizer", "chat_template", "context"):
+        if (value := getattr(arguments, name)) is not None:
+            said = str(value.absolute() if isinstance(value, Path) else value)
+            words += [f"--{name.replace('_', '-')}", said]
+    return words if arguments.predictor else [*words, "--no-predictor"]
+
+
 def main(arguments: argparse.Namespace) -> int:
     reports: list[Encoded] = []
+    convert_it = _by_name if arguments.output is None else _to_folder
+    package = convert_it(arguments, reports.append)
+    (encoded,) = reports
+    called = package.path.name if arguments.output is None else None
+    if arguments.json:
+        print(json.dumps(({} if called is None else {"name": called}) | made(package, encoded)))
+    else:
+        print(render(package.path, package.manifest, encoded, called))
+    return 0
+
+
+def _by_name(arguments: argparse.Namespace, report: Report) -> Package:
+    """The package that `run SOURCE` takes from now on."""
+    refuse_no_source(arguments.source)
+    words = conversion_words(arguments)
+    if arguments.frequencies is not None:
+        words += ["--frequencies", str(arguments.frequencies.absolute())]
+    if arguments.name is not None:
+        words += ["--name", checked_name(arguments.name)]
+    asked = Asked(
+        name=arguments.name,
+        quantization=arguments.quantization,
+        gates=arguments.gates,
+        frequencies=arguments.frequencies,
+        options=conversion_options(arguments),
+        overwrite=arguments.overwrite,
+        command=("convert", str(arguments.source.absolute()), *words) if words else (),
+    )
+    return package_as_asked(arguments.source, asked, plain=arguments.json, report=report)
+
+
+def _to_folder(arguments: argparse.Namespace, report: Report) -> Package:
     with Progress("converting", "bytes", plain=arguments.json, steady=True) as progress:
-        package = convert(
+        return convert(
             arguments.source,
-            arguments.target,
+            arguments.output,
             quantization=arguments.quantization,
             gates=arguments.gates,
             activation=arguments.activation,
@@ -84,11 +156,8 @@ def main(arguments: argparse.Namespace) -> int:
             predictor=arguments.predictor,
             overwrite=arguments.overwrite,
             progress=progress,
-            report=reports.append,
+            report=report,
         )
-    (encoded,) = reports
-    print(json.dumps(made(package, encoded)) if arguments.json else render(package.path, package.manifest, encoded))
-    return 0
 
 
 def made(package: Package, encoded: Encoded) -> dict[str, Any]:

@@ -12,9 +12,14 @@ from contextlib import ExitStack
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.launch.progress import Progress
-from neuronpipe.launch.verbs.convert import add_conversion_arguments, made, render
+from neuronpipe.launch.verbs.convert import (
+    add_conversion_arguments,
+    conversion_options,
+    conversion_words,
+    made,
+    render,
+)
 from neuronpipe.plans.convert import Encoded
-from neuronpipe.plans.convert.checkpoint import Options
 from neuronpipe.plans.pull.packages import VARIABLE, checked_name, unfinished_pull
 from neuronpipe.plans.pull.pull import Need, pull
 from neuronpipe.plans.pull.repository import Reference
@@ -54,13 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
                 name,
                 quantization=arguments.quantization,
                 gates=arguments.gates,
-                options=Options(
-                    arguments.activation,
-                    arguments.tokenizer,
-                    arguments.context,
-                    arguments.chat_template,
-                    predictor=arguments.predictor,
-                ),
+                options=conversion_options(arguments),
                 command=_command(arguments, name),
                 overwrite=arguments.overwrite,
                 agree=agree,
@@ -89,21 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _command(arguments: argparse.Namespace, name: str) -> list[str]:
     """The words that go on with this pull from anywhere."""
-    words = ["pull", arguments.reference, "--name", name]
-    if arguments.quantization is not None:
-        words += ["--quantization", arguments.quantization]
-    if arguments.gates is not None:
-        words += ["--gates", arguments.gates]
-    if arguments.activation is not None:
-        words += ["--activation", arguments.activation]
-    if arguments.tokenizer is not None:
-        words += ["--tokenizer", str(arguments.tokenizer.absolute())]
-    if arguments.chat_template is not None:
-        words += ["--chat-template", str(arguments.chat_template.absolute())]
-    if arguments.context is not None:
-        words += ["--context", str(arguments.context)]
-    if not arguments.predictor:
-        words.append("--no-predictor")
+    words = ["pull", arguments.reference, "--name", name, *conversion_words(arguments)]
     return words + (["--overwrite"] if arguments.overwrite else [])
 
 

@@ -20,7 +20,7 @@ def refuse_no_source(path: Path) -> None:
         if path.suffix == ".safetensors" and path.is_file():
             raise UserError(
                 f"{path}: one file of a checkpoint; convert its directory: "
-                f"`neuronpipe convert {shlex.quote(str(path.parent))} PACKAGE`"
+                f"`neuronpipe convert {shlex.quote(str(path.parent))}`"
             )
         return
     if match := REPOSITORY.fullmatch(str(path)):
@@ -41,7 +41,7 @@ def refuse_other_directories(path: Path) -> None:
     if files := sorted(path.glob("*.gguf")):
         raise UserError(
             f"{path}: holds GGUF and no safetensors; convert one file: "
-            f"`neuronpipe convert {shlex.quote(str(files[0]))} PACKAGE`"
+            f"`neuronpipe convert {shlex.quote(str(files[0]))}`"
         )
     if any(path.glob("pytorch_model*.bin")) or any(path.glob("*.pth")):
         raise UserError(

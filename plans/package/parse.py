@@ -90,7 +90,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         record.fail(
             "version",
             f"{quoted(record.value('version'))}, this release reads 2 and {VERSION}; convert the model again: "
-            "`neuronpipe convert SOURCE PACKAGE --overwrite`",
+            "`neuronpipe convert SOURCE -o PACKAGE --overwrite`",
         )
     model = _parse_model(record.record("model"))
     quantization = cast(Quantization, record.choice("quantization", *QUANTIZATIONS))
@@ -336,8 +336,7 @@ def require_package(path: Path) -> None:
     what, source = _other_kind(path)
     if what is not None:
         raise UserError(
-            f"{path}: {what}, not a package; make one of it with "
-            f"`neuronpipe convert {shlex.quote(str(source))} PACKAGE`"
+            f"{path}: {what}, not a package; make one of it with `neuronpipe convert {shlex.quote(str(source))}`"
         )
     if not directory:
         raise UserError(f"{path}: no such package directory; make one with `neuronpipe convert`")

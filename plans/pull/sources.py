@@ -1,7 +1,8 @@
 """Models in files on this disk as packages that are called by their names: each is converted once, and found again for
 as long as its files stay as they are.
 
-    DATA/packages/NAME/source.json  what the package was made of: the path of the model, and a fingerprint of its files
+    DATA/packages/NAME/source.json  what the package was made of: the path of the model, a fingerprint of its files, and
+                                    the command, where `convert` made it
     DATA/pulls/NAME/                what a conversion works in; a kill leaves it, and the next one goes on with it
 
 The fingerprint is of names, sizes and times of change, so looking a model up reads none of its weights. The path
@@ -13,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +43,9 @@ from neuronpipe.plans.pull.packages import (
 from neuronpipe.protocol.errors import UserError
 
 if TYPE_CHECKING:
-    from neuronpipe.plans.convert.conversion import Progress
+    from neuronpipe.plans.convert.checkpoint import Options
+    from neuronpipe.plans.convert.conversion import Progress, Report
+    from neuronpipe.plans.package.layout import Quantization
 
 RECORD = "source.json"
 SUFFIXES = (".json", ".safetensors", ".jinja", ".model")
@@ -71,6 +76,20 @@ class Origin:
             raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}") from None
         path = os.fsencode(os.path.realpath(source)).decode(errors="backslashreplace")
         return cls(path, hashlib.sha256("\n".join(versions).encode(errors="backslashreplace")).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """How a package is to be made, where somebody said so. name: None, the one that it has by itself. command: the
+    words that ask for the same from anywhere; none where it is to be as `make` makes it."""
+
+    name: str | None = None
+    quantization: Quantization | None = None
+    gates: Quantization | None = None
+    frequencies: Path | None = None
+    options: Options | None = None
+    overwrite: bool = False
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +149,69 @@ def make(source: Path, *, agree: Callable[[Work], None], waiting: Callable[[str]
             return Package.open(there)
         name = _name_for(source)
         try:
-            with working_folder(name) as folder:
-                try:
-                    if name == _name_for(source) and made_of(source) is None:  # or another command was faster
-                        return _make(source, name, folder, agree, progress)
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
+            with working_folder(name) as folder, _emptied(folder):
+                if name == _name_for(source) and made_of(source) is None:  # or another command was faster
+                    _refuse_asked(source, name)
+                    return _make(source, name, folder, Asked(), agree, progress, None)
         except Busy:
             waiting(name)
             time.sleep(WAIT_S)
+
+
+def make_as_asked(
+    source: Path,
+    asked: Asked,
+    *,
+    agree: Callable[[Work], None],
+    waiting: Callable[[str], None],
+    progress: Progress,
+    report: Report,
+) -> Package:
+    """As `make`, but in the way that was asked for; raises UserError where there is a package of that name, unless it
+    is to be replaced."""
+    while True:
+        name = asked.name or _name_for(source)
+        _refuse_taken(source, name, overwrite=asked.overwrite)
+        try:
+            with working_folder(name) as folder:
+                _refuse_taken(source, name, overwrite=asked.overwrite)  # by a command that was faster
+                with _emptied(folder):
+                    return _make(source, name, folder, asked, agree, progress, report)
+        except Busy:
+            waiting(name)
+            time.sleep(WAIT_S)
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """Whatever happens to the work in a folder, nothing of it is left."""
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_taken(source: Path, name: str, *, overwrite: bool) -> None:
+    """Raises UserError for a name that a package has, or is about to have."""
+    unfinished = unfinished_pull(name)
+    if unfinished is not None and unfinished.reference != one_line(Origin.of(source).path):
+        raise UserError(
+            f"{name}: an interrupted command makes a package of {unfinished.reference} of that name; go on with that "
+            f"one, remove it with `neuronpipe rm {name}`, or take another --name"
+        )
+    if (packages_folder() / name).exists() and not overwrite:
+        raise UserError(f"{name}: is there already; take another --name, `neuronpipe rm {name}`, or pass --overwrite")
+
+
+def _refuse_asked(source: Path, name: str) -> None:
+    """Raises UserError where the package of a model that has changed was made in a way that somebody asked for: another
+    one would take its name without a word."""
+    try:
+        command = [str(word) for word in read_json(packages_folder() / name / RECORD).items("command")]
+    except UserError:
+        return
+    again = shlex.join(["neuronpipe", *command, "--overwrite"])
+    raise UserError(f"{source}: has changed since `convert` made {name} of it; make that anew with `{again}`")
 
 
 def _name_for(source: Path) -> str:
@@ -166,15 +239,25 @@ def _made_from(name: str) -> str | None:
     return None if origin is None else one_line(origin.path)
 
 
-def _make(source: Path, name: str, folder: Path, agree: Callable[[Work], None], progress: Progress) -> Package:
+def _make(
+    source: Path,
+    name: str,
+    folder: Path,
+    asked: Asked,
+    agree: Callable[[Work], None],
+    progress: Progress,
+    report: Report | None,
+) -> Package:
     """Under the lock of the name."""
     from neuronpipe.plans.convert.checkpoint import Options  # numpy: only for this
     from neuronpipe.plans.convert.conversion import Conversion, open_checkpoint
     from neuronpipe.plans.package.writer import bytes_there
 
     origin, target = Origin.of(source), packages_folder() / name
-    with open_checkpoint(source, Options()) as checkpoint:
-        conversion = Conversion(checkpoint, name=name)
+    with open_checkpoint(source, asked.options or Options()) as checkpoint:
+        conversion = Conversion(
+            checkpoint, quantization=asked.quantization, gates=asked.gates, frequencies=asked.frequencies, name=name
+        )
         if target.exists():
             refuse_used(name)
         agree(
@@ -187,8 +270,12 @@ def _make(source: Path, name: str, folder: Path, agree: Callable[[Work], None], 
                 replaces=target.exists(),
             )
         )
-        begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, ("inspect", os.path.abspath(source))))
-        package = conversion.write(target, overwrite=True, progress=progress, place=folder)
+        command = asked.command or ("inspect", os.path.abspath(source))
+        if asked.command and target.exists():
+            command = (*command, "--overwrite")
+        begin(folder, Unfinished(one_line(origin.path), origin.fingerprint, command))
+        package = conversion.write(target, overwrite=True, progress=progress, report=report, place=folder)
+    record = asdict(origin) | ({"command": asked.command} if asked.command else {})
     with whole_file(target / RECORD) as place:  # until it is there, what lies in the folder says that this goes on
-        place.write_text(json.dumps(asdict(origin)), encoding="utf-8")
+        place.write_text(json.dumps(record), encoding="utf-8")
     return package

@@ -145,7 +145,9 @@ def test_predictors_follow_their_neurons_into_the_order_of_their_frequency(tmp_p
 def test_no_predictor_leaves_them(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", MIXTURE, named(MIXTURE, random_predictors(MIXTURE)))
     plain = convert(write_checkpoint(tmp_path / "plain", MIXTURE), tmp_path / "p")
-    assert main(["convert", str(source), str(tmp_path / "q"), "--no-predictor", "--name", plain.manifest.name]) == 0
+    assert (
+        main(["convert", str(source), "-o", str(tmp_path / "q"), "--no-predictor", "--name", plain.manifest.name]) == 0
+    )
     package = Package.open(tmp_path / "q")
     assert package.manifest.predictor is None
     assert not package.predictor_path.exists()
@@ -254,7 +256,7 @@ def test_inspect_convert_and_run_say_where_a_predictor_comes_from(
 ) -> None:
     source = write_checkpoint(tmp_path / "source", MIXTURE, named(MIXTURE, random_predictors(MIXTURE)))
     path = str(tmp_path / "p")
-    assert main(["convert", str(source), path]) == 0
+    assert main(["convert", str(source), "-o", path]) == 0
     note = r"note: the predictor is the checkpoint's own \(ranks 64 to 128, mean 88\).* never measured; .*--calibrate"
     assert re.search(note, capsys.readouterr().out)
     assert main(["inspect", path]) == 0

@@ -300,16 +300,16 @@ def test_the_error_of_encoding_again_is_told_against_what_the_source_stores(tmp_
 
 def test_convert_shows_what_encoding_again_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_gguf(tmp_path / "m.gguf", WIDE, "Q4_K")
-    assert main(["convert", str(source), str(tmp_path / "p")]) == 0
+    assert main(["convert", str(source), "-o", str(tmp_path / "p")]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^worst +\d+\.\d{4}%  \S+\.weight$", said, re.MULTILINE)
     assert "the source is quantized itself (Q4_K 100%)" in said
     assert "`--quantization q8` adds far less" in said
-    assert main(["convert", str(source), str(tmp_path / "q"), "--quantization", "q8", "--json"]) == 0
+    assert main(["convert", str(source), "-o", str(tmp_path / "q"), "--quantization", "q8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["worst_tensor"]["error"] < 0.01
     assert set(told["source_weights"]) == {"Q4_K"}
-    assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), str(tmp_path / "r")]) == 0
+    assert main(["convert", str(write_gguf(tmp_path / "m.gguf", WIDE)), "-o", str(tmp_path / "r")]) == 0
     assert "quantized itself" not in capsys.readouterr().out
 
 

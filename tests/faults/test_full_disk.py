@@ -74,7 +74,7 @@ def test_a_synthetic_package_appears_whole_or_not_at_all(shell: Shell, tmp_path:
 def test_a_package_that_was_to_be_replaced_stays(shell: Shell, converted: Converted, tmp_path: Path) -> None:
     package = Path(shutil.copytree(converted("qwen2", "q8").path, tmp_path / "package"))
     source, before = write_checkpoint(tmp_path / "source", TINY), content(package)
-    done = shell.call("convert", source, package, "--overwrite", **files_of_at_most(20_000))
+    done = shell.call("convert", source, "-o", package, "--overwrite", **files_of_at_most(20_000))
     refused(done, "could not be written and was removed: File too large")
     assert content(package) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["package", "source"]
@@ -83,7 +83,7 @@ def test_a_package_that_was_to_be_replaced_stays(shell: Shell, converted: Conver
 def test_a_predictor_stays_until_the_new_one_is_there(shell: Shell, tmp_path: Path) -> None:
     package, text = tmp_path / "package", tmp_path / "text"
     text.write_text("the rain in the other house " * 200)
-    shell.json("convert", write_checkpoint(tmp_path / "source", TINY), package, "--activation", "relu")
+    shell.json("convert", write_checkpoint(tmp_path / "source", TINY), "-o", package, "--activation", "relu")
     profile = ("profile", package, "--text", text, "--tokens", "512", "--rank", "32")
     shell.json(*profile)
     before = content(package)

@@ -66,14 +66,14 @@ class Fuzzed:
         tokens = {"bos_token": "<|end|>", "eos_token": {"content": "<|end|>"}}
         templates = [{"name": "default", "template": "{{ messages }}"}]
         (self._source / "tokenizer_config.json").write_text(json.dumps(tokens | {"chat_template": templates}))
-        for words in (("convert", self._source, self._package), ("plan", self._package, "-o", self._plan)):
+        for words in (("convert", self._source, "-o", self._package), ("plan", self._package, "-o", self._plan)):
             done = Call(*words)
             assert done.code == 0, done.errors
         self._here = sorted(folder.iterdir())
 
     def targets(self) -> dict[str, tuple[Target, list[bytes]]]:
         """By name: a way to call the command with a file's content, and what the file holds when it is right."""
-        convert = ("convert", self._source, self._made, "--json")
+        convert = ("convert", self._source, "-o", self._made, "--json")
         found = {
             f"convert {file.name}": self._target(file, [convert])
             for file in sorted(self._source.iterdir())
@@ -83,7 +83,9 @@ class Fuzzed:
         found["convert relu"] = self._target(self._source / "config.json", [(*convert, *activation)])
         frequencies = (*convert, "--frequencies", self._frequencies)
         found["convert frequencies"] = self._target(self._frequencies, [frequencies])
-        found["convert gguf"] = self._target(self._gguf, [("convert", self._gguf, self._made, "--json", *activation)])
+        found["convert gguf"] = self._target(
+            self._gguf, [("convert", self._gguf, "-o", self._made, "--json", *activation)]
+        )
         inspect = [("inspect", self._package), ("inspect", self._package, "--json"), ("plan", self._package)]
         manifest = self._target(self._package / "manifest.json", inspect, _sealed_manifest)
         found["inspect"] = (manifest[0], [*manifest[1], *map(_measured, manifest[1])])

@@ -95,6 +95,7 @@ def no_work(tmp_path_factory: pytest.TempPathFactory) -> object:
         patch.setattr(doctor, "checks", begun)
         patch.setattr(conformance, "Suite", begun)
         patch.setattr(convert, "convert", begun)
+        patch.setattr(convert, "package_as_asked", begun)
         patch.setattr(make, "synthesize", begun)
         patch.setattr(twin, "write_twin", begun)
         patch.setattr(profiling, "profile", begun)

@@ -127,8 +127,8 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
     assert "not empty" in shell.refused("up", package, "--run", tmp_path / "full")
     assert (tmp_path / "full" / "letter").read_text() == "dear"
     source = write_checkpoint(tmp_path / "source", TINY)
-    assert "/proc: cannot make a directory there" in shell.refused("convert", source, "/proc/package")
-    assert "exists already" in shell.refused("convert", source, tmp_path / "full")
+    assert "/proc: cannot make a directory there" in shell.refused("convert", source, "-o", "/proc/package")
+    assert "exists already" in shell.refused("convert", source, "-o", tmp_path / "full")
     assert (tmp_path / "full" / "letter").read_text() == "dear"
 
 
@@ -147,9 +147,9 @@ def test_places_that_cannot_serve(shell: Shell, package: Path, tmp_path: Path) -
         (("walk",), "walk"),
         (("stauts",), "did you mean `status`?"),
         (("run", "-p", ""), "give -p TEXT"),
-        (("convert", "SparseLLM/ReluLLaMA-7B", "p"), "`neuronpipe pull SparseLLM/ReluLLaMA-7B`"),
+        (("convert", "SparseLLM/ReluLLaMA-7B"), "`neuronpipe pull SparseLLM/ReluLLaMA-7B`"),
         (("perplexity", "--text", "/nowhere"), "/nowhere"),
-        (("convert", "/nowhere", "target"), "/nowhere"),
+        (("convert", "/nowhere"), "/nowhere"),
     ],
 )
 def test_words_that_mean_nothing(shell: Shell, package: Path, words: tuple[str, ...], named: str) -> None:
@@ -189,14 +189,14 @@ def test_a_model_that_needs_a_choice_says_which_and_how(shell: Shell, tmp_path: 
     """Its activation, before it is converted; its chat template; a predictor for predicted mode."""
     sparseqwen = write_checkpoint(tmp_path / "qwen", replace(TINY, architecture="Qwen2ForCausalLM", bias=True))
     assert "convert" in shell.refused("run", sparseqwen, *ASK)
-    assert "say which it is with --activation" in shell.refused("convert", sparseqwen, tmp_path / "p")
-    shell.json("convert", sparseqwen, tmp_path / "p", "--activation", "drelu")
+    assert "say which it is with --activation" in shell.refused("convert", sparseqwen, "-o", tmp_path / "p")
+    shell.json("convert", sparseqwen, "-o", tmp_path / "p", "--activation", "drelu")
     assert "no template" in shell.call("inspect", tmp_path / "p").out
     assert "make one with" in shell.refused("run", tmp_path / "p", *ASK, "--mode", "predicted")
     assert "without a chat template" in shell.refused("run", tmp_path / "p", *ASK, "--system", "Be brief.")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     words = ("--activation", "drelu", "--chat-template", tmp_path / "mine.jinja", "--overwrite")
-    shell.json("convert", sparseqwen, tmp_path / "p", *words)
+    shell.json("convert", sparseqwen, "-o", tmp_path / "p", *words)
     assert shell.call("run", tmp_path / "p", *ASK, "--system", "Be brief.").code == 0
     assert "chat    by its own template" in shell.call("inspect", tmp_path / "p").out
 
@@ -278,25 +278,25 @@ def test_sources_that_would_be_computed_wrongly(shell: Shell, tmp_path: Path) ->
     file = source / "config.json"
     for change, named in (({"hidden_act": "gelu"}, "gelu"), ({"architectures": ["GPT2LMHeadModel"]}, "GPT2")):
         file.write_text(json.dumps({**config(TINY), **change}))
-        said = shell.refused("convert", source, tmp_path / "target")
+        said = shell.refused("convert", source, "-o", tmp_path / "target")
         assert str(file) in said
         assert named in said
     file.write_text(json.dumps(config(TINY)))
     os.truncate(source / "model.safetensors", 1000)
-    assert str(source / "model.safetensors") in shell.refused("convert", source, tmp_path / "target")
+    assert str(source / "model.safetensors") in shell.refused("convert", source, "-o", tmp_path / "target")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
 def test_a_gguf_that_readers_take_for_silu_needs_a_word(shell: Shell, tmp_path: Path) -> None:
     """Architecture llama cannot say ReLU; a name that says it means weights that stock readers compute wrongly."""
     source = write_gguf(tmp_path / "model-relu.gguf", replace(RECIPES["llama3"], activation="silu"))
-    said = shell.refused("convert", source, tmp_path / "package", "--quantization", "q8")
+    said = shell.refused("convert", source, "-o", tmp_path / "package", "--quantization", "q8")
     assert str(source) in said
     assert "--activation" in said
-    made = shell.json("convert", source, tmp_path / "package", "--quantization", "q8", "--activation", "relu")
+    made = shell.json("convert", source, "-o", tmp_path / "package", "--quantization", "q8", "--activation", "relu")
     assert made["activation"] == "relu"
     os.truncate(source, source.stat().st_size // 2)
-    assert str(source) in shell.refused("convert", source, tmp_path / "other", "--activation", "relu")
+    assert str(source) in shell.refused("convert", source, "-o", tmp_path / "other", "--activation", "relu")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small disk")
@@ -306,7 +306,7 @@ def test_a_full_disk_while_converting_leaves_nothing(shell: Shell, tmp_path: Pat
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "none", disk], check=False).returncode != 0:
         pytest.skip("mounting is not allowed here")
     try:
-        said = shell.refused("convert", source, disk / "package")
+        said = shell.refused("convert", source, "-o", disk / "package")
         assert str(disk / "package") in said
         assert "free" in said
         assert list(disk.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -17,7 +18,7 @@ from neuronpipe.launch.cli import main
 from neuronpipe.plans.convert import conversion
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.pull import sources
-from neuronpipe.plans.pull.packages import package_names, pull_names, pulls_folder
+from neuronpipe.plans.pull.packages import Unfinished, begin, package_names, pull_names, pulls_folder
 
 from tests.conformance.checkpoints import TINY, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
@@ -95,6 +96,43 @@ def test_a_changed_model_replaces_its_package(store: Store) -> None:
     assert "the model has changed: its package is made anew" in done.errors
     assert Package.open(Path(json.loads(done.out)["path"])).manifest.model.layers == before + 1
     assert package_names() == ["my-m-we"]
+
+
+def test_convert_makes_the_package_that_the_model_stands_for(store: Store) -> None:
+    done = store.call("convert", store.gguf, "--quantization", "f16", "--json")
+    assert done.code == 0, done.errors
+    said = json.loads(done.out)
+    assert (said["name"], said["quantization"]) == ("my-m-we", "f16")
+    assert store.inspected(store.gguf) == said["package"]
+    taken = store.call("convert", store.gguf)
+    assert (taken.code, "my-m-we: is there already" in taken.errors) == (2, True)
+    other = store.call("convert", store.gguf, "--name", "other")
+    assert "neuronpipe run other -p TEXT" in other.out
+    assert package_names() == ["my-m-we", "other"]
+    again = store.call("convert", store.gguf, "--overwrite", "--json")
+    assert json.loads(again.out)["quantization"] == "q4"
+    assert package_names() == ["my-m-we", "other"]
+    assert "is no name for a package" in store.call("convert", store.gguf, "--name", "a/b").errors
+
+
+def test_a_changed_model_does_not_replace_what_convert_was_asked_for(store: Store) -> None:
+    assert store.call("convert", store.gguf, "--quantization", "f16").code == 0
+    write_gguf(store.gguf, replace(TINY, layers=TINY.layers + 1))
+    said = store.refused(store.gguf)
+    command = f"neuronpipe convert '{store.gguf}' --quantization f16 --overwrite"
+    assert said.endswith(f"has changed since `convert` made my-m-we of it; make that anew with `{command}`")
+    assert store.call(*shlex.split(command)[1:]).code == 0
+    manifest = Package.open(Path(store.inspected(store.gguf))).manifest
+    assert (manifest.quantization, manifest.model.layers) == ("f16", TINY.layers + 1)
+
+
+def test_convert_keeps_an_interrupted_pull_of_that_name(store: Store) -> None:
+    folder = pulls_folder() / "mine"
+    folder.mkdir(parents=True)
+    begin(folder, Unfinished("org/model", "c0ffee", ("pull", "org/model", "--name", "mine")))
+    said = store.call("convert", store.gguf, "--name", "mine")
+    assert (said.code, "an interrupted command makes a package of org/model" in said.errors) == (2, True)
+    assert pull_names() == ["mine"]
 
 
 def test_what_ends_a_conversion_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_a_verb_like_no_other_names_them_all(capsys: pytest.CaptureFixture[str])
     ("words", "meant"),
     [
         (("run", "--memroy", "1GiB", "-p", "x"), "--memory"),
-        (("convert", "--quantisation=q8", "a", "b"), "--quantization"),
+        (("convert", "--quantisation=q8", "a"), "--quantization"),
         (("ask", "--temprature", "0"), "--temperature"),
     ],
 )
@@ -75,7 +75,7 @@ def test_an_option_before_its_verb_is_shown_its_place(capsys: pytest.CaptureFixt
 def test_a_long_word_is_cut_where_it_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     long = "y" * 5000
     for words in (
-        ("convert", "a", "b", "--quantization", long),
+        ("convert", "a", "--quantization", long),
         ("run", "-n", long),
         ("run", f"--{long}"),
         ("run", "--memory", long),

@@ -62,7 +62,7 @@ def one_block_of(neurons: int) -> dict[str, int]:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "another format": (lambda m: m.update(format="zip"), "format: is not"),
     "a later version": (lambda m: m.update(version=4), "version: 4, this release reads 2 and 3"),
-    "the first version": (lambda m: m.update(version=1), r"version: 1, .*`neuronpipe convert SOURCE PACKAGE"),
+    "the first version": (lambda m: m.update(version=1), r"version: 1, .*`neuronpipe convert SOURCE -o PACKAGE"),
     "an unknown activation": (
         lambda m: m["model"].update(activation="gelu"),
         r"model\.activation: 'gelu' is not one of",

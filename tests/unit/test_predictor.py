@@ -300,7 +300,7 @@ def test_a_silu_package_says_that_every_neuron_fires(
     tiny: Callable[[Activation], Package], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_checkpoint(tmp_path / "source", replace(TINY, activation="silu"))
-    assert main(["convert", str(source), str(tmp_path / "silu")]) == 0
+    assert main(["convert", str(source), "-o", str(tmp_path / "silu")]) == 0
     assert "note: silu: every neuron fires" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "silu")]) == 0
     assert "note: silu: every neuron fires" in capsys.readouterr().out

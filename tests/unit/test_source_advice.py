@@ -50,7 +50,7 @@ def test_a_path_that_is_no_repository_is_only_missing(tmp_path: Path) -> None:
 
 
 def test_one_file_of_a_checkpoint_stands_for_its_directory(source: Path) -> None:
-    assert f"`neuronpipe convert '{source}' PACKAGE`" in refusal(source / "model.safetensors")
+    assert f"`neuronpipe convert '{source}'`" in refusal(source / "model.safetensors")
 
 
 def test_pickled_weights_are_not_read(source: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_directory_of_gguf_files_names_one(tmp_path: Path) -> None:
     folder = tmp_path / "gguf"
     folder.mkdir()
     write_gguf(folder / "m.gguf", TINY)
-    assert f"`neuronpipe convert {folder / 'm.gguf'} PACKAGE`" in refusal(folder)
+    assert f"`neuronpipe convert {folder / 'm.gguf'}`" in refusal(folder)
 
 
 def test_a_package_is_not_converted_again(source: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_model_file_that_is_run_is_converted_first(source: Path, tmp_path: Pat
         with pytest.raises(UserError) as caught:
             Package.open(path)
         assert kind in str(caught.value)
-        assert f"`neuronpipe convert {shlex.quote(str(path))} PACKAGE`" in str(caught.value)
+        assert f"`neuronpipe convert {shlex.quote(str(path))}`" in str(caught.value)
     with pytest.raises(UserError) as caught:
         Package.open(source / "model.safetensors")
-    assert f"`neuronpipe convert {shlex.quote(str(source))} PACKAGE`" in str(caught.value)
+    assert f"`neuronpipe convert {shlex.quote(str(source))}`" in str(caught.value)
