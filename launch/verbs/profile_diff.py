@@ -1,4 +1,4 @@
-"""`neuronpipe profile diff A [B]`: what changed from one device profile to another, beyond its spread."""
+"""`neuronpipe profile diff A [B|PACKAGE]`: what changed from one device profile to another, beyond its spread."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from neuronpipe.launch.profile.page import render_difference
 from neuronpipe.plans.device.difference import difference
 from neuronpipe.plans.device.probe import profile_path, this_device
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
-from neuronpipe.plans.pull.packages import package_path, refuse_unknown
+from neuronpipe.plans.pull.packages import package_path
 from neuronpipe.protocol.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, metavar="A", help="a file of `neuronpipe profile device -o`")
     parser.add_argument(
-        "after", type=Path, nargs="?", metavar="B", help="another one (default: what is kept of this device)"
-    )
-    parser.add_argument(
-        "--package",
+        "after",
         type=package_path,
+        nargs="?",
         default=DEMO,
-        metavar="PACKAGE",
-        help="what is kept for the file system of this package (default: the demo model's)",
+        metavar="B|PACKAGE",
+        help="another one; or a package: what is kept of this device for its file system (default: the demo model's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with what did not change as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     before = read_profile(arguments.before)
-    after, name = (read_profile(arguments.after), str(arguments.after)) if arguments.after else _kept(arguments.package)
+    if arguments.after.is_dir():
+        after, name = _kept(arguments.after), "what is kept"
+    else:
+        after, name = read_profile(arguments.after), str(arguments.after)
     found = difference(before, after)
     if arguments.json:
         changes = [
@@ -49,12 +50,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _kept(directory: Path) -> tuple[DeviceProfile, str]:
-    refuse_unknown(directory)
+def _kept(directory: Path) -> DeviceProfile:
     path = profile_path(this_device(), directory)
     if not path.exists():
         raise UserError(
             "B: there is none, and none is kept of this device and file system; "
             "name a second file, or measure with `neuronpipe profile device`"
         )
-    return read_profile(path), "what is kept"
+    return read_profile(path)

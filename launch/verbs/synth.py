@@ -1,4 +1,4 @@
-"""`neuronpipe synth NAME [TARGET]`: a package with a real model's shape and published activation statistics.
+"""`neuronpipe synth NAME [-o DIR]`: a package with a real model's shape and published activation statistics.
 
 With --gguf a shape twin for other engines is written as well, or alone: same dense work, llama.cpp's architecture for
 the shape, Q4_0.
@@ -23,7 +23,7 @@ from neuronpipe.protocol.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", choices=SHAPES, help=f"one of {', '.join(SHAPES)}")
     parser.add_argument(
-        "target", type=Path, nargs="?", metavar="TARGET", help="package directory to make (default: none, with --gguf)"
+        "-o", "--output", type=Path, metavar="DIR", help="package directory to make (default: none, with --gguf)"
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="write a GGUF of the same shape, for other engines")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random weights (default: %(default)s)")
@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reads", choices=("attention", "feed_forward"), default="attention", help="what the predictor reads"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is a package")
+    parser.add_argument("--overwrite", action="store_true", help="replace the package that is there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.target is None and arguments.gguf is None:
-        raise UserError("synth: name a TARGET for the package, or --gguf FILE for a twin, or both")
+    if arguments.output is None and arguments.gguf is None:
+        raise UserError("synth: give -o DIR for the package, --gguf FILE for a twin, or both")
     # Blocks of neurons keep every core busy. The library's own threads, which wait by spinning, would take their time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported
-    package = None if arguments.target is None else _package(arguments)
+    package = None if arguments.output is None else _package(arguments)
     if arguments.gguf is not None:
         from neuronpipe.plans.synth.twin import write_twin
 
@@ -81,7 +81,7 @@ def _package(arguments: argparse.Namespace) -> Package:
         return synthesize(
             arguments.name,
             SHAPES[arguments.name],
-            arguments.target,
+            arguments.output,
             seed=arguments.seed,
             gates=arguments.gates,
             reads=arguments.reads,

@@ -66,7 +66,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("twin", [(), ("--gguf", "twin.gguf")], ids=["alone", "with a twin"])
 def test_a_synthetic_package_appears_whole_or_not_at_all(shell: Shell, tmp_path: Path, twin: tuple[str, ...]) -> None:
-    words = ("synth", "turbosparse-100m", "made", *twin)
+    words = ("synth", "turbosparse-100m", "-o", "made", *twin)
     refused(shell.call(*words, cwd=tmp_path, **files_of_at_most(100_000)), "File too large")
     assert content(tmp_path) == {}
 

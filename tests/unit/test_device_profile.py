@@ -460,8 +460,8 @@ def test_a_package_called_device_can_be_written_as_a_path(
 def test_diff_without_anything_kept_says_what_to_do(
     package: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", "diff", str(files[0]), "--package", str(package)]) == 2
+    assert main(["profile", "diff", str(files[0]), str(package)]) == 2
     assert "none is kept of this device" in capsys.readouterr().err
     kept(package)
-    assert main(["profile", "diff", str(files[0]), "--package", str(package), "--json"]) == 0
+    assert main(["profile", "diff", str(files[0]), str(package), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_device"] is False

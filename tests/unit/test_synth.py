@@ -428,14 +428,14 @@ def test_the_commands_make_measure_and_profile_a_package(
 ) -> None:
     monkeypatch.setitem(SHAPES, "turbosparse-100m", replace(SMALL, layer_kinds=(LayerKind(2),), vocabulary=1000))
     target, twin = str(tmp_path / "package"), tmp_path / "twin.gguf"
-    assert main(["synth", "turbosparse-100m", target, "--json", "--gguf", str(twin)]) == 0
+    assert main(["synth", "turbosparse-100m", "-o", target, "--json", "--gguf", str(twin)]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["presets"]["optimistic"] == 400
     assert twin.stat().st_size > 1 << 20
     assert main(["synth", "turbosparse-100m", "--json", "--gguf", str(twin)]) == 0
     assert json.loads(capsys.readouterr().out) == {"gguf": str(twin), "gguf_bytes": twin.stat().st_size}
     assert main(["synth", "turbosparse-100m"]) == 2
-    assert "name a TARGET for the package, or --gguf FILE" in capsys.readouterr().err
+    assert "give -o DIR for the package, --gguf FILE" in capsys.readouterr().err
     assert main(["inspect", target, "--activations", "--preset", "mild", "--tokens", "150"]) == 0
     page = capsys.readouterr().out
     assert "Activations of preset mild, 150 tokens" in page
