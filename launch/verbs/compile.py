@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", type=Path, metavar="FILE", help="the plan whose windows they are to fit (default: the largest)"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="where they go (default: into the package's folder npu)"
+        "-o", "--output", type=Path, metavar="DIR", help="where they go (default: into the package's folder npu)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

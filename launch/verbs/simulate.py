@@ -1,5 +1,5 @@
-"""`neuronpipe simulate DEVICE PACKAGE|SHAPE [--policy NAME] [--memory BYTES] [--json] [--trace FILE]`: how fast a model
-would be on a device that need not be here."""
+"""`neuronpipe simulate DEVICE [PACKAGE|SHAPE] [--policy NAME] [--memory BYTES] [-o FILE] [--picture FILE.svg]`: how
+fast a model would be on a device that need not be here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
-from neuronpipe.launch.planning import Subject, add_plan_arguments, open_package, planned_for
+from neuronpipe.launch.planning import Subject, add_package_argument, add_plan_arguments, open_package, planned_for
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
@@ -21,8 +21,6 @@ from neuronpipe.plans.figures import show_number
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.plans.plan.plan import MODES
-from neuronpipe.plans.pull.packages import package_path
-from neuronpipe.plans.simulate.decode import Decoded
 from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel, known_devices, read_device, this_machine
 from neuronpipe.plans.simulate.events import Done
 from neuronpipe.plans.simulate.models import SimulatedModel, known_models, model_named, model_of
@@ -40,7 +38,7 @@ _NUMBER = {kind.name: kind.number for kind in KINDS}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("device", metavar="DEVICE", help=f"one of {', '.join(known_devices())}, or a device file")
-    parser.add_argument("model", metavar="PACKAGE|SHAPE", help=f"a package, or one of {', '.join(known_models())}")
+    add_package_argument(parser, shapes=f"; or a shape: {', '.join(known_models())}")
     parser.add_argument("--policy", choices=SYSTEMS, default="ours", help="whose work is simulated (default: ours)")
     parser.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="limit for the whole run, e.g. 7GB")
     parser.add_argument(
@@ -56,15 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the workload (default: 1)")
     parser.add_argument("--recording", type=Path, metavar="FILE.npz", help="what a text really wanted, instead")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="the last tokens: .json for Perfetto, .svg to look at"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.json",
+        help="write the last tokens as trace events, for ui.perfetto.dev",
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the last tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.trace is not None and arguments.trace.suffix not in (".json", ".svg"):
-        raise UserError(f"--trace {arguments.trace}: give a name that ends in .json or .svg")
-    model, package = _model(arguments.model)
+    if arguments.picture is not None and arguments.picture.suffix != ".svg":
+        raise UserError(f"{arguments.picture}: pictures are SVG; give a name that ends in .svg")
+    model, package = _model(arguments.package, plain=arguments.json)
     system = system_named(arguments.policy)
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)
@@ -80,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     recording = None if arguments.recording is None else Recording.load(arguments.recording)
-    traced = TRACED_TOKENS if arguments.trace else 0
+    traced = TRACED_TOKENS if arguments.output or arguments.picture else 0
     with Progress("simulating", "tokens", plain=arguments.json, steady=True) as progress:
         if machine is not None and package is not None and system.name == "ours" and wishes.batch == 1:
             run = _under_plan(package, machine, device, arguments)
@@ -99,18 +102,21 @@ def main(arguments: argparse.Namespace) -> int:
             result, decoded = simulate(
                 device, model, system, wishes, recording=recording, traced_tokens=traced, progress=progress
             )
-    if arguments.trace is not None:
-        _write_trace(arguments.trace, decoded, result)
+    rows = rows_of(decoded.trace)
+    if arguments.output is not None:
+        with whole_file(arguments.output) as place, place.open("w", encoding="utf-8") as stream:
+            write_chrome(stream, rows)
+    if arguments.picture is not None:
+        write_picture(arguments.picture, rows, f"{result.model} {result.policy}, simulated, {result.device}")
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else "\n".join(_shown(result)))
     return 0
 
 
-def _model(name: str) -> tuple[SimulatedModel, Package | None]:
+def _model(path: Path, *, plain: bool) -> tuple[SimulatedModel, Package | None]:
     """The model, and its package where it has one."""
-    path = package_path(name)
     if not path.exists():
-        return model_named(name), None
-    package = open_package(path)
+        return model_named(str(path)), None
+    package = open_package(path, plain=plain)
     return model_of(package.manifest), package
 
 
@@ -150,15 +156,6 @@ def _shown(result: Result) -> Iterator[str]:
     yield f"busy       {busy}; {result.exposed_io:.0%} of the time flash alone"
     yield f"memory     {show_bytes(result.memory_bytes)}"
     yield "simulated; `plans/simulate/PAPER.md` says how far such figures are off"
-
-
-def _write_trace(file: Path, decoded: Decoded, result: Result) -> None:
-    rows = rows_of(decoded.trace)
-    if file.suffix == ".svg":
-        write_picture(file, rows, f"{result.model} {result.policy}, simulated, {result.device}")
-        return
-    with whole_file(file) as place, place.open("w", encoding="utf-8") as stream:
-        write_chrome(stream, rows)
 
 
 def rows_of(traces: tuple[tuple[Done, ...], ...]) -> list[Row]:

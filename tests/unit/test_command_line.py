@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from neuronpipe.launch import progress
-from neuronpipe.launch.cli import main
+from neuronpipe.launch.cli import OF_TWO_WORDS, VERBS, main, verb_parser
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -66,6 +67,27 @@ def test_a_word_that_may_be_left_out_stands_before_options_or_behind_them(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     assert "no-such-package: no such package directory" in refused(capsys, *words)
+
+
+OUTPUTS = re.compile(r"(write|save|draw|make)\b|.* to make\b|where they go\b")
+"""How the help begins of what a verb writes."""
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *OF_TWO_WORDS])
+def test_packages_outputs_pictures_and_runs_have_the_same_names_in_every_verb(verb: str) -> None:
+    for action in verb_parser(verb)._actions:
+        names, shown, meaning = tuple(action.option_strings), str(action.metavar), action.help or ""
+        if not names:
+            assert not OUTPUTS.match(meaning), f"{shown}: what a verb makes goes to -o"
+            continue
+        assert action.dest != "package", f"{names}: a package is a word"
+        assert "PACKAGE" not in shown, f"{names}: a package is a word"
+        if shown == "FILE.svg" or meaning.startswith("draw"):
+            assert (names, shown) == (("--picture",), "FILE.svg")
+        elif "-o" in names or action.dest == "output" or OUTPUTS.match(meaning):
+            assert names == ("-o", "--output") or (verb, *names) == ("synth", "--gguf")
+        elif "run directory" in meaning or meaning.startswith("directory of a live run"):
+            assert (names, shown) == (("--run",), "DIR")
 
 
 def test_an_option_before_its_verb_is_shown_its_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,7 +307,7 @@ def test_a_device_file_with_an_absurd_value_names_file_and_field(
         ((PHONE, SMALL, "--memory", "1GB", "--ffn-resident", "50%"), "one decides the other"),
         ((PHONE, "bamboo-7b", "--memory", "1GB"), "bamboo-7b needs"),
         ((PHONE, SMALL, "--batch", "0"), "--batch 0: between 1 and"),
-        ((PHONE, SMALL, "--trace", "picture.png"), "ends in .json or .svg"),
+        ((PHONE, SMALL, "--picture", "picture.png"), "ends in .svg"),
         (("this-machine", SMALL), "name a package"),
     ],
 )
@@ -322,15 +322,15 @@ def test_wishes_that_cannot_be_met_are_refused(
 def test_a_trace_is_the_same_kind_of_file_as_a_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", PHONE, SMALL, "--policy", "powerinfer2", "--ffn-resident", "50%", "--tokens", "6"]
     events, picture = tmp_path / "trace.json", tmp_path / "trace.svg"
-    assert main([*words, "--json", "--trace", str(events)]) == 0
+    assert main([*words, "--json", "-o", str(events), "--picture", str(picture)]) == 0
     result = json.loads(capsys.readouterr().out)
     spans = [event for event in json.loads(events.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {span["name"] for span in spans} >= {"attend", "predict", "neurons", "read", "logits", "await"}
     last = [span["dur"] / 1000 for span in spans if span["name"] == "await"]
     assert len(last) == 3
     assert max(last) <= result["p99_ms"] * 1.5
-    assert main([*words, "--trace", str(picture)]) == 0
     assert "simulated" in picture.read_text()
+    assert main(words) == 0
     assert "tokens/s" in capsys.readouterr().out
 
 
