@@ -148,10 +148,10 @@ def make(source: Path, *, agree: Callable[[Work], None], waiting: Callable[[str]
         if (there := made_of(source)) is not None:
             return Package.open(there)
         name = _name_for(source)
+        _refuse_asked(source, name)
         try:
             with working_folder(name) as folder, _emptied(folder):
                 if name == _name_for(source) and made_of(source) is None:  # or another command was faster
-                    _refuse_asked(source, name)
                     return _make(source, name, folder, Asked(), agree, progress, None)
         except Busy:
             waiting(name)

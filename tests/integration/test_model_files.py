@@ -121,7 +121,13 @@ def test_a_changed_model_does_not_replace_what_convert_was_asked_for(store: Stor
     said = store.refused(store.gguf)
     command = f"neuronpipe convert '{store.gguf}' --quantization f16 --overwrite"
     assert said.endswith(f"has changed since `convert` made my-m-we of it; make that anew with `{command}`")
+    folder = pulls_folder() / "my-m-we"
+    folder.mkdir(parents=True)
+    begin(folder, Unfinished(str(store.gguf), "", tuple(shlex.split(command)[1:])))  # as a kill leaves it
+    assert store.refused(store.gguf) == said
+    assert pull_names() == ["my-m-we"]
     assert store.call(*shlex.split(command)[1:]).code == 0
+    assert pull_names() == []
     manifest = Package.open(Path(store.inspected(store.gguf))).manifest
     assert (manifest.quantization, manifest.model.layers) == ("f16", TINY.layers + 1)
 
