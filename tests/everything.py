@@ -1,8 +1,8 @@
 """What ./launch/test runs, and in which order; its last line sums up all Python tests as pytest does.
 
     python -m tests.everything           style, types, C tests, Python tests
-    python -m tests.everything --quick   without C tests, and without the Python tests that start a pipeline
-                                         or a browser, or are marked slow or alone
+    python -m tests.everything --quick   without C tests, and of the Python tests those of tests/unit that are
+                                         not slow and start no pipeline
 
 Types, C tests and most Python tests keep the processors busy side by side; the output of the first two is shown when
 they have ended. What measures time or memory comes after, one by one. Ends with 1 when anything failed.
@@ -91,10 +91,10 @@ def pytest(report: Path, *words: str, **variables: str) -> bool:
 def tests_side_by_side(report: Path, quick: bool) -> bool:
     """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
     they need. In the order of their names: the last ones, of unit/, are short, so that both end together."""
-    say("Python tests without pipelines, browsers and slow ones" if quick else "Python tests, two at a time")
+    say("unit tests without pipelines, browsers and slow ones" if quick else "Python tests, two at a time")
     left_out = ("alone", "nightly", *(QUICK_LEAVES_OUT if quick else ()))
     which = " and ".join(f"not {mark}" for mark in left_out)
-    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *(["tests/unit"] if quick else []))
     return pytest(report, *words, **ONE_THREAD)
 
 
@@ -142,7 +142,7 @@ def everything(quick: bool, reports: Path) -> bool:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="./launch/test", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no C tests, no pipeline, no browser, nothing slow")
+    parser.add_argument("--quick", action="store_true", help="unit tests alone, without C tests, and nothing slow")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of two thousand processes would compile all it imports
     try:
