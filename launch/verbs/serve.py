@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
@@ -226,18 +227,27 @@ def _say_several(arguments: argparse.Namespace, listener: Listener, hosted: Host
         }
         print(json.dumps(said), flush=True)
         return
-    address, *others = listener.addresses
-    print(f"serving {len(models)} {'model' if len(models) == 1 else 'models'} at {address}")
-    if others:
-        print(f"  also at:         {', '.join(others)}")
-    for name, size in models.items():
-        print(f"  model:           {name}, {show_bytes(size)} when it has a run")
     until = "for good" if math.isinf(hosted.keep_alive_s) else f"until unused for {show_time(hosted.keep_alive_s)}"
-    print(f"  runs:            from the first request that names the model, {until}")
-    print(f"  memory:          {show_bytes(hosted.limit_bytes)} for all runs together")
-    print(f"  OpenAI clients:  base URL {address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     {address} in a browser, or {line_to_paste('ps')}")
-    print("  end:             Ctrl-C", flush=True)
+    facts = [("model", f"{name}, {show_bytes(size)} when it has a run") for name, size in models.items()]
+    facts += [("runs", f"from the first request that names the model, {until}")]
+    facts += [("memory", f"{show_bytes(hosted.limit_bytes)} for all runs together")]
+    _print(listener, f"{len(models)} {'model' if len(models) == 1 else 'models'}", facts, line_to_paste("ps"))
+
+
+def _print(listener: Listener, what: str, facts: Sequence[tuple[str, str]], look: str) -> None:
+    """What is served where, for a person. look: the command that shows the inside."""
+    address, *others = listener.addresses
+    print(f"serving {what} at {address}")
+    lines = [
+        *([("also at", ", ".join(others))] if others else []),
+        *facts,
+        ("OpenAI clients", f"base URL {address}/v1, {'the key' if listener.key else 'any key'}"),
+        ("look inside", f"{address} in a browser, or {look}"),
+        ("end", "Ctrl-C"),
+    ]
+    for name, text in lines:
+        print(f"  {name + ':':<16} {text}")
+    sys.stdout.flush()
 
 
 def _wait_until_ready(live: LiveRun, listener: Listener) -> str | None:
@@ -261,13 +271,7 @@ def _say(
         said = {"address": listener.address, "addresses": listener.addresses, **facts, "joined": joined}
         print(json.dumps(said), flush=True)
         return
-    address, *others = listener.addresses
-    print(f"serving {facts['model']} at {address}")
-    if others:
-        print(f"  also at:         {', '.join(others)}")
-    print(f"  run:             {'one that was live already' if joined else 'a new one'}, {place}")
-    print(f"  OpenAI clients:  base URL {address}/v1, {'the key' if listener.key else 'any key'}")
-    print(f"  look inside:     {address} in a browser, or {line_to_paste('watch', place)}")
+    lines = [("run", f"{'one that was live already' if joined else 'a new one'}, {place}")]
     if not joined and arguments.package is DEMO:
-        print(f"  model:           {as_typed(what_the_demo_is())}")
-    print("  end:             Ctrl-C", flush=True)
+        lines.append(("model", as_typed(what_the_demo_is())))
+    _print(listener, str(facts["model"]), lines, line_to_paste("watch", place))
