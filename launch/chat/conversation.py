@@ -1,25 +1,20 @@
 """A conversation, and the text by which a package's model is asked to go on with it.
 
 A package with a chat template has it written by that; the template is a stranger's program, so it is held in the
-sandbox of services/gateway/templates.py, and in a bounded address space besides. A package without one holds a base
+sandbox of services/gateway/templates.py, and in bounded memory besides. A package without one holds a base
 model, which knows no roles: its answers continue what is there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import resource
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.request import Generate
 
-MAX_GROWTH_BYTES = 512 << 20  # while a template writes
 MAX_PROMPT_CHARACTERS = 4 << 20  # each of four bytes at most: they fit into a message
 NO_ROLES = "this is a base model: without a chat template there is no place for a system message"
 
@@ -80,12 +75,12 @@ class Conversation:
 
     def _written(self) -> str:
         # Only packages with a template pay for the import.
-        from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
+        from neuronpipe.services.gateway.templates import Refused, Template, TemplateError, bounded_growth
 
         chat, text = self._package.manifest.chat, self._package.chat_template()
         assert chat is not None
         try:
-            with _bounded_growth():
+            with bounded_growth():
                 return Template(text, chat.begin, chat.end).render(self.messages)
         except Refused as refused:
             raise UserError(f"the model's chat template refuses this: {refused}") from None
@@ -111,19 +106,3 @@ def asked_in_conversation(ask: Generate, package: Package, system: str | None) -
     conversation.turns.append(("user", ask.prompt or ""))
     written = conversation.prompt()
     return dataclasses.replace(ask, prompt=written.text, frame=written.frame)
-
-
-@contextlib.contextmanager
-def _bounded_growth() -> Iterator[None]:
-    """Whatever takes more memory than this fails, and with it the template alone."""
-    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = size_bytes + MAX_GROWTH_BYTES
-    if soft != resource.RLIM_INFINITY and soft <= wanted:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from neuronpipe.services.gateway.responses import ResponsesRequest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
@@ -244,8 +245,11 @@ def _page_routes() -> list[BaseRoute]:
 
 
 def _serving(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    """Read at each request, without a thread: it has a few kilobytes, and a thread's stack alone eight megabytes."""
+    kind = guess_type(file.name)[0]
+
     async def serve(request: Request) -> Response:
-        return FileResponse(file, headers=PAGE_HEADERS)
+        return Response(file.read_bytes(), headers=PAGE_HEADERS, media_type=kind)
 
     return serve
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neuronpipe.plans.package.reader import Package
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from neuronpipe.services.gateway.models import Models
 
 KEEP_ALIVE_S = 15
-MAX_GROWTH_BYTES = 512 << 20
 LAST_WORDS_S = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -103,8 +100,8 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
     from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, announcing
+    from neuronpipe.services.gateway.templates import bounded_growth
 
-    _limit_memory()
     gateway = Gateway(models, listener)
     config = uvicorn.Config(
         gateway.application(),
@@ -120,7 +117,8 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         callback_notify=announcing(SIGNALS, gateway.end),
     )
-    with socket.socket(fileno=listener.descriptor) as listening:
+    # No request may take the machine's memory: it fails alone.
+    with bounded_growth(), socket.socket(fileno=listener.descriptor) as listening:
         try:
             server = uvicorn.Server(config)
             over.add_done_callback(lambda _: setattr(server, "should_exit", True))
@@ -128,14 +126,3 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
             over.cancel()
         finally:
             await models.close()
-
-
-def _limit_memory() -> None:
-    """No request may make this process take the machine's memory: beyond this an allocation fails, and with it that
-    request alone."""
-    # Not with psutil: importing it would cost every gateway a megabyte.
-    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = size_bytes + MAX_GROWTH_BYTES
-    if soft == resource.RLIM_INFINITY or soft > wanted:
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from neuronpipe.services.gateway.application import PAGE_FOLDER
 from neuronpipe.services.gateway.http_server import MAX_CONNECTIONS
 
 from tests.http_client import Server, read_reply, request, served
@@ -235,6 +236,22 @@ def test_a_thousand_connections_leave_nothing_behind(server: Server) -> None:
             if number % 2:
                 line.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
     assert eventually(lambda: gateway.num_fds() <= before)
+
+
+def test_pages_opened_again_and_again_keep_the_gateway_alive(server: Server) -> None:
+    """Threads for each file of the page and for each view once took all the address space that it allowed itself."""
+    pid = server.run.pid("gateway")
+    names = re.findall(r'"/page/([a-z]+\.js)"', "".join(path.read_text() for path in PAGE_FOLDER.glob("*.js")))
+    for _ in range(6):
+        with contextlib.ExitStack() as opened:
+            lines = []
+            for path in ("/", "/live", *(f"/page/{name}" for name in sorted(set(names)))):
+                lines.append(opened.enter_context(server.connect()))
+                lines[-1].sendall(request("GET", path))
+            for line in lines:
+                assert line.recv(15) == b"HTTP/1.1 200 OK"
+        time.sleep(0.1)  # the next page comes while this one's view ends
+    assert server.run.pid("gateway") == pid
 
 
 def test_a_key_is_asked_for_everywhere_but_where_it_is_typed_in(shell: Shell) -> None:

@@ -63,14 +63,14 @@ def test_what_the_model_is_told_before_can_be_taken_back(with_template: Package)
 
 
 def test_a_template_that_refuses_or_grows_beyond_all_bounds_is_one_line(with_template: Package) -> None:
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     for said, why in (("no", "refuses this: not that"), ("grow", "the chat template fails: .*--raw")):
         talk = Conversation(with_template)
         talk.turns.append(("user", said))
         with pytest.raises(UserError, match=why) as caught:
             talk.prompt()
         assert "\n" not in str(caught.value)
-        assert resource.getrlimit(resource.RLIMIT_AS) == before
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_a_conversation_is_saved_as_messages_or_to_read(with_template: Package) -> None:
