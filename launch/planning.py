@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
 
+FIRST_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What to pull first: small, and it answers; 270 MB, under the Apache licence. The page names it too."""
+
 
 def add_package_argument(parser: argparse.ArgumentParser, *, shapes: str = "") -> None:
     """PACKAGE, the demo by default. shapes: what is said of names of shapes, where these are taken as well."""
@@ -88,7 +91,7 @@ def what_the_demo_is() -> str:
     """For whoever names no package: what they get, and how to get something else."""
     return (
         "no model was named: this is the demo, 11 million parameters, which continue Python code; "
-        "`neuronpipe pull ORG/NAME` gets a real one"
+        f"`neuronpipe pull {FIRST_MODEL}` gets a small one that answers (270 MB)"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.planning import FIRST_MODEL
 from selenium import webdriver
 
 from tests.browser import Page, needs_browser, new_tab, troubles
@@ -162,6 +163,7 @@ def test_a_server_that_has_gone_is_said_in_plain_words(shell: Shell, browser: we
 def test_who_talks_to_a_model_that_only_goes_on_with_text_is_told_so(page: Page) -> None:
     assert page.eventually(lambda: "continues the text" in page["hint"].text)
     assert "demo knows only Python" in page["hint"].text
+    assert f"neuronpipe pull {FIRST_MODEL}" in page["advice"].text, "and how to get one that answers"
 
 
 def test_on_a_phone_it_fits_and_shows_one_thing_at_a_time(page: Page) -> None:

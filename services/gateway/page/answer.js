@@ -4,6 +4,8 @@ import { speed } from "/page/live.js";
 import { ask, events, failure } from "/page/server.js";
 import { keep, kept } from "/page/storage.js";
 
+const DEMO = "neuronpipe-demo";
+
 let models = null; // [{ name, chat, context }], when the server has said it
 let chosenName = kept("model");
 
@@ -32,7 +34,14 @@ export function choose(name) {
 export function introduction(name, chat) {
   if (chat) return `${name} is a chat model: it was trained to answer. What it says can be wrong.`;
   const base = `${name} is a base model: it was not trained for chat, and continues the text that you send.`;
-  return name === "neuronpipe-demo" ? `${base} This small demo knows only Python code.` : base;
+  return name === DEMO ? `${base} This small demo knows only Python code.` : base;
+}
+
+// What else there is, for a person who has only the demo. The name is FIRST_MODEL of launch/planning.py.
+export function advice(name) {
+  if (name !== DEMO) return "";
+  return "A small model that answers: neuronpipe pull HuggingFaceTB/SmolLM2-135M-Instruct (270 MB), " +
+    "then neuronpipe serve SmolLM2-135M-Instruct.";
 }
 
 // Adds to a turn's answer as pieces come, and says in its note how it went. prepared: called when it is
