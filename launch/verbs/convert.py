@@ -169,18 +169,13 @@ def made(package: Package, encoded: Encoded) -> dict[str, Any]:
         "quantization": manifest.quantization,
         "gates": manifest.trigger_quantization if manifest.model.gated else None,
         "activation": manifest.model.activation,
-        "bytes": size_bytes(manifest),
+        "bytes": manifest.size_bytes,
         "quantization_error": dict(manifest.quantization_error),
         "worst_tensor": {"name": encoded.worst_tensor, "error": encoded.worst_error},
         "source_weights": dict(encoded.source_weights),
         "predictor": None if manifest.predictor is None else asdict(manifest.predictor),
         "warnings": warnings(manifest),
     }
-
-
-def size_bytes(manifest: Manifest) -> int:
-    """What a package's files take."""
-    return sum(entry.bytes for entry in manifest.files.values())
 
 
 def _lost_before(encoded: Encoded, quantization: Quantization) -> str:
@@ -195,7 +190,7 @@ def _lost_before(encoded: Encoded, quantization: Quantization) -> str:
 
 def render(path: Path, manifest: Manifest, encoded: Encoded, called: str | None = None) -> str:
     """What was made, and what quantization cost, for a person. called: the package's name, where it is known by one."""
-    model, size = manifest.model, show_bytes(size_bytes(manifest))
+    model, size = manifest.model, show_bytes(manifest.size_bytes)
     lines = [f"{path}: {manifest.name}, {manifest.precision}, {model.activation}, {size}", ""]
     lines += [f"{'tensors':<12}{'relative error (rms)':>22}"]
     lines += [f"{kind:<12}{error:>22.4%}" for kind, error in manifest.quantization_error.items()]

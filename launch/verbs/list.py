@@ -8,7 +8,6 @@ import shlex
 from typing import Any
 
 from neuronpipe.launch.formats import as_typed, show_bytes
-from neuronpipe.launch.verbs.convert import size_bytes
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.writer import bytes_there
 from neuronpipe.plans.pull.packages import (
@@ -47,7 +46,7 @@ def _described(name: str) -> dict[str, Any]:
         "name": name,
         "path": str(path),
         "id": manifest.id,
-        "bytes": size_bytes(manifest),
+        "bytes": manifest.size_bytes,
         "quantization": manifest.precision,
         "activation": manifest.model.activation,
         "context_tokens": manifest.model.context_tokens,

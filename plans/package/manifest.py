@@ -209,6 +209,11 @@ class Manifest:
         return self.layout.matrices[0].quantization or self.quantization
 
     @property
+    def size_bytes(self) -> int:
+        """What the package's files take."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    @property
     def precision(self) -> str:
         """The quantization for a person, with that of gates where it is another."""
         own = self.trigger_quantization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from schemathesis import GenerationMode
 from tests.http_client import Server, served
 from tests.pipeline import Shell
 
-EXAMPLES = 25
+EXAMPLES = int(os.environ.get("NEURONPIPE_FUZZ_EXAMPLES", "10"))  # of each endpoint; more by hand
 MAX_TEXTS = 2
 
 
