@@ -87,21 +87,27 @@ CASES = [(name, ("q8", "q4")[number % 2], INSTRUCTIONS[0]) for number, name in e
 CASES += [("many neurons", "q4", INSTRUCTIONS[0]), ("wide", "q8", INSTRUCTIONS[0])]
 CASES += [("wide", ("q8", "q4")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
 MORE_CASES = [("wide", ("q4", "q8")[number % 2], other) for number, other in enumerate(INSTRUCTIONS[1:])]
+HELD = ("one block", "all blocks")  # of a batch with all matrices; of single tokens with two of them
+BOTH = ("many neurons", "wide")  # the others take turns by day: a device compiles its kernels for each
 
 
-@pytest.mark.parametrize(
-    ("name", "quantization", "instructions"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE_CASES)],
-)
+def held_cases() -> Iterator[Any]:
+    for number, case in enumerate(CASES + MORE_CASES):
+        for turn, what in enumerate(HELD):
+            by_day = case in CASES and (case[0] in BOTH or number % 2 == turn)
+            yield pytest.param(*case, what, marks=[] if by_day else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("name", "quantization", "instructions", "what"), list(held_cases()))
 def test_a_device_gives_the_processors_bits(
-    tmp_path: Path, name: str, quantization: Quantization, instructions: str
+    tmp_path: Path, name: str, quantization: Quantization, instructions: str, what: str
 ) -> None:
     package = write_package(tmp_path / "package", MODELS[name], quantization)
     lib.np_isa_select(instructions.encode())
     wanted = Participants(package, count=1, max_tokens=1).run(TEXT, 1)
-    for some, chunk, names in ((1, 6, MATRICES), (package.manifest.layout.blocks, 1, MATRICES[:2])):
-        found, _ = run(package, some, chunk, instructions, names)
-        assert np.array_equal(found, wanted), (some, chunk, float(np.abs(found - wanted).max()))
+    some, chunk, names = (1, 6, MATRICES) if what == HELD[0] else (package.manifest.layout.blocks, 1, MATRICES[:2])
+    found, _ = run(package, some, chunk, instructions, names)
+    assert np.array_equal(found, wanted), float(np.abs(found - wanted).max())
 
 
 @pytest.mark.parametrize("name", ["many neurons", "turbosparse"])
