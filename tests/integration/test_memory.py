@@ -25,7 +25,6 @@ OWN_MOST_BYTES = 9 << 20  # of a command beside its run, measured: 6.1 MiB, and 
 BESIDE_ROLES = 4  # processes; a run has more once all its roles have been started
 SAMPLE_S = 0.03
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.alone
 ASK = ("-p", "the rain in the other house", "-n", "5")
 
 
@@ -47,6 +46,7 @@ def run_watched(shell: Shell, package: Path, *options: str, ask: tuple[str, ...]
     return json.loads(out), peak
 
 
+@pytest.mark.alone
 def test_a_model_that_does_not_fit_stays_below_its_limit(shell: Shell, large: Package) -> None:
     plan = shell.json("plan", large.path)["memory"]
     ffn = plan["ffn_bytes"]
@@ -99,6 +99,7 @@ def test_an_emulated_processor_stays_within_the_limit(shell: Shell, more_bytes: 
     assert 0.8 * limit < peak < limit
 
 
+@pytest.mark.alone
 def test_what_a_runtime_takes_is_what_the_plan_counts(large: Package) -> None:
     pytest.importorskip("onnxruntime")
     command = [sys.executable, "-m", "tests.bench.npu_memory", large.path, "cpu", "512"]
