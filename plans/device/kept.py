@@ -102,14 +102,16 @@ def _ratio(new: Measured, kept: Measured) -> float:
 
 
 def kept_or_measured(
-    path: Path,
+    path: Path | None,
     what: str,
     kind: type[Measured],
     measure: Callable[[], Measured | None],
     say: Callable[[str], None],
 ) -> Measured | None:
     """What is kept in the file `path`, measured when there is nothing and measured again when that is due. `say` gets a
-    line when it was; `what` names it there."""
+    line when it was; `what` names it there. Without a path nothing is kept."""
+    if path is None:
+        return measure()
     record, now = _read(path, kind), time.time()
     if record is None:
         measured = measure()
@@ -124,8 +126,10 @@ def kept_or_measured(
     return follower.measured
 
 
-def keep(path: Path, measured: Measured) -> None:
-    """Keep a thorough measurement, unless it is doubtful and what is kept is not."""
+def keep(path: Path | None, measured: Measured) -> None:
+    """Keep a thorough measurement, where there is a place, unless it is doubtful and what is kept is not."""
+    if path is None:
+        return
     record, now = _read(path, type(measured)), time.time()
     if record is None or doubt(measured) is None or doubt(record.measured) is not None:
         _write(path, Kept(measured=measured, taken_at=now, agreed=2 if doubt(measured) is None else 1))

@@ -22,6 +22,7 @@ from neuronpipe.protocol.errors import UserError
 
 BUNDLES = "bundles.bin"
 CACHE_VERSION = 5
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 
 def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = lambda line: None) -> Device:
@@ -30,17 +31,19 @@ def probe(directory: Path, *, brief: bool = True, say: Callable[[str], None] = l
     brief: what `neuronpipe profile device` has measured, where there is such a profile and nothing speaks against it;
     else the speeds that an earlier probe of this device and file system measured, else a short measurement (0.2 s for
     flash, 0.3 s for memory, up to twice that on a busy machine). Otherwise they are measured anew and in more points (1
-    s each). Either is kept for later starts, as long as nothing speaks against it (kept.py): `say` gets a line when
-    something was measured again. Without a package neither is measured.
+    s each). Either is kept for later starts, as long as nothing speaks against it (kept.py) and this user has a home:
+    `say` gets a line when something was measured again. Without a package neither is measured.
     Raises UserError when flash cannot be read.
     """
     device, bundles = this_device(), directory / BUNDLES
     if not bundles.is_file():
         return device
-    profile = kept_profile(profile_path(device, directory), device.id, say) if brief else None
+    place = _file_system(directory)
+    profile_file = _kept_path("profile", device, place) if brief else None
+    profile = None if profile_file is None else kept_profile(profile_file, device.id, say)
     if profile is not None:
         device = dataclasses.replace(device, profile=profile)
-    flash_path, memory_path = _kept_path("flash", device, _file_system(directory)), _kept_path("memory", device)
+    flash_path, memory_path = _kept_path("flash", device, place), _kept_path("memory", device)
 
     def flash() -> FlashCurve | None:
         busy = Busyness()
@@ -87,8 +90,12 @@ def this_device() -> Device:
 
 
 def profile_path(device: Device, directory: Path) -> Path:
-    """Where the device profile is kept, with the file system that `directory` lies on."""
-    return _kept_path("profile", device, _file_system(directory))
+    """Where the device profile is kept, with the file system that `directory` lies on. Raises UserError where this user
+    has no home."""
+    path = _kept_path("profile", device, _file_system(directory))
+    if path is None:
+        raise UserError(f"this user has no home folder to keep the profile in; set {CACHE_VARIABLE} to a folder")
+    return path
 
 
 def decode_cores(device: Device) -> list[int | None]:
@@ -113,8 +120,14 @@ def _file_system(directory: Path) -> str:
     return f"{os.stat(directory).st_dev} {system.f_fsid} {system.f_blocks * system.f_frsize}"
 
 
-def _kept_path(what: str, device: Device, place: str = "") -> Path:
-    """One file per device and place, in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _kept_path(what: str, device: Device, place: str = "") -> Path | None:
+    """One file per device and place, in the user's cache folder; None where this user has no home: nothing is kept. A
+    relative XDG_CACHE_HOME counts as none, as its specification says."""
+    cache = os.environ.get(CACHE_VARIABLE, "")
+    if not os.path.isabs(cache):
+        try:
+            cache = str(Path.home() / ".cache")
+        except RuntimeError:  # no HOME, and nobody knows this user
+            return None
     key = f"{CACHE_VERSION} {device.id} {place}"
     return Path(cache) / "neuronpipe" / f"{what}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

@@ -19,7 +19,8 @@ from neuronpipe.plans.device import flash, memory
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.device import Device, FlashCurve, FlashPoint
 from neuronpipe.plans.device.flash import measure
-from neuronpipe.plans.device.probe import probe
+from neuronpipe.plans.device.probe import probe, profile_path
+from neuronpipe.protocol.errors import UserError
 
 
 @pytest.fixture
@@ -67,6 +68,26 @@ def test_a_damaged_cache_is_measured_over(package: Path) -> None:
 def test_a_home_that_cannot_be_written_does_not_stop_a_probe(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert probe(package).flash is not None
+
+
+@pytest.mark.parametrize("relative", ["", "cache"])
+def test_without_a_home_a_probe_measures_and_keeps_nothing(
+    package: Path, monkeypatch: pytest.MonkeyPatch, relative: str
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", relative)  # a relative one counts as none
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.chdir(package.parent)
+    for brief in (True, False):
+        device = probe(package, brief=brief)
+        assert device.flash is not None
+        assert device.memory_speed is not None
+    assert [found.name for found in package.parent.iterdir()] == ["package"]
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME to a folder"):
+        profile_path(device, package)
 
 
 def test_a_small_file_says_nothing_about_flash(tmp_path: Path) -> None:
