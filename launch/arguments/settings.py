@@ -15,6 +15,7 @@ $NEURONPIPE_CONFIG (empty: none), or is neuronpipe/config.toml in the user's con
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -129,9 +130,15 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
         raise UserError(f"{file}: more than {MAX_BYTES:,} bytes")
+    content = content.removeprefix(codecs.BOM_UTF8)  # with which some editors save UTF-8
     try:
         return tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, byte = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        said = f"line {line}, byte {byte}: 0x{content[error.start]:02x} is no UTF-8"
+        raise UserError(f"{file}: {said}; save the file as UTF-8 in an editor") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{file}: is no TOML: {error}") from None
 
 

@@ -65,7 +65,11 @@ def test_a_setting_gives_way_to_a_plan_that_is_named(file: Path) -> None:
         ("memory = 1\n", "[memory] is no verb: a section is named as a verb, e.g. [run]"),
         ("run = 1\n", "run: belongs into the section of a verb"),
         ("[run\n", "is no TOML: "),
-        ("[run]\nmemory = 'ä'\n".encode("latin1"), "is no TOML: "),
+        (
+            "[run]\nmemory = 'ä'\n".encode("latin1"),
+            "line 2, byte 11: 0xe4 is no UTF-8; save the file as UTF-8 in an editor",
+        ),
+        ("[run]\n".encode("utf-16"), "line 1, byte 1: 0xff is no UTF-8"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_file_and_key(
@@ -75,6 +79,11 @@ def test_a_mistake_is_one_line_that_names_file_and_key(
     assert main(["run", "-p", "x"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"neuronpipe: {file}: {said}")
+
+
+def test_a_byte_order_mark_is_no_mistake(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf[run]\nmemory = '1GiB'\n")
+    assert parsed("run", "-p", "x").memory == 1 << 30
 
 
 def test_help_ends_with_the_settings(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
