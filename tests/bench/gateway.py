@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("options", nargs="*", help="for `serve`")
     arguments = parser.parse_args()
-    with scratch_shell() as shell, served(shell, *arguments.options) as server:
+    with scratch_shell() as shell, served(shell, *arguments.options, notices=True) as server:
         measure(server, arguments.tokens, arguments.rounds)
 
 

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     arguments, options = parser.parse_known_args()
-    with scratch_shell() as shell, served(shell, *arguments.package, *options) as server:
+    with scratch_shell() as shell, served(shell, *arguments.package, *options, notices=True) as server:
         throughput(server, arguments.streams, arguments.tokens, arguments.seconds, arguments.rounds)
         fairness(server, arguments.tokens, arguments.seconds, arguments.rounds)
 

@@ -130,7 +130,7 @@ def tried(client: str, made: Callable[[], tuple[str | Path, Path]], url: str) ->
 def against(shell: Shell, names: list[str]) -> list[Found]:
     """All clients, one after the other."""
     found: list[Found] = []
-    with served(shell, "--sequences", "2") as server:
+    with served(shell, "--sequences", "2", notices=True) as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         for name in PYTHON:
             if name in names or (not names and name not in ONLY_WHEN_NAMED):

@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{arguments.minutes} minutes, {arguments.clients} clients, --seed {arguments.seed}", flush=True)
     with scratch_shell() as shell:
-        with served(shell, DEMO, *OPTIONS) as server:
+        with served(shell, DEMO, *OPTIONS, notices=True) as server:
             run = server.run
             with Load(server, arguments.clients, arguments.seed) as load:
                 before = open_things(shell, run)
