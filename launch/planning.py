@@ -244,7 +244,7 @@ def package_and_plan(
     """The package and its plan, as `planned` makes it."""
     refuse_contradictions(arguments)
     package = open_package(arguments.package, plain=_plain(arguments))
-    return package, _planned_here(arguments, package, several=several, gateway=gateway).plan
+    return package, planned_here(arguments, package, several=several, gateway=gateway).plan
 
 
 def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False) -> Planned:
@@ -256,14 +256,15 @@ def planned(arguments: argparse.Namespace, *, several: bool = False, gateway: bo
     """
     refuse_contradictions(arguments)
     package = open_package(arguments.package, plain=_plain(arguments))
-    return _planned_here(arguments, package, several=several, gateway=gateway)
+    return planned_here(arguments, package, several=several, gateway=gateway)
 
 
 def _plain(arguments: argparse.Namespace) -> bool:
     return bool(getattr(arguments, "json", False))
 
 
-def _planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:
+def planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:
+    """The same of a package that is open, after `refuse_contradictions`."""
     said: list[str] = []
     device = probe(package.path, say=said.append)
     prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)

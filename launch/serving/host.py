@@ -23,13 +23,13 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import AUTO, show_bytes
-from neuronpipe.launch.planning import implementations, package_and_plan
+from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
@@ -67,21 +67,38 @@ class Offer:
 def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Offer]:
     """These packages by their models' names, each with the plan that it has whenever it runs: as the arguments ask,
     within what the gateway leaves of the limit. Raises UserError, naming the package where there are several."""
+    refuse_contradictions(arguments)
     offers: dict[str, Offer] = {}
-    for path in paths:
+    for name, (path, package) in _by_name(arguments, paths).items():
         asked = argparse.Namespace(**{**vars(arguments), "package": path})
         if asked.memory not in (None, AUTO):
             asked.memory = max(1, asked.memory - GATEWAY_BYTES)
-        try:
-            package, plan = package_and_plan(asked, several=True)
-            uses = implementations(arguments.use, plan)
-        except UserError as error:
-            raise UserError(_of_package(str(error), path, arguments)) from None
-        name = package.manifest.name
-        if name in offers:
-            raise UserError(f"{path} and {offers[name].package.path}: both models are called {name}; serve one of them")
-        offers[name] = Offer(package, plan, uses)
+        with _naming(path, arguments):
+            plan = planned_here(asked, package, several=True, gateway=False).plan
+            offers[name] = Offer(package, plan, implementations(arguments.use, plan))
     return offers
+
+
+def _by_name(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, tuple[Path, Package]]:
+    """The packages that were named, open: two of one name are refused before the device is measured for any."""
+    found: dict[str, tuple[Path, Package]] = {}
+    for path in paths:
+        with _naming(path, arguments):
+            package = open_package(path, plain=arguments.json)
+        name = package.manifest.name
+        if name in found:
+            raise UserError(f"{path} and {found[name][0]}: both models are called {name}; serve one of them")
+        found[name] = path, package
+    return found
+
+
+@contextlib.contextmanager
+def _naming(path: Path, arguments: argparse.Namespace) -> Iterator[None]:
+    """An error says which package it is of."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(_of_package(str(error), path, arguments)) from None
 
 
 def _of_package(said: str, path: Path, arguments: argparse.Namespace) -> str:
