@@ -237,6 +237,11 @@ class Planned:
     plan: Plan
     search: tuple[Search, Found] | None = None
 
+    @property
+    def least_bytes(self) -> int:
+        """The smallest limit that is accepted: fewer workers may need less than those of the plan."""
+        return self.plan.memory.least_bytes if self.search is None else self.search[0].limits_bytes()[0]
+
 
 def package_and_plan(
     arguments: argparse.Namespace, *, several: bool = False, gateway: bool = False
@@ -270,7 +275,7 @@ def planned_here(arguments: argparse.Namespace, package: Package, *, several: bo
     prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)
     subject = Subject(manifest=package.manifest, read_activity=package.read_activity, device=device, prompts=prompts)
     made = planned_for(arguments, subject, several=several, gateway=gateway)
-    if (warning := memory_warning(made.plan, device)) is not None:
+    if (warning := memory_warning(made.plan, device, made.least_bytes)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line
         print(f"neuronpipe: {line}", file=sys.stderr)
@@ -348,8 +353,9 @@ def _given_plan(file: Path, subject: Subject, gateway: bool) -> Plan:
     return given
 
 
-def memory_warning(plan: Plan, device: Device) -> str | None:
-    """What a person should know before the run begins: that other programs have memory that it wants.
+def memory_warning(plan: Plan, device: Device, least_bytes: int) -> str | None:
+    """What a person should know before the run begins: that other programs have memory that it wants. least_bytes: the
+    smallest limit for which there is a plan.
 
     Raises UserError for a plan that takes more than there is at all: the kernel would end the run in the middle of a
     text. A limit may be beyond that; what counts is what the plan makes of it.
@@ -360,20 +366,20 @@ def memory_warning(plan: Plan, device: Device) -> str | None:
     if takes > there_is:
         raise UserError(
             f"the plan takes {show_bytes(takes)}, and all memory of this machine, or of the control group, is "
-            f"{show_bytes(there_is)}: {_advice(plan, device)}"
+            f"{show_bytes(there_is)}: {_advice(device, least_bytes)}"
         )
     if takes > available and not plan.memory.follows:
         return (
             f"the plan takes {show_bytes(takes)}, and {show_bytes(available)} of {show_bytes(there_is)} are available "
-            f"now: close other programs, or {_advice(plan, device)}"
+            f"now: close other programs, or {_advice(device, least_bytes)}"
         )
     return None
 
 
-def _advice(plan: Plan, device: Device) -> str:
-    least, fits_mib = plan.memory.least_bytes, device.memory_available_bytes // MIB
-    if least > fits_mib * MIB:
-        return f"take a smaller --context or another package; this one needs {show_bytes(least)} at least"
+def _advice(device: Device, least_bytes: int) -> str:
+    fits_mib = device.memory_available_bytes // MIB
+    if least_bytes > fits_mib * MIB:
+        return f"take a smaller --context or another package; this one needs {show_bytes(least_bytes)} at least"
     return f"ask for less, or make the plan for less: --memory {fits_mib}MiB is what fits now"
 
 

@@ -43,7 +43,7 @@ def explain(plan: Plan) -> str:
     lines = [f"plan {plan.id} for package {plan.package_id[:12]} on device {plan.device_id[:12]}", ""]
     lines.append(
         f"memory  {_size(m.total_bytes())} of a limit of {_size(m.limit_bytes).strip()}, "
-        f"the least is {_size(m.least_bytes).strip()}"
+        f"the least for these processes is {_size(m.least_bytes).strip()}"
     )
     lines += [f"  {name:<16}{_size(size)}  {'█' * round(BAR_CHARACTERS * size / most)}" for name, size in parts]
     lines.append(

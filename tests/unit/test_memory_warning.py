@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from neuronpipe.launch.planning import DEMO, memory_warning
+from neuronpipe.launch.cli import _parsed
+from neuronpipe.launch.planning import DEMO, Planned, Subject, memory_warning, planned_for
 from neuronpipe.plans.device.limits import Memory, read_memory
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -38,7 +39,7 @@ def warning(made: Plan, memory: Memory) -> str | None:
     device = dataclasses.replace(
         PHONE, memory_total_bytes=memory.total_bytes, memory_available_bytes=memory.available_bytes
     )
-    return memory_warning(made, device)
+    return memory_warning(made, device, made.memory.least_bytes)
 
 
 def test_a_limit_beyond_all_memory_is_no_harm_where_the_plan_takes_less(whole: Plan, tmp_path: Path) -> None:
@@ -74,6 +75,25 @@ def test_where_no_limit_that_fits_is_enough_the_least_is_named(whole: Plan, tmp_
     memory = read_memory(write(tmp_path, {**MACHINE, **group(20 * MIB, used_bytes=0)}))
     with pytest.raises(UserError, match=rf"needs {whole.memory.least_bytes / MIB:.1f} MiB at least"):
         warning(whole, memory)
+
+
+def test_the_least_that_is_named_is_the_least_that_works() -> None:
+    demo = Package.open(DEMO)
+
+    def made(*words: str) -> Planned:
+        subject = Subject(manifest=demo.manifest, read_activity=demo.read_activity, device=PHONE)
+        return planned_for(_parsed(["plan", *words]), subject, several=False, gateway=False)
+
+    roomy = made()
+    assert len(roomy.plan.compute.decode_workers()) > 1
+    least = roomy.least_bytes
+    assert least < roomy.plan.memory.least_bytes  # a run with one worker needs less
+    assert made("--memory", str(least)).least_bytes == least
+    with pytest.raises(UserError, match=f"the least for this package is {least:,} bytes"):
+        made("--memory", str(least - 1))
+    little = dataclasses.replace(PHONE, memory_total_bytes=90 * MIB, memory_available_bytes=20 * MIB)
+    with pytest.raises(UserError, match=rf"needs {least / MIB:.1f} MiB at least"):
+        memory_warning(roomy.plan, little, least)
 
 
 def test_a_machine_that_does_not_say_how_much_there_is_refuses_nothing(whole: Plan, tmp_path: Path) -> None:
