@@ -9,8 +9,10 @@ import shlex
 from pathlib import Path
 
 from neuronpipe.plans.package.manifest import MANIFEST
+from neuronpipe.plans.package.parse import what_is_in
 from neuronpipe.protocol.errors import UserError
 
+CONFIG = "config.json"
 REPOSITORY = re.compile(r"(?:https?:/+huggingface\.co/)?([\w-][\w.-]*/[\w-][\w.-]*?)/?")
 
 
@@ -49,6 +51,18 @@ def refuse_other_directories(path: Path) -> None:
             f"repository's safetensors, or write them with `{_saved_by('AutoModelForCausalLM', path)}` "
             "(needs transformers and torch)"
         )
+
+
+def refuse_missing_config(path: Path) -> None:
+    """Refuse a directory that is neither a package nor a Hugging Face model; a model in it is named."""
+    if os.path.lexists(path / CONFIG):
+        return
+    inner = next((found.parent for found in sorted(path.glob(f"*/{CONFIG}"))), None)
+    meant = "" if inner is None else f"; did you mean {inner}?"
+    raise UserError(
+        f"{path}: no package, which has {MANIFEST}, and no Hugging Face model, which has {CONFIG}: {what_is_in(path)}"
+        + (meant or "; name the folder of one of these, or a GGUF file")
+    )
 
 
 def refuse_missing_tokenizer(path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from neuronpipe.plans.convert.advice import refuse_other_directories
+from neuronpipe.plans.convert.advice import refuse_missing_config, refuse_other_directories
 from neuronpipe.plans.convert.chat_template import huggingface_template
 from neuronpipe.plans.convert.checkpoint import (
     Checkpoint,
@@ -38,6 +38,7 @@ def open_huggingface(path: Path, options: Options, open_file: OpenFile = SourceF
     open_file: for the safetensors files, when they do not lie beside the configuration.
     """
     refuse_other_directories(path)
+    refuse_missing_config(path)
     config = read_json(path / "config.json")
     name = _architecture(config)
     architecture = ARCHITECTURES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,10 +67,11 @@ from neuronpipe.plans.package.npu import parse_npu
 from neuronpipe.plans.package.parse_predictor import parse_predictor
 from neuronpipe.plans.package.parse_silent import parse_silent
 from neuronpipe.plans.package.version_2 import as_version_3
-from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.errors import UserError, named, quoted
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_PART_BYTES = 1 << 30
+MAX_SHOWN = 8
 MAX_CLUSTERS = 1 << 24  # an entry of a ring of requests names one in 24 bits
 
 
@@ -340,7 +342,22 @@ def require_package(path: Path) -> None:
         )
     if not directory:
         raise UserError(f"{path}: no such package directory; make one with `neuronpipe convert`")
-    raise UserError(f"{path / MANIFEST}: missing, so this is no complete package; make one with `neuronpipe convert`")
+    raise UserError(
+        f"{path / MANIFEST}: missing, so this is no complete package; {what_is_in(path)}; make one with `neuronpipe "
+        "convert`, of a Hugging Face model's folder (which has config.json) or a GGUF file"
+    )
+
+
+def what_is_in(directory: Path) -> str:
+    """The first few names in a directory that is not what was expected, for an error."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if not names:
+        return "it is empty"
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"it holds {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
 
 
 def _other_kind(path: Path) -> tuple[str | None, Path]:

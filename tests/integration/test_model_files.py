@@ -195,7 +195,7 @@ def test_what_is_no_whole_model_is_named_with_what_to_do(store: Store, tmp_path:
     folder = write_checkpoint(tmp_path / "model", TINY)
     assert "convert its directory" in store.refused(folder / "model.safetensors")
     (folder / "config.json").unlink()
-    assert f"{folder / 'config.json'}: cannot be read: No such file" in store.refused(folder)
+    assert f"{folder}: no package, which has manifest.json, and no Hugging Face model" in store.refused(folder)
     text = tmp_path / "notes.gguf"
     text.write_text("no model")
     assert str(text) in store.refused(text)

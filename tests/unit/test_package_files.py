@@ -155,7 +155,7 @@ def test_a_truncated_or_missing_file_is_found_at_once(name: str, package: Packag
 def test_what_is_no_package_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such package directory; make one with `neuronpipe convert`"):
         Package.open(tmp_path / "nothing")
-    with pytest.raises(UserError, match="no complete package"):
+    with pytest.raises(UserError, match=r"no complete package; it is empty; make one with .* config.json"):
         Package.open(tmp_path)
     with pytest.raises(UserError, match="cannot be opened"):
         Package.open(tmp_path / ("x" * 300))

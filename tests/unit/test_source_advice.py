@@ -53,6 +53,28 @@ def test_one_file_of_a_checkpoint_stands_for_its_directory(source: Path) -> None
     assert f"`neuronpipe convert '{source}'`" in refusal(source / "model.safetensors")
 
 
+def test_a_folder_without_a_configuration_is_told_what_was_expected_and_what_is_there(source: Path) -> None:
+    (source / "config.json").unlink()
+    said = refusal(source)
+    expected = "no package, which has manifest.json, and no Hugging Face model, which has config.json"
+    assert said.startswith(f"{source}: {expected}: it holds model.safetensors")
+    assert said.endswith("; name the folder of one of these, or a GGUF file")
+    empty = source.parent / "empty"
+    empty.mkdir()
+    assert refusal(empty).startswith(f"{empty}: {expected}: it is empty; ")
+
+
+def test_a_folder_around_a_model_names_the_model(source: Path) -> None:
+    around = source.parent / "around"
+    around.mkdir()
+    for number in range(12):
+        (around / f"{number:02}.txt").touch()
+    inner = source.rename(around / "model")
+    said = refusal(around)
+    assert "it holds 00.txt, 01.txt, " in said
+    assert said.endswith(f" and 5 more; did you mean {inner}?")
+
+
 def test_pickled_weights_are_not_read(source: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     said = refusal(source)
