@@ -114,9 +114,10 @@ class Gateway:
         body = await read_body(request, CompletionRequest)
         model = self._models.named(body.model)
         if body.suffix:
-            found = await model.infill.family(client_of(request, body.who))
-            prompts = [found.family.prompt(str(prompt), body.suffix) for prompt in body.prompts]
-            return self._answer(request, model, body, prompts, body.max_tokens, TextForm, stop_tokens=found.end_tokens)
+            prefixes = [str(prompt) for prompt in body.prompts]
+            gap = await model.infill.gap(prefixes, body.suffix, client_of(request, body.who))
+            ends = gap.end_tokens
+            return self._answer(request, model, body, gap.prompts, body.max_tokens, TextForm, stop_tokens=ends)
         form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
         return self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
 

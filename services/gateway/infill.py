@@ -2,10 +2,15 @@
 
 The run is asked once which names are one token each; its coordinator has the tokenizer. The order and the blanks of
 each family are stated here: nothing in a package tells them.
+
+A family whose prompts no text can spell is shown tokens. CodeLlama learned suffixes without the blank that its
+tokenizer puts before every text; as its authors do, we encode a mark with the suffix behind it, and leave the mark's
+tokens out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from neuronpipe.protocol.messages.request import Tokenize
@@ -13,16 +18,17 @@ from neuronpipe.services.gateway.coordinator import Hold, new_name, tokenized
 from neuronpipe.services.gateway.problems import Problem
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
+MARK = "☺"
 
 
 class Family(NamedTuple):
     """How a family of models is shown a gap. parts: names of tokens, and the texts before and after it; ends: tokens
-    that such models write after what fills it, besides their end tokens; blank: whether the tokenizer puts a blank
-    before the text after a token."""
+    that such models write after what fills it, besides their end tokens; bare: whether the tokenizer puts a blank
+    before a text, and the suffix goes without."""
 
     parts: tuple[str, ...]
     ends: tuple[str, ...] = ()
-    blank: bool = False
+    bare: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -31,7 +37,7 @@ class Family(NamedTuple):
 
     def prompt(self, prefix: str, suffix: str) -> str:
         """What the model continues."""
-        texts = {PREFIX: prefix, SUFFIX: suffix.removeprefix(" ") if self.blank else suffix}
+        texts = {PREFIX: prefix, SUFFIX: suffix}
         return "".join(texts.get(part, part) for part in self.parts)
 
 
@@ -45,7 +51,7 @@ FAMILIES = (
         ("<fim_pad>", "<file_sep>", "<|endoftext|>"),
     ),
     Family(("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>"), ("<|endoftext|>",)),
-    Family(("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"), ("▁<EOT>",), blank=True),
+    Family(("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"), ("▁<EOT>",), bare=True),
     Family(("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>")),
     Family(("<[fim-suffix]>", SUFFIX, "<[fim-prefix]>", PREFIX, "<[fim-middle]>")),
     Family(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
@@ -53,9 +59,26 @@ FAMILIES = (
 
 
 class Found(NamedTuple):
-    """The family of a model. end_tokens: ids of those tokens that end what fills the gap."""
+    """The family of a model. end_tokens: ids of those tokens that end what fills the gap; tokens: of its names; mark:
+    of MARK; begin: what the tokenizer puts before a text."""
 
     family: Family
+    end_tokens: tuple[int, ...]
+    tokens: dict[str, int]
+    mark: tuple[int, ...]
+    begin: tuple[int, ...]
+
+    def prompt(self, prefix: Sequence[int], marked_suffix: Sequence[int]) -> list[int]:
+        """What the model continues, of the texts' tokens; those of the suffix stand behind the mark's."""
+        texts = {PREFIX: prefix, SUFFIX: marked_suffix[len(self.mark) :]}
+        parts = [texts[part] if part in texts else [self.tokens[part]] for part in self.family.parts]
+        return [*self.begin, *(token for part in parts for token in part)]
+
+
+class Gap(NamedTuple):
+    """What the model continues, as texts or tokens, and what ends an answer."""
+
+    prompts: Sequence[str | list[int]]
     end_tokens: tuple[int, ...]
 
 
@@ -76,14 +99,27 @@ class Infill:
             raise Problem(400, "unsupported_parameter", said, param="suffix")
         return self._found
 
+    async def gap(self, prefixes: Sequence[str], suffix: str, client: str) -> Gap:
+        """What the model is shown of a suffix and each of these texts before it. Raises as `family`."""
+        found = await self.family(client)
+        if not found.family.bare:
+            return Gap([found.family.prompt(prefix, suffix) for prefix in prefixes], found.end_tokens)
+        *before, marked = await self._tokens([*prefixes, MARK + suffix], client)
+        return Gap([found.prompt(prefix, marked) for prefix in before], found.end_tokens)
+
     async def _find(self, client: str) -> Found | None:
         names = list(dict.fromkeys(name for family in FAMILIES for name in (*family.names, *family.ends)))
-        asks = [Tokenize(request=new_name(), text=name, frame=False) for name in names]
-        async with self._hold() as coordinator:
-            answers = await tokenized(coordinator, asks, client)
-        single = {name: one.tokens[0] for name, one in zip(names, answers, strict=True) if len(one.tokens) == 1}
+        mark, *found = await self._tokens([MARK, *names], client)
+        tokens = {name: one[0] for name, one in zip(names, found, strict=True) if len(one) == 1}
         for family in FAMILIES:
-            if all(name in single for name in family.names):
+            if all(name in tokens for name in family.names):
                 ends = (*family.ends, *family.names)  # a model that writes one of these has lost its way
-                return Found(family, tuple(single[name] for name in ends if name in single))
+                (framed,) = await self._tokens([family.names[0]], client, frame=True)
+                begin = framed[: framed.index(tokens[family.names[0]])]
+                return Found(family, tuple(tokens[name] for name in ends if name in tokens), tokens, mark, begin)
         return None
+
+    async def _tokens(self, texts: Sequence[str], client: str, *, frame: bool = False) -> list[tuple[int, ...]]:
+        asks = [Tokenize(request=new_name(), text=text, frame=frame) for text in texts]
+        async with self._hold() as coordinator:
+            return [answer.tokens for answer in await tokenized(coordinator, asks, client)]

@@ -12,20 +12,26 @@ from neuronpipe.protocol.messages.request import Tokenize
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
 from neuronpipe.services.gateway.infill import FAMILIES, Found, Infill
 from neuronpipe.services.gateway.problems import Problem
+from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
+
+CODE_LLAMA = ("▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>")
 
 
 class Run:
-    """A run whose tokenizer knows these names; every other character is a token."""
+    """A run with this tokenizer; without one every character is a token but for those names."""
 
-    def __init__(self, *names: str) -> None:
-        self.names, self.asked = names, 0
+    def __init__(self, *names: str, tokenizer: Tokenizer | None = None) -> None:
+        self.names, self.asked, self._tokenizer = names, 0, tokenizer
 
     async def generate(self, asks: list[Tokenize], client: str) -> tuple[Mailbox, list[str]]:
         self.asked += 1
         mailbox = Mailbox()
         for number, ask in reversed([*enumerate(asks)]):
             text = ask.text or ""
-            tokens = (self.names.index(text),) if text in self.names else tuple(map(ord, text))
+            if self._tokenizer is not None:
+                tokens = tuple(self._tokenizer.encode(text, add_special_tokens=ask.frame).ids)
+            else:
+                tokens = (self.names.index(text),) if text in self.names else tuple(map(ord, text))
             mailbox.put(number, Tokenized(request=ask.request, tokens=tokens, pieces=(), text=""))
         return mailbox, []
 
@@ -46,7 +52,7 @@ def found(*names: str) -> Found:
         ),
         (("<fim_prefix>", "<fim_middle>", "<fim_suffix>"), "<fim_prefix>def f(<fim_suffix> ):<fim_middle>"),
         (("<fim-prefix>", "<fim-middle>", "<fim-suffix>"), "<fim-prefix>def f(<fim-suffix> ):<fim-middle>"),
-        (("▁<PRE>", "▁<MID>", "▁<SUF>"), "▁<PRE>def f(▁<SUF>):▁<MID>"),
+        (("▁<PRE>", "▁<MID>", "▁<SUF>"), "▁<PRE>def f(▁<SUF> ):▁<MID>"),
         (
             ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
             "<｜fim▁begin｜>def f(<｜fim▁hole｜> ):<｜fim▁end｜>",
@@ -89,3 +95,34 @@ def test_the_run_is_asked_once() -> None:
         assert run.asked == asked
 
     asyncio.run(twice())
+
+
+def code_llama(*characters: str) -> Tokenizer:
+    """A tokenizer that works as CodeLlama's: a blank before every text, bytes for what is not among the characters."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", *characters, "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in CODE_LLAMA])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("characters", ["☺):", "):"], ids=["with the mark", "with the mark's bytes"])
+@pytest.mark.parametrize(
+    ("suffix", "shown"), [("):", [")", ":"]), (" ):", ["▁", ")", ":"]), ("  :", ["▁", "▁", ":"]), ("\n", ["<0x0A>"])]
+)
+def test_code_llama_sees_no_blank_before_a_suffix_that_has_none(characters: str, suffix: str, shown: list[str]) -> None:
+    tokenizer = code_llama(*"def", *characters)
+    infill = Infill(lambda: nullcontext(cast(Coordinator, Run(tokenizer=tokenizer))))
+    gap = asyncio.run(infill.gap(["def", ""], suffix, "c"))
+    names = [[tokenizer.id_to_token(token) for token in prompt] for prompt in cast(list[list[int]], gap.prompts)]
+    end = ["▁<SUF>", *shown, "▁<MID>"]
+    assert names == [["<s>", "▁<PRE>", "▁", "d", "e", "f", *end], ["<s>", "▁<PRE>", *end]]
+    assert {tokenizer.id_to_token(token) for token in gap.end_tokens} == set(CODE_LLAMA)
+
+
+def test_other_models_are_shown_texts() -> None:
+    infill = Infill(lambda: nullcontext(cast(Coordinator, Run("[PREFIX]", "[SUFFIX]"))))
+    gap = asyncio.run(infill.gap(["a", "b"], " c", "client"))
+    assert gap.prompts == ["[SUFFIX] c[PREFIX]a", "[SUFFIX] c[PREFIX]b"]
