@@ -40,7 +40,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import GATEWAY_BYTES
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
-from neuronpipe.services.gateway.listener import Listener
+from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
 from neuronpipe.services.gateway.service import Hosted, serve_hosted
 from neuronpipe.services.implementations import Implementations
 
@@ -176,7 +176,7 @@ class Host:
         try:
             os.setsid()  # Ctrl-C is for the command
             lib.np_process_die_with(command)
-            lib.np_process_name(b"np-gateway")
+            lib.np_process_name(HOSTED_NAME)
             for number in STOPPING:
                 signal.signal(number, signal.SIG_DFL)
             assert self._link is not None

@@ -1,10 +1,16 @@
-"""`neuronpipe ps [--json]`: your live runs, what they hold, and where they are spoken with."""
+"""`neuronpipe ps [--json]`: your live runs, what they hold, and where they are spoken with; and the servers of several
+models, whose runs come and go."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
+import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.client import Client, described, run_ended, show_warm_up
@@ -14,8 +20,11 @@ from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.messages.request import AskStatus
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
+from neuronpipe.services.gateway.listener import HOSTED_NAME
 
 PATIENCE_S = 2.0
+MAX_HEALTH_BYTES = 1 << 20
+SILENT = "it does not answer at the moment"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +36,13 @@ def main(arguments: argparse.Namespace) -> int:
         live = RunDirectory.live()
     except NotRunning:
         live = []
+    servers = {command: _server(gateway) for gateway, command in _hosted_gateways()}
     runs = [_shown(directory, run_file) for directory, run_file in live]
-    print(json.dumps({"runs": runs}) if arguments.json else as_typed(render(runs)))
+    for run in runs:
+        if (server := servers.get(_parent(run["supervisor_pid"]))) is not None:
+            run["addresses"] = server["addresses"]
+    said = {"runs": runs, "servers": [*servers.values()]}
+    print(json.dumps(said) if arguments.json else as_typed(render(runs, said["servers"])))
     return 0
 
 
@@ -73,6 +87,46 @@ def _status(directory: RunDirectory) -> Status | None:
     return None
 
 
+# ---- servers of several models ---------------------------------------------------------------------------------------
+def _hosted_gateways() -> Iterator[tuple[int, int]]:
+    """Of this user's servers of several models, the gateway's process id and that of the command. Such a gateway
+    belongs to no run, and no file says where it is: as for the addresses of runs, what the system shows is believed."""
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):
+            name = Path(entry.path, "comm").read_bytes().strip()
+            if name == HOSTED_NAME and entry.stat().st_uid == os.getuid():
+                yield int(entry.name), _parent(int(entry.name))
+
+
+def _parent(pid: int) -> int:
+    """0 for a process that has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("PPid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _server(gateway: int) -> dict[str, Any]:
+    """Where it listens, and how the models are that it serves."""
+    addresses = _listening(gateway)
+    models = next(filter(None, map(_models, addresses)), None)
+    return {"addresses": addresses, "answers": models is not None, "models": models or {}}
+
+
+def _models(address: str) -> dict[str, str] | None:
+    """The models at an address, each with the state of its run; None where nobody answers in time."""
+    place = address.removeprefix("http://").replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+    connection = http.client.HTTPConnection(place, timeout=PATIENCE_S)
+    with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
+        connection.request("GET", "/health")
+        found = json.loads(connection.getresponse().read(MAX_HEALTH_BYTES))["models"]
+        return {str(name): str(state) for name, state in found.items()}
+    return None
+
+
 def _listening(pid: int) -> list[str]:
     """The addresses at which a process takes HTTP; none where the system does not tell."""
     import psutil  # only runs with a gateway pay for it
@@ -85,26 +139,37 @@ def _listening(pid: int) -> list[str]:
     return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host, port in sorted(bound)]
 
 
-def render(runs: list[dict[str, Any]]) -> str:
-    """A paragraph for each run: it fits a narrow terminal, and lines to paste stay whole."""
-    if not runs:
+def render(runs: list[dict[str, Any]], servers: list[dict[str, Any]]) -> str:
+    """A paragraph for each run, and for each server of several models: they fit a narrow terminal, and lines to paste
+    stay whole."""
+    lines = [*_of_runs(runs), *_of_servers(servers)]
+    if not lines:
         return "no run of yours is live; `neuronpipe up` starts one that stays"
-    lines = []
-    for run in runs:
-        lines.append(f"{run['run']}")
-        lines.append(f"  {run['model']}, {run['mode']} mode")
-        if not run["answers"]:
-            lines.append("  it does not answer at the moment")
-            continue
-        lines.append(f"  {'up' if run['ready'] else 'starting,'} {show_age(run['uptime_s'])}")
-        held, limit = show_bytes(run["memory_bytes"]), show_bytes(run["memory_limit_bytes"])
-        lines.append(f"  {held} of {limit}")
-        waiting = f", {run['texts_waiting']} waiting" if run["texts_waiting"] else ""
-        lines.append(f"  {run['texts']} of {run['max_texts']} texts under way{waiting}")
-        if run["warming_up"]:
-            lines.append(f"  warming up: {run['warming_up']}")
-        lines += [f"  {address}" for address in run["addresses"]]
     return "\n".join(lines)
+
+
+def _of_runs(runs: list[dict[str, Any]]) -> Iterator[str]:
+    for run in runs:
+        yield f"{run['run']}"
+        yield f"  {run['model']}, {run['mode']} mode"
+        if not run["answers"]:
+            yield f"  {SILENT}"
+            continue
+        yield f"  {'up' if run['ready'] else 'starting,'} {show_age(run['uptime_s'])}"
+        held, limit = show_bytes(run["memory_bytes"]), show_bytes(run["memory_limit_bytes"])
+        yield f"  {held} of {limit}"
+        waiting = f", {run['texts_waiting']} waiting" if run["texts_waiting"] else ""
+        yield f"  {run['texts']} of {run['max_texts']} texts under way{waiting}"
+        if run["warming_up"]:
+            yield f"  warming up: {run['warming_up']}"
+        yield from (f"  {address}" for address in run["addresses"])
+
+
+def _of_servers(servers: list[dict[str, Any]]) -> Iterator[str]:
+    for server in servers:
+        yield from server["addresses"] or ["a server"]
+        yield f"  {'each model has a run while requests name it' if server['answers'] else SILENT}"
+        yield from (f"  {model}: {state}" for model, state in server["models"].items())
 
 
 def show_age(seconds: float) -> str:

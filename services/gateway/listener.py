@@ -17,6 +17,8 @@ BACKLOG = 128
 KEY_VARIABLE = "NEURONPIPE_KEY"
 MIN_KEY_CHARACTERS = 16
 ALL_ORIGINS = "*"
+HOSTED_NAME = b"np-gateway"
+"""What the gateway of several packages calls itself; that of a run has a number, `np-gateway.0`."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

@@ -82,6 +82,19 @@ def test_a_name_that_is_not_served_is_refused_with_those_that_are(server: Server
     assert all(package.manifest.name in refused.json()["error"]["message"] for package in packages)
 
 
+def test_ps_shows_where_the_server_is_and_what_it_serves(server: Server, packages: list[Package]) -> None:
+    first, second = (package.manifest.name for package in packages)
+    for package in packages:
+        assert asked(server, package).status == 200
+    said = server.run.shell.json("ps")
+    address = f"http://127.0.0.1:{server.port}"
+    assert {run["model"]: run["addresses"] for run in said["runs"]} == {first: [address], second: [address]}
+    (found,) = (one for one in said["servers"] if one["addresses"] == [address])  # tests beside this have theirs
+    assert found == {"addresses": [address], "answers": True, "models": {first: "ready", second: "ready"}}
+    shown = server.run.shell.call("ps").out
+    assert f"{address}\n  each model has a run while requests name it\n  {first}: ready\n  {second}: ready" in shown
+
+
 def test_a_gateway_that_dies_is_started_again_and_finds_the_runs(server: Server, packages: list[Package]) -> None:
     before = [asked(server, package).json()["choices"] for package in packages]
     runs = {run["run"] for run in server.run.shell.json("ps", "--json")["runs"]}

@@ -38,12 +38,21 @@ def test_a_person_sees_a_paragraph_for_each_run() -> None:
     facts = {"run": "/run/r", "model": "m", "mode": "exact", "answers": True, "ready": True, "uptime_s": 3.0}
     facts |= {"memory_bytes": 1 << 30, "memory_limit_bytes": 2 << 30, "texts": 4, "max_texts": 4, "texts_waiting": 2}
     facts |= {"warming_up": "43 %", "addresses": ["http://127.0.0.1:8080"]}
-    shown = render([facts])
+    shown = render([facts], [])
     assert shown.splitlines() == [
         "/run/r", "  m, exact mode", "  up 3 s", "  1.00 GiB of 2.00 GiB", "  4 of 4 texts under way, 2 waiting",
         "  warming up: 43 %", "  http://127.0.0.1:8080",
     ]  # fmt: skip
-    assert "neuronpipe up" in render([])
+    assert "neuronpipe up" in render([], [])
+
+
+def test_a_person_sees_a_paragraph_for_each_server_of_several_models() -> None:
+    server = {"addresses": ["http://127.0.0.1:8080"], "answers": True, "models": {"a": "ready", "b": "no run"}}
+    silent = {"addresses": ["http://127.0.0.1:8081"], "answers": False, "models": {}}
+    assert render([], [server, silent]).splitlines() == [
+        "http://127.0.0.1:8080", "  each model has a run while requests name it", "  a: ready", "  b: no run",
+        "http://127.0.0.1:8081", "  it does not answer at the moment",
+    ]  # fmt: skip
 
 
 def test_how_long_a_run_is_live() -> None:
