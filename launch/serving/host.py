@@ -32,7 +32,7 @@ from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
-from neuronpipe.launch.supervisor.start import LiveRun, started_run
+from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
 from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
@@ -44,19 +44,20 @@ from neuronpipe.services.gateway.listener import HOSTED_NAME, Listener
 from neuronpipe.services.gateway.service import Hosted, serve_hosted
 from neuronpipe.services.implementations import Implementations
 
-LOOK_S = 0.25
 LAST_WORDS_S = 3.0
 MAX_BYTES = 1 << 16
 
 
 @dataclass
 class Offer:
-    """A package, and how it is run. refused_until: after runs that ended by themselves."""
+    """A package, and how it is run. told_to_end: its run, of which something may be left. refused_until: after runs
+    that ended by themselves."""
 
     package: Package
     plan: Plan
     uses: Implementations
     live: LiveRun | None = None
+    told_to_end: bool = False
     ends: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     began: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
@@ -126,44 +127,72 @@ class Host:
     def __init__(self, offers: Mapping[str, Offer], hosted: Hosted, listener: Listener, said: Callable[[str], None]):
         self._offers, self._hosted, self._listener, self._said = offers, hosted, listener, said
         self._link: socket.socket | None = None
+        self._woken, self._waking = -1, -1
         self._gateway_pid = 0
         self._gateway_deaths: deque[float] = deque()
         self._rest = b""
 
     def serve(self, serving: Callable[[], None]) -> None:
-        """Serve until a signal. serving: called when requests are first taken. Signals wait while a run is started or
-        ended. Raises KeyboardInterrupt, and UserError when the gateway dies again and again."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        """Serve until a signal. serving: called when requests are first taken. Raises what the signal is for, and
+        UserError when the gateway dies again and again."""
+        told: list[int] = []
         try:
-            self._start_gateway()
-            while not signal.sigpending() & set(STOPPING):
-                self._look(serving)
+            with answered(STOPPING, told.append), self._woken_by_signals():
+                try:
+                    self._start_gateway()
+                    while not told:
+                        self._look(serving)
+                finally:
+                    self._end_gateway()
+            if told:
+                signal.raise_signal(told[0])
         finally:
-            try:
-                self._end_gateway()
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # the signal that has waited is raised here
-            finally:
-                for offer in self._offers.values():
-                    offer.ends.close()
+            for offer in self._offers.values():  # all at once: each takes a while
+                if offer.live is not None:
+                    offer.live.begin_to_stop()
+            for offer in self._offers.values():
+                offer.ends.close()
+
+    @contextlib.contextmanager
+    def _woken_by_signals(self) -> Iterator[None]:
+        """A signal makes a descriptor readable, so that none is overslept that comes just before the sleep."""
+        self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(self._woken)
+            os.close(self._waking)
 
     def _look(self, serving: Callable[[], None]) -> None:
+        """Wait until something is to be done, and do it."""
         assert self._link is not None
         reports = {offer.live.report: name for name, offer in self._offers.items() if offer.live is not None}
         link = self._link.fileno()
-        for ready in select.select([link, *reports], [], [], LOOK_S)[0]:
-            if ready == link:
-                self._hear(serving)
-            else:
-                self._run_ended(reports[ready])
+        ready = select.select([self._woken, link, *reports], [], [])[0]
+        for report in reports.keys() & set(ready):
+            self._run_ended(reports[report])
+        if link in ready:
+            self._hear(serving)
+        if self._woken in ready:
+            os.read(self._woken, MAX_BYTES)
 
     # ---- the gateway -----------------------------------------------------------------------------------------
     def _start_gateway(self) -> None:
+        for offer in self._offers.values():
+            if offer.told_to_end:  # of which the new gateway will not know: its memory must be free
+                self._close(offer)
         self._link, theirs = socket.socketpair()
         command = os.getpid()
         sys.stdout.flush()
-        self._gateway_pid = os.fork()
-        if self._gateway_pid == 0:
-            self._be_gateway(command, theirs)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the child has handlers of its own
+        try:
+            self._gateway_pid = os.fork()
+            if self._gateway_pid == 0:
+                self._be_gateway(command, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._rest = b""
         for name, offer in self._offers.items():
@@ -177,6 +206,7 @@ class Host:
             os.setsid()  # Ctrl-C is for the command
             lib.np_process_die_with(command)
             lib.np_process_name(HOSTED_NAME)
+            signal.set_wakeup_fd(-1)
             for number in STOPPING:
                 signal.signal(number, signal.SIG_DFL)
             assert self._link is not None
@@ -213,6 +243,8 @@ class Host:
         """Start another one, unless it dies again and again."""
         _, status = os.waitpid(self._gateway_pid, 0)
         self._gateway_pid = 0
+        assert self._link is not None
+        self._link.close()
         deaths, now = self._gateway_deaths, time.monotonic()
         deaths.append(now)
         while deaths[0] < now - WITHIN_S:
@@ -242,6 +274,8 @@ class Host:
                 time.sleep(0.01)
             else:
                 self._gateway_pid = 0
+        if self._link is not None:
+            self._link.close()
 
     # ---- runs ------------------------------------------------------------------------------------------------
     def _start(self, name: str) -> None:
@@ -263,23 +297,29 @@ class Host:
         self._tell({"started": name, "directory": str(offer.live.directory.path)})
 
     def _end(self, name: str) -> None:
-        """As the gateway asks."""
+        """As the gateway asks. It takes a while, in which others may be started."""
         offer = self._offers[name]
         if offer.live is None:
             return  # it has ended by itself, which the gateway is told
-        offer.live = None
-        offer.ends.close()
+        offer.told_to_end = True
+        offer.live.begin_to_stop()
+
+    def _run_ended(self, name: str) -> None:
+        """As it was told, or by itself."""
+        offer = self._offers[name]
+        assert offer.live is not None
+        why, told = offer.live.failed() or "the run has ended", offer.told_to_end
+        self._close(offer)
+        if not told:
+            self._refuse(name, why, time.monotonic() - offer.began)
+            return
         self._said(f"{name} is ended: its memory is free")
         self._tell({"ended": name, "why": "it was ended", "again_in_s": 0.0})
 
-    def _run_ended(self, name: str) -> None:
-        """By itself."""
-        offer = self._offers[name]
-        assert offer.live is not None
-        why = offer.live.failed() or "the run has ended"
-        offer.live = None
+    def _close(self, offer: Offer) -> None:
+        """Wait until nothing of its run is left."""
+        offer.live, offer.told_to_end = None, False
         offer.ends.close()
-        self._refuse(name, why, time.monotonic() - offer.began)
 
     def _refuse(self, name: str, why: str, lasted_s: float) -> None:
         """For a while, whose length the runs before it tell."""

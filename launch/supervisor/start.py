@@ -41,11 +41,15 @@ class LiveRun:
             return None
         return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
 
+    def begin_to_stop(self) -> None:
+        """Tell the run to end. When nothing of it is left, `report` can be read; `stop` is then done at once."""
+        self._send(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the run and wait until nothing of it is left. A second signal means that the user does
         not want to wait: then the run's processes are killed, and this waits for their end."""
-        with _answered(STOPPING, lambda: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
-            self._send(signal.SIGTERM)
+        with answered(STOPPING, lambda _: self._send(HASTEN)), contextlib.suppress(ChildProcessError):
+            self.begin_to_stop()
             _, status = os.waitpid(self.pid, 0)
             self.overcome = os.waitstatus_to_exitcode(status) == OVERCOME
 
@@ -144,11 +148,11 @@ def _fork(
 
 
 @contextlib.contextmanager
-def _answered(numbers: tuple[signal.Signals, ...], answer: Callable[[], None]) -> Iterator[None]:
-    """Call `answer` at each of these signals, whatever else they do; one that is ignored stays so."""
+def answered(numbers: tuple[signal.Signals, ...], answer: Callable[[int], object]) -> Iterator[None]:
+    """Call `answer` with the number of each of these signals, whatever else they do; one that is ignored stays so."""
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-    before = {number: signal.signal(number, lambda *_: answer()) for number in heard}
+    before = {number: signal.signal(number, lambda number, _: answer(number)) for number in heard}
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
