@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="let web pages of this origin use the server, like https://chat.example.org; * is any; may be repeated "
-        "(default: none)",
+        help="let web pages of this origin use the server, like https://chat.example.org; localhost is any port of "
+        "this machine, * is any page; may be repeated (default: none)",
     )
     add_plan_arguments(parser)
     add_use_argument(parser)

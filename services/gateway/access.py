@@ -19,7 +19,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, REQUEST_ID, request_id
-from neuronpipe.services.gateway.listener import ALL_ORIGINS, KEY_VARIABLE, LOOPBACK_NAMES, Listener, is_loopback
+from neuronpipe.services.gateway.listener import (
+    ALL_ORIGINS,
+    KEY_VARIABLE,
+    LOCAL_ORIGINS,
+    LOOPBACK_NAMES,
+    Listener,
+    is_loopback,
+)
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, quoted
 from starlette.requests import Request
@@ -109,6 +116,8 @@ class Cors:
 
     def allows(self, origin: str) -> bool:
         """Whether its pages may ask."""
+        if LOCAL_ORIGINS in self._origins and _is_local(origin):
+            return True
         return ALL_ORIGINS in self._origins or origin in self._origins
 
     def headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -150,6 +159,15 @@ def _place(origin: str) -> str | None:
         return urlsplit(origin).netloc
     except ValueError:
         return None
+
+
+def _is_local(origin: str) -> bool:
+    """Whether it is of a page that this machine serves, at whatever port."""
+    try:
+        parts = urlsplit(origin)
+        return parts.scheme in ("http", "https") and parts.hostname in LOOPBACK_NAMES
+    except ValueError:
+        return False
 
 
 def _name(host: str) -> str:

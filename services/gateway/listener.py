@@ -17,6 +17,7 @@ BACKLOG = 128
 KEY_VARIABLE = "NEURONPIPE_KEY"
 MIN_KEY_CHARACTERS = 16
 ALL_ORIGINS = "*"
+LOCAL_ORIGINS = "localhost"
 HOSTED_NAME = b"np-gateway"
 """What the gateway of several packages calls itself; that of a run has a number, `np-gateway.0`."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -25,7 +26,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listener:
     """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect. origins:
-    of pages of other sites that may use the server; "*" is all."""
+    of pages of other sites that may use the server; "*" is all, "localhost" those of this machine at any port."""
 
     descriptor: int
     host: str
@@ -77,8 +78,13 @@ def checked_origins(given: Sequence[str]) -> tuple[str, ...]:
             sent = f"{parts.scheme}://{parts.netloc}"
         except ValueError:
             sent = ""
-        if origin != ALL_ORIGINS and (origin != sent.lower() or not parts.scheme or not parts.netloc or "@" in origin):
-            raise UserError(f"--cors {origin}: expected an origin like https://chat.example.org, or * for any page")
+        if origin in (ALL_ORIGINS, LOCAL_ORIGINS):
+            continue
+        if origin != sent.lower() or not parts.scheme or not parts.netloc or "@" in origin:
+            raise UserError(
+                f"--cors {origin}: expected an origin like https://chat.example.org, localhost for pages at any port "
+                "of this machine, or * for any page"
+            )
     return tuple(given)
 
 

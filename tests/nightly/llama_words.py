@@ -119,9 +119,7 @@ class Options:
             tags=tuple(filter(None, given.tags.split(","))),
             model_path=f"{given.hf_repo}.gguf",
             key=given.api_key,
-            origins=("http://localhost",)
-            if given.cors_origins == "localhost"
-            else tuple(given.cors_origins.split(",")),
+            origins=tuple(given.cors_origins.split(",")),
             shows_slots=given.slots,
             shows_page=not given.no_ui,
             verbose=given.verbose,

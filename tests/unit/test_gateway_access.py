@@ -84,6 +84,28 @@ def test_any_origin_is_any_and_credentials_never_come_along() -> None:
             assert "access-control-allow-credentials" not in answer
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost", 200),
+        ("https://localhost:3000", 200),
+        ("http://127.0.0.1:5173", 200),
+        ("http://[::1]:8", 200),
+        ("http://localhost.example.org", 403),
+        ("http://notlocalhost:3000", 403),
+        ("http://localhost@example.org", 403),
+        ("file://localhost", 403),
+        ("http://[", 403),
+        ("null", 403),
+    ],
+)
+def test_pages_of_this_machine_are_let_in_at_any_port_where_that_is_said(origin: str, status: int) -> None:
+    found, headers = asked({"origin": origin}, origins=("localhost",))
+    assert found == status
+    assert headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+    assert headers["vary"] == "Origin"
+
+
 def test_nothing_is_said_of_other_sites_where_none_may_come() -> None:
     for headers in ({}, {"origin": "http://localhost:1"}):
         assert not [name for name in asked(headers)[1] if name.startswith("access-control")]
@@ -105,7 +127,9 @@ def test_a_key_comes_in_one_of_two_headers(headers: dict[str, str], status: int)
     assert asked(headers, key=KEY)[0] == status
 
 
-@pytest.mark.parametrize("origin", ["*", "http://localhost:3000", "https://chat.example.org", "app://obsidian.md"])
+@pytest.mark.parametrize(
+    "origin", ["*", "localhost", "http://localhost:3000", "https://chat.example.org", "app://obsidian.md"]
+)
 def test_an_origin_is_written_as_browsers_send_it(origin: str) -> None:
     assert checked_origins([origin]) == (origin,)
 
