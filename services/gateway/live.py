@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Live:
         self._viewers: set[View] = set()
         self._watching: asyncio.Task[None] | None = None
         self._next: asyncio.Future[bytes] | None = None
-        self._why = "the last viewer has left"
+        self._over = unavailable("ended", "the last viewer has left")
         self._ending: str | None = None
 
     def view(self) -> View:
@@ -76,7 +77,7 @@ class Live:
         """The next snapshot, as an event. Raises Problem when the run has ended, or the server does."""
         self._require_no_end()
         if self._watching is None:
-            raise unavailable("ended", self._why)
+            raise self._over
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._next)
@@ -95,10 +96,14 @@ class Live:
                     self._next.set_result(event)
                 await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began)))
         except UserError as error:
-            self._why = str(error)
+            self._over = unavailable("ended", str(error))
+        except Exception as error:  # a mistake of ours: not that the run has ended, nor that nobody looks
+            traceback.print_exc()
+            said = f"the run cannot be looked at: {type(error).__name__}; the server's log says more"
+            self._over = Problem(500, "internal", said, kind="server_error")
         finally:
             self._watching = None
-            self._fail_next(unavailable("ended", self._why))
+            self._fail_next(self._over)
             if observer is not None:
                 thread.submit(observer.close)
             thread.shutdown(wait=False)
