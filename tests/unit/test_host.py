@@ -110,3 +110,16 @@ def test_a_run_that_ends_while_it_is_told_to_is_told_of_once(play: Play) -> None
         ["a is ended: its memory is free"],
         ["a has ended: out of luck\n; the next request starts it again, 1 s from now at the earliest"],
     )
+
+
+def test_a_signal_that_is_ignored_ends_nothing(play: Play) -> None:
+    def gateway(link: Link, runs: dict[str, PlayedRun]) -> None:
+        os.kill(os.getppid(), signal.SIGHUP)
+        link.say(start="a")
+        assert link.heard()["started"] == "a"
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert play(gateway) == ["a is started: /run"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
