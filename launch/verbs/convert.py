@@ -59,7 +59,7 @@ def add_conversion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="quantization of the weights in the package (default: q4; q8 for a GGUF of 5 to 8 bits)",
+        help="quantization of the weights in the package (default: q4; q8 for a GGUF of 5 to 8 bits, or Q4_1)",
     )
     parser.add_argument(
         "--gates",

@@ -25,7 +25,7 @@ BLOCK_WEIGHTS_BYTES = {
     "IQ4_XS": (256, 136),
 }
 ENCODINGS = (*PLAIN_BYTES, *BLOCK_WEIGHTS_BYTES)
-NEAR_Q8 = ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")  # q4 would lose clearly more than the source did
+NEAR_Q8 = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")  # q4 would lose clearly more than the source did
 
 
 def row_bytes(encoding: str, columns: int) -> int | None:

@@ -263,8 +263,8 @@ def test_k_quants_decode_as_the_gguf_library_says(encoding: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [
-        *((encoding, "q4") for encoding in ("F16", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS")),
-        *((encoding, "q8") for encoding in ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")),
+        *((encoding, "q4") for encoding in ("F16", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS")),
+        *((encoding, "q8") for encoding in ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")),
     ],
 )
 def test_the_package_is_near_the_size_of_a_quantized_source(encoding: str, expected: str, tmp_path: Path) -> None:
