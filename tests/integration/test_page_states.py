@@ -184,8 +184,10 @@ def test_it_fits_the_narrowest_phone_in_every_state(page: Page) -> None:
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
     page.browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
     page.server.snapshot = run_snapshot(warm_up={"loaded_bytes": 1.8e9, "total_bytes": 4.2e9})
+    page.server.models = ["a-model-whose-name-is-longer-than-a-phone-is-wide-Instruct.Q4_1", "another"]
     page.open()
-    assert page.eventually(lambda: page["warm-up"].is_displayed())
+    assert page.eventually(lambda: page["warm-up"].is_displayed() and page["models"].is_displayed())
+    fits(page)
     table = "\n| a | b |\n|--|--|\n|" + "z" * 99 + "| - |\n"
     page.server.replies.append(["word " * 60 + "x" * 200, "\n\n```python\n" + "y" * 200 + "\n```\n", table])
     page.server.reason = "length"
@@ -211,7 +213,7 @@ def fits(page: Page) -> None:
     """Nothing is wider than the screen, and what is to be touched is no smaller than a finger."""
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= NARROW["width"]
     script = (
-        "return [...document.querySelectorAll('button, summary, input, textarea')]"
+        "return [...document.querySelectorAll('button, summary, input, select, textarea')]"
         ".filter(one => one.checkVisibility()).map(one => [one.id, one.getBoundingClientRect()])"
         ".filter(([, box]) => box.height < 40 || box.left < 0 || box.right > innerWidth).map(([id]) => id)"
     )
