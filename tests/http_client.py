@@ -91,9 +91,8 @@ def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + payload
 
 
-def read_reply(line: socket.socket) -> Reply:
-    """Everything up to the connection's end, chunks joined."""
-    data = b""
+def read_reply(line: socket.socket, data: bytes = b"") -> Reply:
+    """Everything up to the connection's end, chunks joined. data: what was read of it before."""
     while piece := line.recv(1 << 16):
         data += piece
     head, _, rest = data.partition(b"\r\n\r\n")

@@ -4,23 +4,27 @@ When the client closes the connection its texts are cancelled at once: the next 
 waits for its reader, and what arrives meanwhile is sent as one piece.
 
 A stream's headers are sent when its texts are accepted, before anything is computed; until then a refusal has a status
-of its own. Where nothing comes for a while, a comment shows that the connection lives.
+of its own. Where nothing comes for a while, a comment shows that the connection lives. A stream whose run is yet to be
+started has its headers and a comment at once: what goes wrong from then on is its last event.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Token
 from neuronpipe.protocol.messages.request import Generate
-from neuronpipe.services.gateway.coordinator import MAX_SENT, Coordinator, Hold, Mailbox
+from neuronpipe.services.gateway.coordinator import MAX_SENT, Ask, Coordinator, Hold, Mailbox
 from neuronpipe.services.gateway.forms import Form, usage
 from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem, too_long
 from starlette.types import Receive, Scope, Send
 
 COMMENT_S = 5.0
+RUN_S = 0.25  # a run that is there is held within this time, and one that cannot begin may be refused
 COMMENT = b": waiting\n\n"  # server-sent events: clients pass over it
 
 
@@ -60,6 +64,26 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+class Stream:
+    """The response of a stream, whose headers go with what is passed on first."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.begun = send, False
+
+    async def pass_on(self, events: bytes) -> None:
+        """Send events; without any, the headers alone."""
+        if not self.begun:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.begun = True
+        if events:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        """Nothing more comes."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
 class Answer:
     """The response to one request for texts: an ASGI application. A refusal is raised before anything is sent."""
 
@@ -84,24 +108,59 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer while the client is there."""
-        await while_there(receive, self._with_a_run(send))
+        await while_there(receive, self._in_pieces(Stream(send)) if self._stream else self._in_one(send))
 
-    async def _with_a_run(self, send: Send) -> None:
+    async def _in_one(self, send: Send) -> None:
         async with self._hold() as coordinator:
-            await self._answer(coordinator, send)
+            await self._send_whole(await self._whole(coordinator), send)
 
-    async def _answer(self, coordinator: Coordinator, send: Send) -> None:
-        """Ask, and send what comes."""
-        mailbox, names = await coordinator.generate(self._asks, self._client)
+    async def _in_pieces(self, stream: Stream) -> None:
         try:
-            await (self._in_pieces if self._stream else self._in_one)(mailbox, send)
+            async with self._held(stream) as coordinator:
+                last = await self._piece_by_piece(coordinator, stream)
+        except Problem as problem:
+            if not stream.begun:
+                raise
+            last = self._form.failed(problem)
+        await stream.pass_on(last)
+        await stream.end()
+
+    @asynccontextmanager
+    async def _held(self, stream: Stream) -> AsyncIterator[Coordinator]:
+        """The run; comments while it is started."""
+        async with contextlib.AsyncExitStack() as stack:
+            entering = asyncio.ensure_future(stack.enter_async_context(self._hold()))
+            patience_s = RUN_S
+            try:
+                while not (await asyncio.wait((entering,), timeout=patience_s))[0]:
+                    await stream.pass_on(COMMENT)
+                    patience_s = COMMENT_S
+            finally:
+                entering.cancel()
+                await asyncio.gather(entering, return_exceptions=True)
+            yield entering.result()
+
+    @asynccontextmanager
+    async def _asked(self, coordinator: Coordinator, asks: Sequence[Ask]) -> AsyncIterator[Mailbox]:
+        """Where the answers arrive."""
+        mailbox, names = await coordinator.generate(asks, self._client)
+        try:
+            yield mailbox
         finally:
             coordinator.give_up(names)
 
-    async def _in_one(self, mailbox: Mailbox, send: Send) -> None:
-        finished = await self._all(mailbox, None)
+    async def _whole(self, coordinator: Coordinator) -> bytes:
+        """Ask, and make the answer of what comes."""
+        async with self._asked(coordinator, self._asks) as mailbox:
+            finished = await self._all(mailbox, None)
         sent = [(number, finished[number]) for number in self._best()]
-        await self._send_whole(self._form.whole(sent, usage(finished, self._texts_per_prompt)), send)
+        return self._form.whole(sent, usage(finished, self._texts_per_prompt))
+
+    async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
+        """Ask, and pass on what comes; returns the last events."""
+        async with self._asked(coordinator, self._asks) as mailbox:
+            finished = await self._all(mailbox, stream)
+        return self._form.counted(usage(finished, self._texts_per_prompt)) + self._form.done
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -121,36 +180,14 @@ class Answer:
             for number in sorted(texts, key=lambda text: self._ratings[text].value, reverse=True)[:sent]
         ]
 
-    async def _in_pieces(self, mailbox: Mailbox, send: Send) -> None:
-        begun = False
-
-        async def pass_on(events: bytes) -> None:
-            nonlocal begun
-            if not begun:
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                begun = True
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-
-        try:
-            finished = await self._all(mailbox, pass_on)
-        except Problem as problem:
-            if not begun:
-                raise
-            await pass_on(self._form.failed(problem))
-        else:
-            await pass_on(self._form.counted(usage(finished, self._texts_per_prompt)) + self._form.done)
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _all(self, mailbox: Mailbox, pass_on: Callable[[bytes], Awaitable[None]] | None) -> list[Finished]:
+    async def _all(self, mailbox: Mailbox, stream: Stream | None) -> list[Finished]:
         """Wait for all texts, and pass on their pieces as they come, once those that are sent first are accepted: none
         of these can be refused any more. After a long wait the headers are sent without them."""
         finished: dict[int, Finished] = {}
         form, begun = self._form, set[int]()
         unaccepted, events = min(len(self._asks), MAX_SENT), b""
         while len(finished) < len(self._asks):
-            taken = await mailbox.take(None if pass_on is None else COMMENT_S)
+            taken = await mailbox.take(None if stream is None else COMMENT_S)
             for number, message in taken:
                 if isinstance(message, Accepted):
                     if message.prompt_tokens >= self._context_tokens:
@@ -162,19 +199,19 @@ class Answer:
                     self._metrics.finished(message)
                 elif not isinstance(message, Token):
                     continue
-                elif pass_on is None:
+                elif stream is None:
                     form.keep(number, message)
                     self._ratings[number].add(message.logprob)
-                if pass_on is not None:
+                if stream is not None:
                     if number not in begun:
                         begun.add(number)
                         events += form.first(number)
                     events += form.piece(number, message) if isinstance(message, Token) else form.last(number, message)
-            if pass_on is None:
+            if stream is None:
                 continue
             if not taken:
                 events, unaccepted = events + COMMENT, 0
             if unaccepted <= 0:
-                await pass_on(events)
+                await stream.pass_on(events)
                 events = b""
         return [finished[number] for number in range(len(self._asks))]

@@ -21,6 +21,7 @@ from neuronpipe.services.gateway.description import description
 from neuronpipe.services.gateway.doors import Doors
 from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
+from neuronpipe.services.gateway.infill import InfillAnswer
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.gateway.live import View
 from neuronpipe.services.gateway.metrics import Metrics
@@ -114,10 +115,8 @@ class Gateway:
         body = await read_body(request, CompletionRequest)
         model = self._models.named(body.model)
         if body.suffix:
-            prefixes = [str(prompt) for prompt in body.prompts]
-            gap = await model.infill.gap(prefixes, body.suffix, client_of(request, body.who))
-            ends = gap.end_tokens
-            return self._answer(request, model, body, gap.prompts, body.max_tokens, TextForm, stop_tokens=ends)
+            filled = functools.partial(InfillAnswer, infill=model.infill, suffix=body.suffix)
+            return self._answer(request, model, body, body.prompts, body.max_tokens, TextForm, answer=filled)
         form, answer = (EchoForm, EchoAnswer) if body.echo else (TextForm, Answer)
         return self._answer(request, model, body, body.prompts, body.max_tokens, form, answer=answer)
 
@@ -131,9 +130,8 @@ class Gateway:
         form: Callable[..., Form],
         *,
         frame: bool = True,
-        answer: type[Answer] = Answer,
+        answer: Callable[..., Answer] = Answer,
         calls: Calls | None = None,
-        stop_tokens: tuple[int, ...] = (),
     ) -> Answer:
         if len(prompts) * body.candidates > MAX_TEXTS:
             param = "n" if body.candidates == body.n else "best_of"
@@ -157,7 +155,6 @@ class Gateway:
                 calls=calls,
                 logprobs=0 if chooses and body.rated is None else body.rated,
                 stop=body.stops if calls is None or calls.text else (),
-                stop_tokens=stop_tokens,
                 owner=client,
                 **body.options,
             )
@@ -173,7 +170,7 @@ class Gateway:
                 model.fingerprint,
                 counts=counts,
                 rates=body.rated is not None,
-                end_tokens=(*model.package.manifest.end_tokens, *stop_tokens),
+                end_tokens=model.package.manifest.end_tokens,
             ),
             asks,
             context_tokens=model.context_tokens,

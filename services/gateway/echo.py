@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
-from neuronpipe.services.gateway.answers import Answer
+from neuronpipe.services.gateway.answers import COMMENT, COMMENT_S, Answer, Stream
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox, new_name
 from neuronpipe.services.gateway.forms import DONE, Rating, TextForm, usage
 from neuronpipe.services.gateway.problems import too_long
-from starlette.types import Send
 
 LOOK_AHEAD_BYTES = 16  # of a prompt, for a token that does not follow the one before: what a tokenizer left out
 
@@ -112,8 +111,29 @@ class EchoAnswer(Answer):
 
     _form: EchoForm
 
-    async def _answer(self, coordinator: Coordinator, send: Send) -> None:
-        """Score, ask, and send what comes."""
+    async def _whole(self, coordinator: Coordinator) -> bytes:
+        """Score, ask, and make the answer of what comes."""
+        await self._score(coordinator, None)
+        if self._continues:
+            return await super()._whole(coordinator)
+        sent, total = self._prompts_alone()
+        return self._form.whole(sent, total)
+
+    async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
+        """Score, ask, and pass on what comes; returns the last events."""
+        await self._score(coordinator, stream)
+        if self._continues:
+            return await super()._piece_by_piece(coordinator, stream)
+        sent, total = self._prompts_alone()
+        events = b"".join(self._form.first(number) + self._form.last(number, finished) for number, finished in sent)
+        return events + self._form.counted(total) + DONE
+
+    @property
+    def _continues(self) -> bool:
+        return self._asks[0].max_tokens > 0
+
+    async def _score(self, coordinator: Coordinator, stream: Stream | None) -> None:
+        """Wait until all prompts are scored."""
         self._form.texts_per_prompt = self._texts_per_prompt
         asks = self._asks[:: self._texts_per_prompt]
         scores = [
@@ -127,22 +147,22 @@ class EchoAnswer(Answer):
             )
             for ask in asks
         ]
-        mailbox, names = await coordinator.generate(scores, self._client)
-        try:
-            await self._score(asks, mailbox)
-        finally:
-            coordinator.give_up(names)
-        if asks[0].max_tokens:
-            await super()._answer(coordinator, send)
-        else:
-            await self._send_prompts(send)
+        async with self._asked(coordinator, scores) as mailbox:
+            tokens = await self._scored(asks, mailbox, stream)
+        self._prompt_tokens = [len(one) for one in tokens]
+        self._form.prompts = [self._form.echoed(ask.prompt, scored) for ask, scored in zip(asks, tokens, strict=True)]
 
-    async def _score(self, asks: Sequence[Generate], mailbox: Mailbox) -> None:
-        """Wait until all prompts are scored."""
+    async def _scored(
+        self, asks: Sequence[Generate], mailbox: Mailbox, stream: Stream | None
+    ) -> Sequence[Sequence[Rated]]:
+        """The tokens of all prompts; comments go to the stream while there are none."""
         tokens: list[list[Rated]] = [[] for _ in asks]
         left = len(asks)
         while left:
-            for number, message in await mailbox.take():
+            taken = await mailbox.take(None if stream is None else COMMENT_S)
+            if stream is not None and not taken:
+                await stream.pass_on(COMMENT)
+            for number, message in taken:
                 if isinstance(message, Accepted) and asks[number].max_tokens:
                     if message.prompt_tokens >= self._context_tokens:
                         raise too_long(self._context_tokens, message.prompt_tokens)
@@ -150,23 +170,14 @@ class EchoAnswer(Answer):
                     tokens[number][message.position + bool(message.position) :] = message.rated
                 elif isinstance(message, ScoreFinished):
                     left -= 1
-        self._prompt_tokens = [len(one) for one in tokens]
-        self._form.prompts = [self._form.echoed(ask.prompt, scored) for ask, scored in zip(asks, tokens, strict=True)]
+        return tokens
 
-    async def _send_prompts(self, send: Send) -> None:
-        """The answer without a token of an answer."""
-        counts = [self._prompt_tokens[number // self._texts_per_prompt] for number in range(len(self._asks))]
-        finished = [nothing(count) for count in counts]
+    def _prompts_alone(self) -> tuple[list[tuple[int, Finished]], dict[str, int]]:
+        """What is sent without a token of an answer, and what it took."""
         per_prompt = self._texts_per_prompt
-        sent = [number for number in range(len(finished)) if number % per_prompt < self._sent_per_prompt]
-        total = usage(finished, per_prompt)
-        if not self._stream:
-            await self._send_whole(self._form.whole([(number, finished[number]) for number in sent], total), send)
-            return
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        events = b"".join(self._form.first(number) + self._form.last(number, finished[number]) for number in sent)
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": events + self._form.counted(total) + DONE})
+        finished = [nothing(self._prompt_tokens[number // per_prompt]) for number in range(len(self._asks))]
+        sent = [(number, one) for number, one in enumerate(finished) if number % per_prompt < self._sent_per_prompt]
+        return sent, usage(finished, per_prompt)
 
 
 def nothing(prompt_tokens: int) -> Finished:

@@ -62,6 +62,10 @@ class Form(ABC):
         self._opening = f'data: {opening}, "choices": [{{"index": '
         self._closing = ('], "usage": null}' if counts else "]}") + "\n\n"
 
+    def end_also_with(self, tokens: Sequence[int]) -> None:
+        """These tokens end a text, too."""
+        self._end_tokens = (*self._end_tokens, *tokens)
+
     # ---- in pieces -------------------------------------------------------------------------------------------
     def first(self, number: int) -> bytes:
         """Before the first piece of a text."""

@@ -10,11 +10,13 @@ tokens out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from neuronpipe.protocol.messages.request import Tokenize
-from neuronpipe.services.gateway.coordinator import Hold, new_name, tokenized
+from neuronpipe.protocol.messages.request import Generate, Tokenize
+from neuronpipe.services.gateway.answers import Answer, Stream
+from neuronpipe.services.gateway.coordinator import Coordinator, Hold, new_name, tokenized
 from neuronpipe.services.gateway.problems import Problem
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
@@ -123,3 +125,32 @@ class Infill:
         asks = [Tokenize(request=new_name(), text=text, frame=frame) for text in texts]
         async with self._hold() as coordinator:
             return [answer.tokens for answer in await tokenized(coordinator, asks, client)]
+
+
+class InfillAnswer(Answer):
+    """The response to a request with `suffix`: how the model is shown the gap is known once it has a run."""
+
+    def __init__(self, *arguments: Any, infill: Infill, suffix: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._infill, self._suffix = infill, suffix
+
+    async def _whole(self, coordinator: Coordinator) -> bytes:
+        """Ask with the gap, and make the answer of what comes."""
+        await self._show_gap()
+        return await super()._whole(coordinator)
+
+    async def _piece_by_piece(self, coordinator: Coordinator, stream: Stream) -> bytes:
+        """Ask with the gap, and pass on what comes; returns the last events."""
+        await self._show_gap()
+        return await super()._piece_by_piece(coordinator, stream)
+
+    async def _show_gap(self) -> None:
+        gap = await self._infill.gap([str(ask.prompt) for ask in self._asks], self._suffix, self._client)
+        self._form.end_also_with(gap.end_tokens)
+        self._asks = [_shown(ask, prompt, gap.end_tokens) for ask, prompt in zip(self._asks, gap.prompts, strict=True)]
+
+
+def _shown(ask: Generate, prompt: str | list[int], ends: tuple[int, ...]) -> Generate:
+    if isinstance(prompt, str):
+        return dataclasses.replace(ask, prompt=prompt, stop_tokens=ends)
+    return dataclasses.replace(ask, prompt=None, tokens=tuple(prompt), stop_tokens=ends)

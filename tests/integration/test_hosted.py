@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.budget import GATEWAY_BYTES
 
-from tests.http_client import PATIENCE_S, Reply, Server
+from tests.http_client import PATIENCE_S, Reply, Server, read_reply, request
 from tests.pipeline import Run, Shell, eventually
 
 Converted = Callable[..., Package]
@@ -151,6 +153,57 @@ def test_a_run_that_nobody_uses_is_ended_and_comes_again(shell: Shell, packages:
     assert eventually(lambda: states(server)[packages[0].manifest.name] == "no run")
     assert asked(server).json()["choices"] == first
     assert len([line for line in ended(server) if "is started" in line]) == 2
+
+
+def begun_stream(server: Server, package: Package) -> tuple[socket.socket, bytes]:
+    """A stream from a model without a run, and what comes of it while no run can be started: its head and a comment."""
+    server.process.send_signal(signal.SIGSTOP)  # the command, which starts runs
+    line = server.connect()
+    body = {"model": package.manifest.name, "prompt": "one two", "max_tokens": 4, "temperature": 0, "stream": True}
+    line.sendall(request("POST", "/v1/completions", body))
+    came = b""
+    while b": waiting\n\n" not in came:
+        piece = line.recv(1 << 16)
+        assert piece, came
+        came += piece
+    return line, came
+
+
+def test_a_stream_has_its_head_and_a_comment_before_its_run_is_there(shell: Shell, packages: list[Package]) -> None:
+    first, second = packages
+    server, _ = hosted(shell, first.path, second.path)
+    expected = asked(server, first).json()["choices"][0]["text"]
+    try:
+        line, came = begun_stream(server, second)
+        assert came.startswith(b"HTTP/1.1 200 ")
+        assert states(server)[second.manifest.name] == "starting"
+        assert asked(server, first).json()["choices"][0]["text"] == expected
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    with line:
+        reply = read_reply(line, came)
+    text = "".join(event["choices"][0]["text"] for event in reply.events())
+    assert text == asked(server, second).json()["choices"][0]["text"]
+    ended(server)
+
+
+def test_a_run_that_cannot_be_started_is_the_last_event_of_a_stream_that_waits(
+    shell: Shell, packages: list[Package], tmp_path: Path
+) -> None:
+    place = tmp_path / "package"
+    shutil.copytree(packages[0].path, place)
+    server, _ = hosted(shell, place, "--keep-alive", "1s")
+    try:
+        line, came = begun_stream(server, packages[0])
+        shutil.rmtree(place)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    with line:
+        reply = read_reply(line, came)
+    *comments, last, nothing = reply.body.decode().split("\n\n")
+    assert (set(comments), nothing) == ({": waiting"}, "")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "restarting"
+    ended(server)
 
 
 def test_two_packages_of_one_name_and_options_of_one_run_are_refused(shell: Shell, packages: list[Package]) -> None:

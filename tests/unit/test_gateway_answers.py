@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
 from neuronpipe.services.gateway.echo import nothing
 from neuronpipe.services.gateway.forms import ChatForm, Form, TextForm
 from neuronpipe.services.gateway.metrics import Metrics
-from neuronpipe.services.gateway.problems import Problem
+from neuronpipe.services.gateway.problems import Problem, unavailable
 
 from tests.pipeline import SLOWER
 
@@ -34,8 +33,9 @@ class Played:
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
+        self.holders = 0
         self.sent: list[dict[str, Any]] = []
-        self._more = asyncio.Event()
+        self._more, self._left = asyncio.Event(), asyncio.Event()
 
     async def generate(self, asks: list[Generate], client: str) -> tuple[Mailbox, list[str]]:
         return self.mailbox, [ask.request for ask in asks]
@@ -48,7 +48,12 @@ class Played:
         self._more.set()
 
     async def receive(self) -> Any:
-        await asyncio.Event().wait()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    def leave(self) -> None:
+        """The client goes away."""
+        self._left.set()
 
     def say(self, *messages: Message) -> None:
         for message in messages:
@@ -73,10 +78,24 @@ class Played:
 
 
 @asynccontextmanager
-async def answering(texts: int = 1, *, stream: bool = True) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
+async def answering(
+    texts: int = 1, *, stream: bool = True, run: asyncio.Future[None] | None = None
+) -> AsyncIterator[tuple[Played, asyncio.Task[None]]]:
+    """run: what the request waits for before it can ask."""
     played = Played()
+
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[Coordinator]:
+        if run is not None:
+            await run
+        played.holders += 1
+        try:
+            yield cast(Coordinator, played)
+        finally:
+            played.holders -= 1
+
     answer = Answer(
-        lambda: contextlib.nullcontext(cast(Coordinator, played)),
+        hold,
         Metrics(),
         TextForm("m", "f", counts=False, rates=False, end_tokens=()),
         [Generate(request=f"r{number}", prompt="x") for number in range(texts)],
@@ -135,6 +154,77 @@ def test_a_stream_that_waits_is_kept_alive_with_comments(monkeypatch: pytest.Mon
             events = [part for part in played.body.decode().split("\n\n") if part and not part.startswith(":")]
             assert events.pop() == "data: [DONE]"
             assert [json.loads(event[6:])["choices"][0]["text"] for event in events] == ["ab", ""]
+
+    asyncio.run(scene())
+
+
+def test_a_stream_whose_run_is_yet_to_be_started_has_its_headers_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.COMMENT_S", 0.02)
+
+    async def scene() -> None:
+        run = asyncio.get_running_loop().create_future()
+        async with answering(run=run) as (played, task):
+            await played.shown(COMMENT, 3)
+            assert (played.sent[0]["status"], played.holders) == (200, 0)
+            played.say(*accepted("r0"), TOKEN, DONE)
+            run.set_result(None)
+            await asyncio.wait_for(task, PATIENCE_S)
+            assert played.body.endswith(b"data: [DONE]\n\n")
+            assert played.body.count(b'"text": "ab"') == 1
+            assert played.holders == 0
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_run_that_cannot_begin_is_a_refusal_or_the_last_event(waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.02 if waited else PATIENCE_S)
+
+    async def scene() -> None:
+        run = asyncio.get_running_loop().create_future()
+        async with answering(run=run) as (played, task):
+            if waited:
+                await played.shown(COMMENT)
+            run.set_exception(unavailable("restarting", "it does not begin"))
+            if waited:
+                await asyncio.wait_for(task, PATIENCE_S)
+                event = played.body.decode().removesuffix("\n\n").split("\n\n")[-1]
+                assert json.loads(event.removeprefix("data: "))["error"]["code"] == "restarting"
+                assert played.sent[-1].get("more_body") is None
+            else:
+                with pytest.raises(Problem, match="does not begin"):
+                    await asyncio.wait_for(task, PATIENCE_S)
+                assert played.sent == []
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_leaves_while_its_run_is_started_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+
+    async def scene() -> None:
+        run = asyncio.get_running_loop().create_future()
+        async with answering(run=run) as (played, _):
+            await played.shown(COMMENT)
+            played.leave()
+            async with asyncio.timeout(PATIENCE_S):
+                while not run.cancelled():
+                    await asyncio.sleep(0)
+
+    asyncio.run(scene())
+
+
+def test_a_whole_answer_whose_run_is_yet_to_be_started_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+
+    async def scene() -> None:
+        run = asyncio.get_running_loop().create_future()
+        async with answering(run=run, stream=False) as (played, task):
+            await asyncio.sleep(0.05)
+            assert played.sent == []
+            run.set_exception(unavailable("restarting", "it does not begin"))
+            with pytest.raises(Problem, match="does not begin"):
+                await asyncio.wait_for(task, PATIENCE_S)
 
     asyncio.run(scene())
 

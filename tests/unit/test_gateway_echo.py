@@ -11,6 +11,7 @@ import pytest
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.messages.client import Accepted, Likely, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
+from neuronpipe.services.gateway.answers import COMMENT
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
 from neuronpipe.services.gateway.echo import EchoAnswer, EchoForm, offsets
 from neuronpipe.services.gateway.metrics import Metrics
@@ -99,6 +100,27 @@ def answered(
 
     asyncio.run(answer({}, receive, send))
     return b"".join(message.get("body", b"") for message in sent)
+
+
+class Slow(Played):
+    """It takes its time to score."""
+
+    async def generate(self, asks: list[Generate | Score], client: str) -> tuple[Mailbox, list[str]]:
+        mailbox, names = await super().generate(asks, client)
+        if not isinstance(asks[0], Score):
+            return mailbox, names
+        later = Mailbox()
+        for message in await mailbox.take():
+            asyncio.get_running_loop().call_later(0.1, later.put, *message)
+        return later, names
+
+
+def test_a_stream_whose_prompt_is_being_scored_is_kept_alive_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuronpipe.services.gateway.echo.COMMENT_S", 0.01)
+    *comments, _, _ = answered(Slow(ANSWER), stream=True, max_tokens=0).split(b"\n\n")
+    assert comments[0] == COMMENT.removesuffix(b"\n\n")
+    assert json.loads(comments[-1].removeprefix(b"data: "))["choices"][0]["finish_reason"] == "length"
+    assert COMMENT not in answered(Slow(ANSWER), max_tokens=0)
 
 
 def test_the_prompt_comes_before_its_answer_with_null_for_its_first_token() -> None:

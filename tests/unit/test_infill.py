@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, cast
 
 import pytest
-from neuronpipe.protocol.messages.client import Tokenized
-from neuronpipe.protocol.messages.request import Tokenize
+from neuronpipe.protocol.messages.client import Accepted, Token, Tokenized
+from neuronpipe.protocol.messages.request import Generate, Tokenize
 from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox
-from neuronpipe.services.gateway.infill import FAMILIES, Found, Infill
+from neuronpipe.services.gateway.forms import TextForm
+from neuronpipe.services.gateway.infill import FAMILIES, Found, Infill, InfillAnswer
+from neuronpipe.services.gateway.metrics import Metrics
 from neuronpipe.services.gateway.problems import Problem
 from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
+
+from tests.unit.test_gateway_answers import DONE, PATIENCE_S
 
 CODE_LLAMA = ("▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>")
 
@@ -126,3 +132,61 @@ def test_other_models_are_shown_texts() -> None:
     infill = Infill(lambda: nullcontext(cast(Coordinator, Run("[PREFIX]", "[SUFFIX]"))))
     gap = asyncio.run(infill.gap(["a", "b"], " c", "client"))
     assert gap.prompts == ["[SUFFIX] c[PREFIX]a", "[SUFFIX] c[PREFIX]b"]
+
+
+def test_a_gap_is_shown_as_the_model_knows_it_once_its_run_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then a stream has its head and comments."""
+    monkeypatch.setattr("neuronpipe.services.gateway.answers.RUN_S", 0.01)
+
+    async def scene() -> None:
+        live = asyncio.get_running_loop().create_future()
+        run, sent, waits = Filling("[PREFIX]", "[SUFFIX]"), list[Any](), asyncio.Event()
+
+        @asynccontextmanager
+        async def hold() -> AsyncIterator[Coordinator]:
+            await live
+            yield cast(Coordinator, run)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            waits.set()
+
+        answer = InfillAnswer(
+            hold,
+            Metrics(),
+            TextForm("m", "f", counts=False, rates=True, end_tokens=()),
+            [Generate(request="r0", prompt="def f(")],
+            context_tokens=8,
+            texts_per_prompt=1,
+            sent_per_prompt=1,
+            stream=True,
+            infill=Infill(hold),
+            suffix="):",
+        )
+        task = asyncio.ensure_future(cast(Any, answer({}, asyncio.Event().wait, send)))
+        await asyncio.wait_for(waits.wait(), PATIENCE_S)
+        assert (sent[0]["status"], run.asked) == (200, 0)
+        live.set_result(None)
+        await asyncio.wait_for(task, PATIENCE_S)
+        (ask,) = run.asks
+        assert (ask.prompt, sorted(ask.stop_tokens)) == ("[SUFFIX]):[PREFIX]def f(", [0, 1])
+        events = b"".join(message.get("body", b"") for message in sent).decode()
+        assert '"tokens": ["ab"]' in events
+        assert "PREFIX" not in events  # a token that ends the text is not rated
+
+    asyncio.run(scene())
+
+
+class Filling(Run):
+    """A run that fills the gap."""
+
+    async def generate(self, asks: list[Any], client: str) -> tuple[Mailbox, list[str]]:
+        if isinstance(asks[0], Tokenize):
+            return await super().generate(asks, client)
+        self.asks: list[Generate] = asks
+        mailbox = Mailbox()
+        token = Token(request="r0", index=0, token=7, text="ab", ms=1.0, logprob=-1.0, piece=b"ab")
+        end = dataclasses.replace(token, index=1, token=0, text="", piece=b"[PREFIX]")
+        for message in (Accepted(request="r0", prompt_tokens=3), token, end, DONE):
+            mailbox.put(0, message)
+        return mailbox, ["r0"]
