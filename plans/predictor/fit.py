@@ -10,6 +10,7 @@ all neurons of the layer. A rare neuron thus needs no sample of its own firing: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -45,15 +46,23 @@ class Calibration:
     active: NDArray[np.bool_]
 
 
-def fit_layer(layer: Calibration, rank: int, quantization: Quantization, recall: float) -> LayerFactors:
-    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text. Raises UserError
-    when there are no numbers to encode."""
+def fit_layer(
+    layer: Calibration,
+    rank: int,
+    quantization: Quantization,
+    recall: float,
+    progress: Callable[[float], None] = lambda share: None,
+) -> LayerFactors:
+    """Factors of one layer, encoded, with the thresholds that reach `recall` on the calibration text. progress: told
+    which share of the time is over, about. Raises UserError when there are no numbers to encode."""
     weight = np.sqrt(layer.active.mean(axis=0) + MIN_ACTIVITY)  # what fires often costs more when it is missed
     deviation = {side: np.maximum(values.std(axis=0), MIN_DEVIATION) / weight for side, values in layer.values.items()}
     scaled = np.concatenate(
         [(values - values.mean(axis=0)) / deviation[side] for side, values in layer.values.items()], axis=1
     )
+    progress(0.2)
     directions = leading_directions(scaled, rank)
+    progress(0.55)
     bounds = np.cumsum([0] + [len(deviation[side]) for side in layer.values])
     parts = {side: directions[a:b] for side, a, b in zip(layer.values, bounds[:-1], bounds[1:], strict=True)}
     rows = sum((parts[side] / deviation[side][:, None]).T @ layer.weights[side] for side in layer.values)

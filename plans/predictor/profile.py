@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from neuronpipe.plans.activity.keep import forget
@@ -36,6 +37,8 @@ from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
 MIN_CALIBRATION_TOKENS = 16  # of one expert; with fewer, all of its neurons are predicted
+ATTENTION_SHARE = 0.25  # of the time of a layer that is fitted; measured with the demo, as the next one
+COMPUTED_SHARE = 0.3  # of an expert's time, before its predictor is fitted
 BOTH_SIDES: tuple[Side, ...] = ("gate", "up")
 
 Progress = Callable[[int, int], None]
@@ -164,12 +167,8 @@ def profile(
     held_out = sum(map(len, texts.held_out))
     both = cut + held_out
 
-    def tell(tokens: int) -> None:
-        """So many tokens of all layers: of both texts to fit and judge, then of the one held out to rate the result."""
-        if progress is not None:
-            progress(tokens, model.layers * (both + held_out))
-
-    tell(0)
+    told = _Told(progress, model, both, held_out)
+    told.layer(0, 0)
     fired, trigger_fired = _FiringByLayer(model.layers), _FiringByLayer(model.layers)
 
     def unknown(candidate: Candidate, ffn: int) -> LayerFactors:
@@ -177,17 +176,19 @@ def profile(
         return _everything(candidate, model, quantization) if trained is None else trained.of_ffn(ffn)
 
     def observe(run: LayerRun) -> None:
+        told.fit(run.ffn, 0, len(candidates), 0.0)
         inputs = run.read_by(reads)
         active = run.inner != 0
         fired.add(run.layer, active)
         trigger_fired.add(run.layer, run.values[model.trigger] > model.activation_threshold)
         fitted = int(np.count_nonzero(run.tokens < cut))  # of the expert's tokens: the others judge
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             calibration = _calibration(run, inputs, active, fitted, candidate.sides, model.activation_threshold)
             if fitted < MIN_CALIBRATION_TOKENS and model.experts > 1:
                 factors = unknown(candidate, run.ffn)
             elif trained is None:
-                factors = fit_layer(calibration, candidate.rank, quantization, recall)
+                fitting = partial(told.fit, run.ffn, number, len(candidates))
+                factors = fit_layer(calibration, candidate.rank, quantization, recall, fitting)
             else:
                 factors = trained.of_ffn(run.ffn)
                 rows = {side: factor.rows for side, factor in factors.sides.items()}
@@ -197,9 +198,9 @@ def profile(
                 predicted = predicted_neurons(quantization, factors, candidate.hidden, inputs[fitted:])
                 judged = candidate.judged.setdefault(run.layer, [])
                 judged.append((len(predicted), judge(predicted, active[fitted:])))
-        tell((run.layer + 1) * both)
+            told.fit(run.ffn, number, len(candidates), 1.0)
 
-    exact = ReferenceEngine(package, observe=observe)
+    exact = ReferenceEngine(package, observe=observe, attended=told.attended)
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
     candidates.sort(key=lambda candidate: candidate.predicted)
     best = candidates[0]
@@ -208,13 +209,13 @@ def profile(
     predictor = Predictor(best.rank, quantization, reads, best.sides, best.hidden, cut, tuple(best.quality), best.ranks)
 
     def mask(run: LayerRun) -> NDArray[np.bool_]:
-        tell(model.layers * both + run.layer * held_out)
+        told.rate(run.layer * held_out)
         return predicted_neurons(quantization, best.factors[run.ffn], best.hidden, run.read_by(reads))
 
     predicting = ReferenceEngine(package, mask=mask)
     predicted_hidden, _ = predicting.hidden(texts.held_out)
-    exact_perplexity = perplexity(exact, hidden[cut:], texts.held_out)
-    predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out)
+    exact_perplexity = perplexity(exact, hidden[cut:], texts.held_out, told.rated)
+    predicted_perplexity = perplexity(exact, predicted_hidden, texts.held_out, told.rated)
     return Profiled(
         forget(
             write_predictor(
@@ -242,6 +243,42 @@ def _with_loss(predictor: Predictor, text: str, held_out_tokens: int, exact: flo
         exact_perplexity=max(1.0, round(exact, 6)),
         predicted_perplexity=max(1.0, round(predicted, 6)),
     )
+
+
+class _Told:
+    """Tells how much is done: of tokens, as often as each layer computes them. Both texts go through all layers, where
+    each is fitted and judged; the one held out goes through once more, and its logits are computed twice."""
+
+    def __init__(self, progress: Progress | None, model: ModelSpec, both: int, held_out: int) -> None:
+        self._progress, self._model, self._both, self._held_out = progress, model, both, held_out
+        self._rated = 0
+
+    def layer(self, layer: int, share: float) -> None:
+        """This share of a layer is over."""
+        self._tell(int((layer + share) * self._both))
+
+    def attended(self, layer: int, tokens: int) -> None:
+        """So many tokens of both texts have gone through a layer's attention."""
+        self.layer(layer, ATTENTION_SHARE * tokens / self._both)
+
+    def fit(self, ffn: int, candidate: int, candidates: int, share: float) -> None:
+        """This share of fitting one of a feed-forward's candidates is over; 0 of the first: it was computed."""
+        layer, expert = divmod(ffn, self._model.experts)
+        fitted = COMPUTED_SHARE + (1 - COMPUTED_SHARE) * (candidate + share) / candidates
+        self.layer(layer, ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + fitted) / self._model.experts)
+
+    def rate(self, tokens: int) -> None:
+        """The held-out text goes through the layers once more: so many tokens of them are done."""
+        self._tell(self._model.layers * self._both + tokens)
+
+    def rated(self, tokens: int) -> None:
+        """So many more tokens have their logits."""
+        self._rated += tokens
+        self.rate(self._model.layers * self._held_out + self._rated)
+
+    def _tell(self, tokens: int) -> None:
+        if self._progress is not None:
+            self._progress(tokens, self._model.layers * (self._both + self._held_out) + 2 * self._held_out)
 
 
 class _FiringByLayer:
@@ -309,8 +346,13 @@ def _calibration(
     )
 
 
-def perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequence[ContextWindow]) -> float:
-    """Of every token but the first of each context window."""
+def perplexity(
+    engine: ReferenceEngine,
+    hidden: NDArray[np.float32],
+    texts: Sequence[ContextWindow],
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> float:
+    """Of every token but the first of each context window. progress: told how many more tokens are done."""
     total, rated, start = 0.0, 0, 0
     for window in texts:
         logits = engine.logits(hidden[start : start + len(window) - 1]).astype(np.float64)
@@ -319,4 +361,5 @@ def perplexity(engine: ReferenceEngine, hidden: NDArray[np.float32], texts: Sequ
         spread = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
         total += float((spread - logits[np.arange(len(logits)), np.asarray(window[1:])]).sum())
         rated += len(logits)
+        progress(len(window))
     return float(np.exp(total / max(1, rated)))

@@ -23,6 +23,8 @@ from neuronpipe.plans.reference.weights import Array
 from neuronpipe.protocol.errors import UserError
 from numpy.typing import NDArray
 
+ATTENTION_SHARE = 0.6  # of the time of a layer; measured with the demo's shape
+
 
 def set_thresholds(
     package: Package, texts: Texts, *, share: float, text: str, progress: Progress | None = None
@@ -31,14 +33,26 @@ def set_thresholds(
     manifest, in the place of older ones. text: what the texts are called. Raises UserError."""
     require_silu(package)
     package.verify_fixed()
-    layers, cut = package.manifest.model.layers, texts.calibration_tokens
+    layers, experts = package.manifest.model.layers, package.manifest.model.experts
+    cut = texts.calibration_tokens
     held_out_tokens = sum(map(len, texts.held_out))
     both = cut + held_out_tokens
 
     def tell(tokens: int) -> None:
-        """So many tokens of all layers: of both texts by the exact model, then of the one held out."""
+        """So many tokens of all layers: of both texts by the exact model, then of the one held out, whose logits are
+        computed twice."""
         if progress is not None:
-            progress(tokens, layers * (both + held_out_tokens))
+            progress(tokens, layers * (both + held_out_tokens) + 2 * held_out_tokens)
+
+    def attended(layer: int, tokens: int) -> None:
+        tell(layer * both + int(ATTENTION_SHARE * tokens))
+
+    rated = 0
+
+    def rate(tokens: int) -> None:
+        nonlocal rated
+        rated += tokens
+        tell(layers * (both + held_out_tokens) + rated)
 
     values: list[list[Array]] = [[] for _ in range(layers)]  # by layer, of each expert
     thresholds = [0.0] * layers
@@ -49,10 +63,12 @@ def set_thresholds(
             if values[done]:  # all of its experts have been seen
                 thresholds[done] = _quantile(values[done], share)
                 values[done] = []
-        tell(run.layer * both)
+        layer, expert = divmod(run.ffn, experts)
+        passed = ATTENTION_SHARE + (1 - ATTENTION_SHARE) * (expert + 1) / experts
+        tell(int((layer + passed) * both))
 
     tell(0)
-    exact = ReferenceEngine(package, observe=collect)
+    exact = ReferenceEngine(package, observe=collect, attended=attended)
     hidden, _ = exact.hidden([*texts.calibration, *texts.held_out])
     thresholds[-1] = _quantile(values[-1], share)
 
@@ -74,8 +90,8 @@ def set_thresholds(
             text=text,
             calibration_tokens=cut,
             held_out_tokens=held_out_tokens,
-            exact_perplexity=_finite(perplexity(exact, hidden[cut:], texts.held_out), text),
-            thresholded_perplexity=_finite(perplexity(exact, thresholded_hidden, texts.held_out), text),
+            exact_perplexity=_finite(perplexity(exact, hidden[cut:], texts.held_out, rate), text),
+            thresholded_perplexity=_finite(perplexity(exact, thresholded_hidden, texts.held_out, rate), text),
         ),
     )
 

@@ -117,13 +117,19 @@ class ReferenceEngine:
     """Computes with a package's decoded weights, a layer at a time.
 
     observe is shown every layer. mask, bool [tokens, neurons] of a layer, says which neurons take part: predicted mode.
+    attended: told a layer, and how many tokens have gone through its attention, text by text.
     """
 
     def __init__(
-        self, package: Package, *, observe: Callable[[LayerRun], None] | None = None, mask: Mask | None = None
+        self,
+        package: Package,
+        *,
+        observe: Callable[[LayerRun], None] | None = None,
+        mask: Mask | None = None,
+        attended: Callable[[int, int], None] = lambda layer, tokens: None,
     ) -> None:
         self._manifest, self._weights = package.manifest, PackageWeights(package)
-        self._observe, self._mask = observe, mask
+        self._observe, self._mask, self._attended = observe, mask, attended
 
     def run(self, tokens: Sequence[int]) -> Result:
         """Logits after each token of one text, from its start; and the firing counts."""
@@ -185,12 +191,14 @@ class ReferenceEngine:
         if model.qkv_bias:
             qkv = qkv + weights.vector(f"{name}.qkv.bias")
         mixed = []
-        for text in np.split(qkv.reshape(len(normed), -1, model.head_width), np.cumsum(lengths)[:-1]):
+        ends = np.cumsum(lengths)
+        for end, text in zip(ends, np.split(qkv.reshape(len(normed), -1, model.head_width), ends[:-1]), strict=True):
             queries, keys, values = np.split(text, (model.query_heads, model.query_heads + model.key_heads), axis=1)
             rotary = model.rotary_layers[layer]
             queries = self._placed(f"{name}.query_norm", queries, rotary) * np.float32(model.attention_scale)
             keys = self._placed(f"{name}.key_norm", keys, rotary)
             mixed.append(attend(queries, keys, values, model.windows_tokens[layer]))
+            self._attended(layer, int(end))
         attention = self._product(layer, "attention_output", np.concatenate(mixed).reshape(len(normed), -1))
         return attention + weights.vector(f"{name}.attention_output.bias") if model.output_bias else attention
 

@@ -176,9 +176,20 @@ def test_profiling_writes_what_it_judged(tiny: Callable[[Activation], Package], 
     random, model = np.random.default_rng(3), package.manifest.model
     length = min(64, model.context_tokens)
     windows = random.integers(0, model.vocabulary, (10, length)).tolist()
+    told: list[tuple[int, int]] = []
     profiled = profile(
-        package, Texts(windows[:8], windows[8:]), rank=32, quantization="q8", sides="both", text="a story"
+        package,
+        Texts(windows[:8], windows[8:]),
+        rank=32,
+        quantization="q8",
+        sides="both",
+        text="a story",
+        progress=lambda done, total: told.append((done, total)),
     )
+    assert told == sorted(told)
+    assert (told[0][0], told[-1][0], {total for _, total in told}) == (0, told[0][1], {told[0][1]})
+    in_first_layer = {done for done, _ in told if 0 < done < 10 * length}
+    assert len(in_first_layer) >= len(windows) + 3  # each text's attention, and each step of what is fitted
     predictor = profiled.package.manifest.predictor
     assert predictor is not None
     profiled.package.verify_fixed()

@@ -70,8 +70,18 @@ def test_a_layers_threshold_is_a_quantile_of_the_calibration_text(kind: str, pac
     if kind == "mixture":
         package = write_package(tmp_path / "mixture", SPECS["mixtral"], "q8")
     calibration = windows(1, 6)
-    silent = set_thresholds(package, Texts(calibration, windows(2, 3)), share=0.6, text="t").manifest.silent
+    told: list[tuple[int, int]] = []
+    silent = set_thresholds(
+        package,
+        Texts(calibration, windows(2, 3)),
+        share=0.6,
+        text="t",
+        progress=lambda done, total: told.append((done, total)),
+    ).manifest.silent
     assert silent is not None
+    assert told == sorted(told)
+    assert (told[0][0], told[-1][0]) == (0, told[0][1])
+    assert sum(0 < done < 450 for done, _ in told) >= 9  # in the first layer, too
     for layer, values in zip(silent.by_layer, values_by_layer(package, calibration), strict=True):
         assert (values < layer.threshold).mean() == pytest.approx(0.6, abs=0.001)
         assert layer.share == pytest.approx(0.6, abs=0.05)
