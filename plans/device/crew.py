@@ -24,9 +24,12 @@ PAGE_BYTES = 4096
 MEETING_TIMEOUT_MS = 60_000
 END = b"end"
 SPIN_US = 50  # as workers of a run
+PASSES_S = 1.0
 
 Work = Callable[["Member"], Iterator[Sequence[float]]]
 """What a member does; yields the figures of one measurement after the other."""
+Told = Callable[[int], None]
+"""Called with how many measurements are done now: 1 after each, and 0 every PASSES_S while one is waited for."""
 
 
 class Member:
@@ -44,7 +47,13 @@ class Member:
             raise RuntimeError(f"the others did not come within {MEETING_TIMEOUT_MS} ms")
 
 
-def measured_together(cores: Sequence[int | None], work: Work) -> Iterator[list[list[float]]]:
+def nobody_told(count: int) -> None:
+    """For who tells nobody."""
+
+
+def measured_together(
+    cores: Sequence[int | None], work: Work, progress: Told = nobody_told
+) -> Iterator[list[list[float]]]:
     """The figures of each measurement as soon as all members have theirs: those of member 0, of member 1, ...
 
     Raises UserError when a member ends before its work is done.
@@ -56,8 +65,9 @@ def measured_together(cores: Sequence[int | None], work: Work) -> Iterator[list[
     try:
         for index, core in enumerate(cores):
             started.append(_start(Member(index, len(cores), core, page), work))
-        while (lines := _next_lines(started)) != [END] * len(lines):
+        while (lines := _next_lines(started, progress)) != [END] * len(lines):
             yield [json.loads(line) for line in lines]
+            progress(1)
     finally:
         for one in started:
             with contextlib.suppress(ProcessLookupError):
@@ -89,7 +99,7 @@ class _Started:
         return line
 
 
-def _next_lines(started: Sequence[_Started]) -> list[bytes]:
+def _next_lines(started: Sequence[_Started], progress: Told) -> list[bytes]:
     """One line of each. Raises UserError as soon as one of them has failed: the others may wait for it."""
     lines: dict[int, bytes] = {}
     while True:
@@ -99,7 +109,9 @@ def _next_lines(started: Sequence[_Started]) -> list[bytes]:
         waiting = {one.pipe: one for one in started if one.pipe not in lines}
         if not waiting:
             return [lines[one.pipe] for one in started]
-        for pipe in select.select(list(waiting), [], [])[0]:
+        if not (readable := select.select(list(waiting), [], [], PASSES_S)[0]):
+            progress(0)
+        for pipe in readable:
             waiting[pipe].read()
 
 

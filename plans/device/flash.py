@@ -19,6 +19,7 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.cores import Kind
+from neuronpipe.plans.device.crew import Told, nobody_told
 from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.figures import by_turns, spread_of
 from neuronpipe.plans.device.points import CoreClass, FlashRead
@@ -87,7 +88,7 @@ def measure_reads(
     *,
     rounds: int,
     budget_s: float,
-    progress: Callable[[], None] = lambda: None,
+    progress: Told = nobody_told,
 ) -> tuple[str, bool, tuple[FlashRead, ...]]:
     """(engine, whether it reads directly, the points). budget_s: of a repetition; progress is called after each.
 
@@ -109,7 +110,7 @@ def measure_reads(
         finally:
             if case.core is not None:
                 os.sched_setaffinity(0, allowed)
-            progress()
+            progress(1)
 
     try:
         figures = by_turns(cases, one, rounds)

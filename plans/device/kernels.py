@@ -26,7 +26,7 @@ from typing import Any, Literal
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.arena import Arena, Neurons, Rows
 from neuronpipe.plans.device.cores import Kind
-from neuronpipe.plans.device.crew import Member, measured_together
+from neuronpipe.plans.device.crew import Member, Told, measured_together, nobody_told
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.package.layout import Quantization
@@ -84,17 +84,16 @@ def measure_kernels(
     *,
     rounds: int,
     budget_s: float,
-    progress: Callable[[], None] = lambda: None,
+    progress: Told = nobody_told,
 ) -> list[Point]:
     """Speeds with a worker on each of these cores; `core`: the class of a single one. budget_s: of a repetition;
     progress is called after each."""
     found: dict[tuple[Case, str], list[float]] = {}
     turns = (case for _ in range(rounds) for case in cases)
     work = functools.partial(_work, arena=arena, cases=cases, rounds=rounds, budget_s=budget_s)
-    for case, speeds in zip(turns, measured_together(cores, work), strict=True):
+    for case, speeds in zip(turns, measured_together(cores, work, progress), strict=True):
         for number, kind in enumerate(KINDS[case.kind]):
             found.setdefault((case, kind), []).append(sum(of_one[number] for of_one in speeds))
-        progress()
     figures = {key: Figure.of(repetitions) for key, repetitions in found.items()}
     wanted = {key: figure for key, figure in figures.items() if not _is_twin(*key)}
     return [_point(case, kind, len(cores), core, figure) for (case, kind), figure in wanted.items()]

@@ -59,7 +59,8 @@ def measure_profile(
     directory: Path, *, effort: Effort | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> DeviceProfile:
     """The profile of this device, and of the flash that the package in `directory` lies on; without a package there,
-    or with a small one, none of flash. progress gets (done, total) in measurements.
+    or with a small one, none of flash. progress gets (done, total) in measurements, again and again while one takes
+    long.
 
     Raises UserError when flash cannot be read.
     """
@@ -96,8 +97,8 @@ class _Measuring:
         flash = self._effort.flash_rounds * len(self._reads) + rounds * (len(COST_CASES) + 2)
         return steps + (flash if self._reads else 0)
 
-    def _step(self) -> None:
-        self._done = min(self._done + 1, self._total)
+    def _step(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
         self._progress(self._done, self._total)
 
     def profile(self) -> DeviceProfile:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from neuronpipe.native import ffi, lib
-from neuronpipe.plans.device.crew import Member, Work, measured_together
+from neuronpipe.plans.device.crew import Member, Told, Work, measured_together, nobody_told
 from neuronpipe.plans.device.device import MemorySpeed, PiecePoint
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES, DramPoint
@@ -69,7 +69,7 @@ def measure_dram(
     *,
     rounds: int,
     budget_s: float,
-    progress: Callable[[], None] = lambda: None,
+    progress: Told = nobody_told,
 ) -> tuple[DramPoint, ...]:
     """The same for the device profile: by number of workers, from one to one on each of `cores`. Workers are processes;
     a speed is that of the typical stretch, so that one in which the system did something else does not count.
@@ -81,9 +81,8 @@ def measure_dram(
     for workers in range(1, len(cores) + 1):
         work = _stretches(*memory, rounds, budget_s)
         turns = (piece_bytes for _ in range(rounds) for piece_bytes in PROFILE_PIECES)
-        for piece_bytes, speeds in zip(turns, measured_together(cores[:workers], work), strict=True):
+        for piece_bytes, speeds in zip(turns, measured_together(cores[:workers], work, progress), strict=True):
             found.setdefault((workers, piece_bytes), []).append(sum(of_one[0] for of_one in speeds))
-            progress()
     return tuple(
         DramPoint(workers=workers, piece_bytes=piece_bytes, bytes_per_s=Figure.of(speeds))
         for (workers, piece_bytes), speeds in found.items()

@@ -17,7 +17,7 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.device.arena import Arena, Neurons
-from neuronpipe.plans.device.crew import Member, measured_together
+from neuronpipe.plans.device.crew import Member, Told, measured_together, nobody_told
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.flash import open_reader
 from neuronpipe.plans.device.points import MAX_SHARE, ReadCost, Sharing
@@ -126,9 +126,7 @@ def _clusters(file_bytes: int, size_bytes: int) -> int:
     return min(MAX_CLUSTERS, min(file_bytes, MAX_BYTES) // (size_bytes + PAGE_BYTES))
 
 
-def measure_costs(
-    path: Path, core: int | None, *, rounds: int, progress: Callable[[], None] = lambda: None
-) -> tuple[ReadCost, ...]:
+def measure_costs(path: Path, core: int | None, *, rounds: int, progress: Told = nobody_told) -> tuple[ReadCost, ...]:
     """Processor time of a read by its size and by how many are asked for together, on this core; sizes that the file
     holds only a few times are left out."""
     sizes = [size for size in SIZES_BYTES if _clusters(path.stat().st_size, size) >= MIN_CLUSTERS]
@@ -147,9 +145,8 @@ def measure_costs(
 
     found: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     turns = (case for _ in range(rounds) for case in cases)
-    for case, [[cpu_us]] in zip(turns, measured_together([core], work), strict=True):
+    for case, [[cpu_us]] in zip(turns, measured_together([core], work, progress), strict=True):
         found[case].append(max(1e-3, cpu_us))
-        progress()
     return tuple(
         ReadCost(request_bytes=size, at_once=at_once, cpu_us=Figure.of(of_one))
         for (size, at_once), of_one in found.items()
@@ -164,7 +161,7 @@ def measure_sharing(
     *,
     rounds: int,
     budget_s: float,
-    progress: Callable[[], None] = lambda: None,
+    progress: Told = nobody_told,
 ) -> tuple[Sharing, ...]:
     """A worker on `core`, and the loader on the same core, and on the first of the `others` if there are any."""
     if _clusters(path.stat().st_size, SHARING_SIZE_BYTES) < MIN_CLUSTERS:
@@ -172,9 +169,8 @@ def measure_sharing(
     found = []
     for place in (core, *others[:1]):
         shares: list[tuple[float, float]] = []
-        for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s)):
+        for worker, loader in measured_together([core, place], _pair(path, arena, rounds, budget_s), progress):
             shares.append((min(MAX_SHARE, worker[1] / worker[0]), min(MAX_SHARE, loader[1] / loader[0])))
-            progress()
         worker_share, loader_share = (Figure.of(of_one) for of_one in zip(*shares, strict=True))
         found.append(Sharing(same_core=place == core, worker_share=worker_share, loader_share=loader_share))
     return tuple(found)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from neuronpipe.plans.device.crew import Member, measured_together
+from neuronpipe.plans.device.crew import Member, Told, measured_together, nobody_told
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import Wait
 from neuronpipe.protocol.channel import Connection, Listener, Poller, open_context
@@ -29,9 +29,7 @@ ANSWER_MS = 10_000
 COUNTERS = {f"counter_{n}": float(n) for n in range(20)}  # about as many as a worker reports
 
 
-def measure_barriers(
-    cores: Sequence[int | None], *, rounds: int, progress: Callable[[], None] = lambda: None
-) -> tuple[Wait, ...]:
+def measure_barriers(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
     """One barrier, by how many of these cores take part."""
 
     def work(member: Member) -> Iterator[Sequence[float]]:
@@ -44,30 +42,24 @@ def measure_barriers(
             yield [_typical_us(some, BARRIERS // AT_ONCE) / AT_ONCE]
 
     return tuple(
-        Wait(workers=count, us=_of_first(measured_together(cores[:count], work), progress))
+        Wait(workers=count, us=_of_first(measured_together(cores[:count], work, progress)))
         for count in range(1, len(cores) + 1)
     )
 
 
-def measure_messages(
-    cores: Sequence[int | None], *, rounds: int, progress: Callable[[], None] = lambda: None
-) -> tuple[Wait, ...]:
+def measure_messages(cores: Sequence[int | None], *, rounds: int, progress: Told = nobody_told) -> tuple[Wait, ...]:
     """From sending a step to the last worker's answer, by how many of these cores answer."""
     found = []
     for count in range(1, len(cores) + 1):
         with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
             members = [None, *cores[:count]]
             work = _messages(f"ipc://{Path(folder) / CONTROL.name}", rounds)
-            found.append(Wait(workers=count, us=_of_first(measured_together(members, work), progress)))
+            found.append(Wait(workers=count, us=_of_first(measured_together(members, work, progress))))
     return tuple(found)
 
 
-def _of_first(measured: Iterator[list[list[float]]], progress: Callable[[], None]) -> Figure:
-    repetitions = []
-    for of_all in measured:
-        repetitions.append(of_all[0][0])
-        progress()
-    return Figure.of(repetitions)
+def _of_first(measured: Iterator[list[list[float]]]) -> Figure:
+    return Figure.of([of_all[0][0] for of_all in measured])
 
 
 def _typical_us(step: Callable[[], None], times: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.native import ffi
-from neuronpipe.plans.device import busy, flash
+from neuronpipe.plans.device import busy, crew, flash
 from neuronpipe.plans.device.arena import Neurons, largest_cache_bytes, make_arena
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.device.flash import read_cases
@@ -33,6 +33,22 @@ def test_a_crew_measures_in_step_and_on_its_cores() -> None:
 
     core = min(os.sched_getaffinity(0))
     assert list(measured_together([core, core], work)) == [[[n, 0, 1.0], [n, 1, 1.0]] for n in range(3)]
+
+
+def test_whoever_waits_for_a_crew_hears_of_each_measurement_and_that_time_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "PASSES_S", 0.01)
+    told: list[int] = []
+
+    def work(member: Member) -> Iterator[Sequence[float]]:
+        yield [1.0]
+        time.sleep(0.2)
+        yield [2.0]
+
+    assert list(measured_together([None], work, told.append)) == [[[1.0]], [[2.0]]]
+    assert sum(told) == 2
+    assert told[-2:] == [0, 1]
 
 
 def test_a_member_that_fails_ends_the_measurement_with_what_it_said() -> None:
