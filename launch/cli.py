@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
 from neuronpipe.launch.formats import as_typed
+from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
 
 VERBS = {
@@ -233,6 +234,8 @@ def _parsed(words: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's mistake is one line on stderr, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        begin_command()
     try:
         with _signals_told():
             return _run(words)

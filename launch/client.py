@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import show_bytes, show_left
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.progress import Progress, passes
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -49,6 +49,7 @@ class Client(Closing):
         the run ends."""
         quiet_ms = 0
         while True:
+            passes()
             message = self._channel.receive(POLL_MS)
             if message is not None:
                 quiet_ms = 0

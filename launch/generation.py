@@ -16,7 +16,7 @@ from neuronpipe.launch.arguments.sampling import add_sampling_arguments, check_r
 from neuronpipe.launch.chat.conversation import MAX_PROMPT_CHARACTERS
 from neuronpipe.launch.client import Client, show_warm_up
 from neuronpipe.launch.formats import ONLY_UTF8, parse_text, show_bytes
-from neuronpipe.launch.progress import SILENT_S, Elapsed
+from neuronpipe.launch.progress import SILENT_S, Elapsed, heard
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
@@ -100,7 +100,9 @@ def _standard_input() -> str:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
-        return sys.stdin.read(MAX_PROMPT_CHARACTERS + 1)
+        prompt = sys.stdin.read(MAX_PROMPT_CHARACTERS + 1)
+        heard()
+        return prompt
     except UnicodeDecodeError:
         raise UserError(f"standard input: {ONLY_UTF8}") from None
 
@@ -171,14 +173,21 @@ def _was_cold(before: WarmUp, after: WarmUp | None) -> str:
 
 def _awaited(status: Status | None, prompt_tokens: int) -> str:
     """What the first token waits for."""
-    if status is None or not status.ready or not prompt_tokens:
-        return "starting"
     prompt = f"the prompt, {prompt_tokens:,} token{'s' if prompt_tokens > 1 else ''}"
-    if status.sequences_waiting:
+    if not prompt_tokens:
+        return awaited(None, prompt)
+    if status is not None and status.ready and status.sequences_waiting:
         return f"waiting for a place, or reading {prompt}; {status.sequences_waiting} texts wait"
+    return awaited(status, f"reading {prompt}")
+
+
+def awaited(status: Status | None, doing: str) -> str:
+    """What a run does that was asked for something. doing: what that is, once it can. None: it has not told yet."""
+    if status is None or not status.ready:
+        return "starting"
     if status.warm_up is not None and not status.warm_up.done:
-        return f"reading {prompt}, while memory warms up: {show_warm_up(status.warm_up)}"
-    return f"reading {prompt}"
+        return f"{doing}, while memory warms up: {show_warm_up(status.warm_up)}"
+    return doing
 
 
 class _Answer:

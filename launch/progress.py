@@ -2,10 +2,15 @@
 
 Progress  of work whose amount is known: a bar, or a line per tenth and when nothing was said for long
 Elapsed   of a wait for nobody knows how long: seconds
+
+What is silent is the command, not its parts: the first of these counts the time since the process began, imports and
+planning included, and each later one the time since a person heard something last.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -22,8 +27,45 @@ SILENT_S = 2.0
 QUIET_S = 15.0
 TICK_S = 0.5
 REDRAW_S = 0.1
+PASSES_S = 1.0  # what is measured meanwhile is disturbed by every drawing
 WIDE_COLUMNS = 76  # from here on there is room for more than figures
 WIPE = "\r\x1b[K"
+CANNOT_WIPE = ("dumb", "unknown")  # terminals, by TERM
+MAX_START_S = 10.0  # what began longer ago has set itself up first, and said so
+
+_open: list[Progress] = []  # those that are shown
+_quiet_since_s: float | None = None  # None: nobody counts, and work is silent from its own beginning
+
+
+def begin_command() -> None:
+    """This process is a command that a person waits for, and has said nothing since it began."""
+    global _quiet_since_s
+    began_s = time.monotonic()
+    with contextlib.suppress(OSError, ValueError, IndexError):  # /proc may be hidden
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])  # from the machine's start to the process's
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        if 0 < age_s < MAX_START_S:
+            began_s -= age_s
+    _quiet_since_s = began_s
+
+
+def heard() -> None:
+    """A person has heard something of the command just now, or has told it something."""
+    global _quiet_since_s
+    if _quiet_since_s is not None:
+        _quiet_since_s = time.monotonic()
+
+
+def passes() -> None:
+    """Time passes: call it while you wait for what a Progress that is open tells of, so that it shows that. A thread
+    (`steady`) cannot, in work that forks."""
+    for one in _open:
+        one.pass_on_time()
+
+
+def _began() -> float:
+    return time.monotonic() if _quiet_since_s is None else _quiet_since_s
 
 
 class Progress:
@@ -33,7 +75,7 @@ class Progress:
         convert(source, target, progress=progress)
 
     `plain` asks for lines even on a terminal, as `--json` does. `steady` has a thread show that time passes while the
-    work does not call: not for work that forks.
+    work does not call: not for work that forks. That calls `passes` where it waits.
     """
 
     def __init__(
@@ -48,13 +90,13 @@ class Progress:
         self._what, self._unit = what, unit
         self._stream = sys.stderr if stream is None else stream
         self._plain = plain or not self._stream.isatty()
-        self._began = time.monotonic()
+        self._began = _began()
         self._said_at = self._began - QUIET_S + SILENT_S  # so that the first line comes after SILENT_S
         self._done, self._total, self._tenths = 0, 0, 0
         self._first: tuple[float, int] | None = None  # when it was called first, and how much was done then
         self._said = False
         self._bar: ProgressBar | None = None
-        self._drawn_at = float("-inf")
+        self._drawn_at = self._shown_at = float("-inf")
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True) if steady else None
@@ -66,6 +108,12 @@ class Progress:
             if self._first is None or done < self._first[1]:
                 self._first = time.monotonic(), done
             self._show()
+
+    def pass_on_time(self) -> None:
+        """Show that time passes, once it was called first: then it is this that goes on."""
+        with self._lock:
+            if self._first is not None and time.monotonic() - self._shown_at >= PASSES_S:
+                self._show()
 
     def print(self, line: str) -> None:
         """A line for stdout, which may be the same terminal."""
@@ -81,7 +129,8 @@ class Progress:
                 self._show()
 
     def _show(self) -> None:
-        if time.monotonic() - self._began <= SILENT_S:
+        self._shown_at = time.monotonic()
+        if self._shown_at - self._began <= SILENT_S:
             return
         if self._plain:
             self._line()
@@ -120,18 +169,28 @@ class Progress:
         if time.monotonic() - self._drawn_at < REDRAW_S:
             return
         self._drawn_at = time.monotonic()
-        bar = self._bar or _bar(self._what, self._unit, self._began, self._stream)
-        if bar.console.is_dumb_terminal:  # one that cannot wipe a line
+        if os.environ.get("TERM", "") in CANNOT_WIPE:
             self._plain = True
             self._line()
             return
-        self._bar = bar
+        if self._bar is None:
+            self._bar = self._first_bar()
+        bar = self._bar
         pace = self._pace(self._drawn_at)
         bar.update(bar.task_ids[0], completed=self._done, total=self._total or None, pace=pace)
         bar.start()  # again, after a line for stdout
         bar.refresh()
 
+    def _first_bar(self) -> ProgressBar:
+        """What draws it takes a second to import where all cores are busy: until then a word."""
+        self._stream.write(f"{WIPE}{self._what} ...")
+        self._stream.flush()
+        bar = _bar(self._what, self._unit, self._began, self._stream)
+        self._stream.write(WIPE)
+        return bar
+
     def __enter__(self) -> Self:
+        _open.append(self)
         if self._thread is not None:
             self._thread.start()
         return self
@@ -139,11 +198,14 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _open.remove(self)
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
         if self._bar is not None:
             self._bar.stop()
+        if self.was_shown:
+            heard()
 
 
 def _bar(what: str, unit: str, began: float, stream: TextIO) -> ProgressBar:
@@ -191,9 +253,9 @@ class Elapsed:
     def __init__(self, *, plain: bool = False, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = plain or not self._stream.isatty()
-        self._began = time.monotonic()
+        self._began = _began()
         self._due_s = SILENT_S
-        self._drawn = False
+        self._drawn = self._said = False
         self._over = False
 
     def say(self, what: str) -> None:
@@ -204,11 +266,12 @@ class Elapsed:
         if self._plain:
             print(f"neuronpipe: {what}, {took_s:.0f} s", file=self._stream, flush=True)
             self._due_s = 2 * took_s
+            self._said = True
         else:
             columns = shutil.get_terminal_size().columns
             self._stream.write(f"{WIPE}{f'{what}, {took_s:.0f} s'[: columns - 1]}")
             self._stream.flush()
-            self._drawn = True
+            self._drawn = self._said = True
 
     def end(self) -> None:
         """The wait is over: nothing is said any more."""
@@ -217,6 +280,8 @@ class Elapsed:
             self._stream.write(WIPE)
             self._stream.flush()
             self._drawn = False
+        if self._said:
+            heard()
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from neuronpipe.launch.client import Client
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.whole import whole_file
-from neuronpipe.protocol.messages.client import Scored
+from neuronpipe.protocol.messages.client import Scored, Status
 from neuronpipe.protocol.messages.request import Next, Score
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -26,13 +26,14 @@ def score(
     path: Literal["decode", "prefill"],
     keep: Keep | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    quiet: Callable[[Status | None], None] = lambda status: None,
 ) -> list[float]:
-    """Nats of every token but the first of each context window."""
+    """Nats of every token but the first of each context window. quiet: as `Client.request` has it."""
     nll: list[float] = []
     for first in range(0, len(tokens), window_tokens):
         window = tuple(tokens[first : first + window_tokens])
         ask = Score(request=f"window-{first}", tokens=window, path=path, logits=keep is not None)
-        for message in client.request(ask):
+        for message in client.request(ask, quiet):
             if isinstance(message, Scored):
                 nll += message.nll
                 progress(first + message.position + message.rows, len(tokens))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from neuronpipe.launch.formats import line_to_paste, show_bytes
-from neuronpipe.launch.progress import Elapsed, Progress
+from neuronpipe.launch.progress import Elapsed, Progress, heard
 from neuronpipe.native import lib
 from neuronpipe.plans.pull.packages import VARIABLE
 from neuronpipe.plans.pull.sources import Asked, Work, made_of, make, make_as_asked
@@ -45,6 +45,7 @@ def package_of(source: Path, *, plain: bool) -> Path:
     size_bytes = sum(file.stat().st_size for file in made.iterdir())
     said = f"made {made}, {show_bytes(size_bytes)}, called {made.name} from now on"
     print(f"neuronpipe: {said}; `{line_to_paste('rm', made.name)}` removes it", file=sys.stderr, flush=True)
+    heard()
     return made
 
 

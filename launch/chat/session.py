@@ -13,6 +13,7 @@ from neuronpipe.launch.chat.conversation import Conversation
 from neuronpipe.launch.chat.lines import FENCE, Lines
 from neuronpipe.launch.client import Client, Declined
 from neuronpipe.launch.generation import followed, for_terminal
+from neuronpipe.launch.progress import heard
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Finished
 from neuronpipe.protocol.messages.request import Cancel, Generate
@@ -69,7 +70,9 @@ class Chat:
         """What is said next; None at the end. Who sits at a terminal may type again what was no text."""
         while True:
             try:
-                return self._lines.message()
+                message = self._lines.message()
+                heard()
+                return message
             except UserError as error:
                 if not self._lines.asks:
                     raise

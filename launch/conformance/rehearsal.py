@@ -109,6 +109,7 @@ def rehearse(
         done += tokens
         progress(done, 2 * ANSWERED_TOKENS)
 
+    computed(0)
     small = small_plan(package, plan)
     present = Implementations.from_facts(control.ask(live.path, {"ask": "implementations"}, candidate.patience_s))
     with (

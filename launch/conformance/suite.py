@@ -69,6 +69,7 @@ class Suite:
         """Try everything; `tell` hears of each check as it ends, `progress` of how many have ended, of how many there
         are, and as often while nothing ends. Raises UserError when our own run cannot be."""
         self._tell, self._progress = tell, progress
+        self._goes_on()
         with tempfile.TemporaryDirectory(prefix="np-") as folder:
             with self._probe(self._plan, [], Path(folder)) as (probe, _):
                 self._expected = self._answers(probe)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
+from neuronpipe.launch.progress import TICK_S, passes
 from neuronpipe.protocol.errors import NotRunning, UserError
 from neuronpipe.protocol.run_directory import SUPERVISOR_SOCKET
 
@@ -69,6 +72,13 @@ def answer(client: socket.socket, content: dict[str, Any]) -> None:
         client.send(json.dumps(content).encode())
 
 
+def _wait(control: socket.socket, timeout_s: float) -> None:
+    """Until there is an answer, or it was waited for so long."""
+    deadline = time.monotonic() + timeout_s
+    while not select.select([control], [], [], TICK_S)[0] and time.monotonic() < deadline:
+        passes()
+
+
 def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Ask the supervisor of a run. Raises UserError with its reason when it refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
@@ -76,6 +86,7 @@ def ask(directory: Path, request: dict[str, Any], timeout_s: float) -> dict[str,
         try:
             control.connect(str(directory / SUPERVISOR_SOCKET))
             control.send(json.dumps(request).encode())
+            _wait(control, timeout_s)
             content = json.loads(control.recv(PACKET_BYTES) or b"null")
         except TimeoutError:
             raise UserError(f"{directory}: its supervisor did not answer within {timeout_s:.0f} s") from None

@@ -90,10 +90,11 @@ def main(arguments: argparse.Namespace) -> int:
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
         Progress("measuring", "requests", plain=arguments.json) as progress,
     ):
-        wait_until_warm(client)
-        bench = Bench(package, plan, device, prompts, client, arguments.batch)
         requests = len(cases) * (1 + arguments.repetitions) * (1 if sides is None else 2)
         done = 0
+        progress(done, requests)
+        wait_until_warm(client)
+        bench = Bench(package, plan, device, prompts, client, arguments.batch)
 
         def step() -> None:
             nonlocal done

@@ -13,8 +13,9 @@ import math
 from pathlib import Path
 
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.generation import awaited
 from neuronpipe.launch.planning import add_package_argument, add_plan_arguments, package_and_plan
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.scoring import kept_logits, score
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.package.reader import Package
@@ -44,11 +45,25 @@ def main(arguments: argparse.Namespace) -> int:
     with (
         started_run(package, plan, None, stays=False) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
+        Elapsed(plain=arguments.json) as elapsed,
     ):
         file, window_tokens = arguments.output, plan.compute.context_tokens
         kept = kept_logits(file, live.directory, package, len(tokens)) if file else contextlib.nullcontext()
         with kept as keep, Progress("scoring", "tokens", plain=arguments.json) as progress:
-            nll = score(client, tokens, window_tokens=window_tokens, path=arguments.path, keep=keep, progress=progress)
+
+            def told(done: int, total: int) -> None:
+                elapsed.end()
+                progress(done, total)
+
+            nll = score(
+                client,
+                tokens,
+                window_tokens=window_tokens,
+                path=arguments.path,
+                keep=keep,
+                progress=told,
+                quiet=lambda status: elapsed.say(awaited(status, "scoring")),
+            )
     mean = math.fsum(nll) / len(nll)
     result = {
         "nll": mean,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import select
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from neuronpipe.launch import progress as module
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.progress import Elapsed, Progress
 
 WIPED = "\x1b[1A\x1b[2K"  # the line above, which is then where the cursor is
 
@@ -19,6 +21,7 @@ WIPED = "\x1b[1A\x1b[2K"  # the line above, which is then where the cursor is
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(module, "_quiet_since_s", None)
 
 
 class Terminal(io.StringIO):
@@ -186,3 +189,59 @@ def test_a_bar_takes_one_line(monkeypatch: pytest.MonkeyPatch, columns: int, uni
     assert "\n" not in shown
     assert " 50%" in shown
     assert "…" not in shown
+
+
+def test_a_command_is_silent_for_two_seconds_not_each_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(module, "_quiet_since_s", now)
+    stream = io.StringIO()
+    now = 101.5  # planned
+    with Elapsed(stream=stream) as elapsed:
+        now = 101.9
+        elapsed.say("starting")
+        assert stream.getvalue() == ""
+    with Progress("scoring", "tokens", stream=stream) as progress:
+        now = 103.5
+        progress(0, 40)
+    with Progress("writing", "tokens", stream=stream) as progress:
+        now = 105.0
+        progress(1, 4)
+    with Elapsed(stream=stream) as elapsed:
+        elapsed.say("ending")
+    now = 110.0
+    module.heard()
+    with Elapsed(stream=stream) as elapsed:
+        now = 111.9
+        elapsed.say("starting")
+        now = 112.0
+        elapsed.say("starting")
+    assert stream.getvalue().splitlines() == [
+        "neuronpipe: scoring: 0 %, 0 of 40 tokens, 4 s",
+        "neuronpipe: starting, 2 s",
+    ]
+
+
+def test_a_command_begins_with_its_process() -> None:
+    script = """
+import sys, time
+from neuronpipe.launch import progress as module
+time.sleep(0.6)
+module.begin_command()
+module.SILENT_S = 0.5
+with module.Progress("planning", "checks") as progress:
+    progress(1, 4)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stderr
+    assert said.startswith("neuronpipe: planning: 25 %, 1 of 4 checks")
+
+
+def test_a_terminal_hears_of_work_before_what_draws_the_bar_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    stream, said = Terminal(), list[str]()
+    draw = module._bar
+    monkeypatch.setattr(module, "_bar", lambda *given: (said.append(stream.getvalue()), draw(*given))[1])
+    with Progress("making", "bytes", stream=stream) as progress:
+        progress(1 << 20, 4 << 20)
+    assert said == [f"{module.WIPE}making ..."]
+    assert stream.getvalue().removeprefix(said[0]).startswith(module.WIPE)
