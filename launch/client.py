@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neuronpipe.launch.formats import show_bytes, show_left
-from neuronpipe.launch.progress import Progress, passes
+from neuronpipe.launch.progress import Elapsed, Progress, passes
 from neuronpipe.protocol.channel import Connection, open_context
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import NotRunning, UserError
@@ -23,6 +23,8 @@ from neuronpipe.protocol.segments import Closing
 POLL_MS = 50
 QUIET_MS = 500
 WARM_UP_POLL_S = 0.1
+READY_POLL_S = 0.02
+STARTING = "starting"
 MAX_UNKNOWN_S = 1.0  # a run that has not begun within this time has nothing to warm up, or a loader that does not tell
 
 
@@ -116,13 +118,14 @@ class Client(Closing):
             self.send(Cancel(request=ask.request))
             raise
 
-    def status(self) -> Status:
-        """How the run is."""
+    def status(self, quiet: Callable[[], None] = lambda: None) -> Status:
+        """How the run is. quiet: called again and again while there is no answer."""
         self.send(AskStatus())
         for message in self.replies():
             if isinstance(message, Status):
                 return message
             if message is None:
+                quiet()
                 self.send(AskStatus())  # a coordinator that was restarted has lost the question
         raise AssertionError
 
@@ -169,6 +172,15 @@ def show_warm_up(warm_up: WarmUp | None) -> str:
     if warm_up.left_s is None:
         return said
     return f"{said}, {show_bytes(warm_up.bytes_per_s)}/s, {show_left(warm_up.left_s)}"
+
+
+def await_ready(client: Client, *, plain: bool) -> None:
+    """Until a run that was just started takes requests; stderr says that it starts. Raises UserError when the run ends
+    first. plain: lines, not one that changes."""
+    with Elapsed(plain=plain) as elapsed:
+        while not client.status(lambda: elapsed.say(STARTING)).ready:
+            elapsed.say(STARTING)
+            time.sleep(READY_POLL_S)
 
 
 def follow_warm_up(client: Client, *, plain: bool) -> None:

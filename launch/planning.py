@@ -20,6 +20,7 @@ from neuronpipe.launch.formats import (
     show_bytes,
 )
 from neuronpipe.launch.neural import CORES, Prompts, prompts_here
+from neuronpipe.launch.progress import Elapsed
 from neuronpipe.launch.searching import add_gpu_memory_argument, searched
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.device.probe import probe
@@ -47,6 +48,7 @@ from neuronpipe.protocol.errors import UserError
 if TYPE_CHECKING:
     from neuronpipe.services.implementations import Implementations, Use
 
+PLANNING = "planning"
 DEMO = Path(__file__).resolve().parent.parent / "plans" / "demo" / "package"
 """The demo model's package, in a checkout and in an installed package alike."""
 
@@ -271,10 +273,15 @@ def _plain(arguments: argparse.Namespace) -> bool:
 def planned_here(arguments: argparse.Namespace, package: Package, *, several: bool, gateway: bool) -> Planned:
     """The same of a package that is open, after `refuse_contradictions`."""
     said: list[str] = []
-    device = probe(package.path, say=said.append)
-    prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)
-    subject = Subject(manifest=package.manifest, read_activity=package.read_activity, device=device, prompts=prompts)
-    made = planned_for(arguments, subject, several=several, gateway=gateway)
+    with Elapsed(plain=_plain(arguments)) as elapsed:
+        elapsed.say(PLANNING)  # on a busy machine to get here has taken seconds
+        device = probe(package.path, say=said.append)
+        elapsed.say(PLANNING)
+        prompts = CORES if "prefill" in dict(arguments.backend) else prompts_here(package, arguments.quality)
+        subject = Subject(
+            manifest=package.manifest, read_activity=package.read_activity, device=device, prompts=prompts
+        )
+        made = planned_for(arguments, subject, several=several, gateway=gateway)
     if (warning := memory_warning(made.plan, device, made.least_bytes)) is not None:
         said.append(warning)
     for line in said:  # not before now: a refusal is one line

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.pipeline import PATIENCE_S, Run, Shell
+from tests.pipeline import PATIENCE_S, Run, Shell, beside_progress
 
 NOTICE = "neuronpipe: "
 
@@ -75,6 +75,7 @@ def served(shell: Shell, *options: str | Path, notices: bool = False) -> Iterato
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE_S)
+    errors = beside_progress(errors)
     for line in errors.splitlines() if notices else ():
         print(line, file=sys.stderr)
     assert errors == "" or (notices and all(line.startswith(NOTICE) for line in errors.splitlines())), errors

@@ -34,6 +34,7 @@ PATIENCE_S = 60.0 * SLOWER
 # Where other runs of this user are; and the size that pytest-xdist says every terminal has.
 NOT_INHERITED = ("XDG_RUNTIME_DIR", "LINES", "COLUMNS")
 _PSS = re.compile(r"^(Pss|Pss_Shmem|Pss_File):\s+(\d+) kB", re.MULTILINE)
+_PROGRESS = re.compile(r"neuronpipe: .*, \d+ s\n")
 _marks = itertools.count()
 
 # What a script starts in the background ignores it, and so would our commands, which are ended by it.
@@ -46,6 +47,11 @@ class Done(NamedTuple):
     code: int
     out: str
     errors: str
+
+
+def beside_progress(errors: str) -> str:
+    """What a command says on stderr, without the lines of progress that it adds where the machine is slow."""
+    return _PROGRESS.sub("", errors)
 
 
 class Shell:
@@ -94,7 +100,7 @@ class Shell:
         done = self.call(*words)
         assert done.code == 2, done
         assert "Traceback" not in done.errors
-        (line,) = done.errors.splitlines()
+        (line,) = beside_progress(done.errors).splitlines()
         assert line.startswith("neuronpipe: ")
         assert beside or not self.leftovers(), self.leftovers()
         return line

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from neuronpipe.launch.conformance.suite import Result, Suite
-from neuronpipe.launch.planning import add_package_argument, open_package
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.planning import PLANNING, add_package_argument, open_package
+from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.searching import asked_accelerator
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package
@@ -47,7 +47,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"--patience {arguments.patience:g}: between 0 and 600 seconds")
     use = None if arguments.use is None else Implementation.parse(arguments.use, Path.cwd())
     package = open_package(arguments.package, plain=arguments.json)
-    suite = Suite(package, _plan(package, arguments.role), arguments.role, use, arguments.patience)
+    with Elapsed(plain=arguments.json) as elapsed:
+        elapsed.say(PLANNING)
+        planned = _plan(package, arguments.role)
+    suite = Suite(package, planned, arguments.role, use, arguments.patience)
     with Progress(f"trying {arguments.role}", "checks", plain=arguments.json) as progress:
         results = suite.run(lambda result: None if arguments.json else progress.print(_line(result)), progress)
     passed = all(not result.why for result in results)

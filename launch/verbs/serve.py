@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from neuronpipe.launch.client import Client, described, follow_warm_up, run_ended
+from neuronpipe.launch.client import STARTING, Client, described, follow_warm_up, run_ended
 from neuronpipe.launch.formats import as_typed, line_to_paste, parse_time, show_bytes, show_time
 from neuronpipe.launch.planning import (
     DEMO,
@@ -27,6 +27,7 @@ from neuronpipe.launch.planning import (
     package_and_plan,
     what_the_demo_is,
 )
+from neuronpipe.launch.progress import Elapsed, heard
 from neuronpipe.launch.serving.host import Host, offered, shared_limit_bytes
 from neuronpipe.launch.serving.restarting import Backoff, refuse_for
 from neuronpipe.launch.supervisor.start import LiveRun, started_run
@@ -152,7 +153,7 @@ def _serve_run(
         started_run(package, plan, arguments.run, stays=False, uses=uses, listener=listener) as live,
     ):
         try:
-            reason = _wait_until_ready(live, listener)
+            reason = _wait_until_ready(live, listener, plain=arguments.json)
             served = reason is None
             if served and again:
                 _warn(f"serving again, by the run {live.directory.path}")
@@ -183,6 +184,7 @@ def _warm_up(client: Client, *, plain: bool) -> str | None:
 
 def _warn(line: str) -> None:
     print(f"neuronpipe: {line}", file=sys.stderr, flush=True)
+    heard()
 
 
 def _live(path: Path | None) -> tuple[RunDirectory, RunFile] | None:
@@ -248,18 +250,22 @@ def _print(listener: Listener, what: str, facts: Sequence[tuple[str, str]], look
     for name, text in lines:
         print(f"  {name + ':':<16} {text}")
     sys.stdout.flush()
+    heard()
 
 
-def _wait_until_ready(live: LiveRun, listener: Listener) -> str | None:
-    """Until the gateway says that requests are served: None; or why the run ended before."""
+def _wait_until_ready(live: LiveRun, listener: Listener, *, plain: bool) -> str | None:
+    """Until the gateway says that requests are served: None; or why the run ended before. plain: lines on stderr, not
+    one that changes."""
     place = listener.address.removeprefix("http://")
-    while (reason := live.failed()) is None:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection(place, timeout=WATCH_S)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return None
-        time.sleep(POLL_S)
+    with Elapsed(plain=plain) as elapsed:
+        while (reason := live.failed()) is None:
+            elapsed.say(STARTING)
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection(place, timeout=WATCH_S)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return None
+            time.sleep(POLL_S)
     return reason
 
 
@@ -270,6 +276,7 @@ def _say(
     if arguments.json:
         said = {"address": listener.address, "addresses": listener.addresses, **facts, "joined": joined}
         print(json.dumps(said), flush=True)
+        heard()
         return
     lines = [("run", f"{'one that was live already' if joined else 'a new one'}, {place}")]
     if not joined and arguments.package is DEMO:

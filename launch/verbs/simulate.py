@@ -12,7 +12,7 @@ from pathlib import Path
 
 from neuronpipe.launch.formats import parse_bytes, parse_share, show_bytes
 from neuronpipe.launch.planning import Subject, add_package_argument, add_plan_arguments, open_package, planned_for
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.device.device import Device
@@ -68,6 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None and arguments.picture.suffix != ".svg":
         raise UserError(f"{arguments.picture}: pictures are SVG; give a name that ends in .svg")
     model, package = _model(arguments.package, plain=arguments.json)
+    with Elapsed(plain=arguments.json) as elapsed:
+        elapsed.say("simulating")  # on a busy machine the imports have taken seconds
     system = system_named(arguments.policy)
     machine = _this_machine(package) if arguments.device == THIS_MACHINE else None
     device = read_device(arguments.device) if machine is None else this_machine(machine)

@@ -10,6 +10,7 @@ from typing import Any
 
 from neuronpipe.launch.client import attach, described, show_warm_up
 from neuronpipe.launch.formats import show_bytes
+from neuronpipe.launch.progress import Elapsed
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.protocol.run_directory import RunDirectory
 
@@ -22,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     directory, run_file = RunDirectory.find(arguments.run)
     facts = described(directory, run_file)
-    with attach(directory.path) as client:
-        status = client.status()
+    with attach(directory.path) as client, Elapsed(plain=arguments.json) as elapsed:
+        status = client.status(lambda: elapsed.say("waiting for the run to answer"))
     print(json.dumps({**dataclasses.asdict(status), **facts}) if arguments.json else render(facts, status))
     return 0
 

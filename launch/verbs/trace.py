@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from neuronpipe.launch.client import attach
-from neuronpipe.launch.progress import Progress
+from neuronpipe.launch.progress import Elapsed, Progress
 from neuronpipe.launch.trace.chrome import write_chrome
 from neuronpipe.launch.trace.picture import write_picture
 from neuronpipe.plans.package.whole import whole_file
@@ -45,8 +45,11 @@ def main(arguments: argparse.Namespace) -> int:
     if not (arguments.output or arguments.picture) and sys.stdout.isatty():
         raise UserError("trace events are for programs: give --picture FILE.svg to look at, or -o FILE.json")
     directory, run_file = RunDirectory.find(arguments.run)
-    with attach(directory.path) as client, RunTrace.open(run_file, client.status().processes) as trace:
-        rows = _watch(trace, arguments.seconds)
+    with attach(directory.path) as client:
+        with Elapsed() as elapsed:
+            processes = client.status(lambda: elapsed.say("waiting for the run to answer")).processes
+        with RunTrace.open(run_file, processes) as trace:
+            rows = _watch(trace, arguments.seconds)
     if not any(span.step for row in rows for span in row.spans):  # the cache evicts without a step as well
         when = f"in these {arguments.seconds:g} s" if arguments.seconds else "yet"
         meanwhile = " meanwhile" if arguments.seconds else ""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
-from neuronpipe.launch.client import Client, described, follow_warm_up, show_warm_up
+from neuronpipe.launch.client import Client, await_ready, described, follow_warm_up, show_warm_up
 from neuronpipe.launch.formats import as_typed, line_to_paste
 from neuronpipe.launch.planning import (
     DEMO,
@@ -20,8 +19,6 @@ from neuronpipe.launch.planning import (
 )
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.protocol.links import CONTROL
-
-POLL_S = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         started_run(package, plan, arguments.run, stays=True, uses=uses) as live,
         Client(live.directory.endpoint(CONTROL), live.failed) as client,
     ):
-        _wait_until_ready(client)
+        await_ready(client, plain=arguments.json)
         if arguments.warm:
             follow_warm_up(client, plain=arguments.json)
         warm_up = client.status().warm_up
@@ -58,8 +55,3 @@ def main(arguments: argparse.Namespace) -> int:
             prompt = ("TEXT",) if verb == "ask" else ()
             print(f"  {purpose + ':':<12}{line_to_paste(verb, '--run', place, *prompt)}")
     return 0
-
-
-def _wait_until_ready(client: Client) -> None:
-    while not client.status().ready:
-        time.sleep(POLL_S)

@@ -15,7 +15,7 @@ from neuronpipe.launch.planning import DEMO
 from neuronpipe.plans.package.reader import Package
 
 from tests.http_client import served
-from tests.pipeline import PATIENCE_S, SLOWER, Shell, eventually
+from tests.pipeline import PATIENCE_S, SLOWER, Shell, beside_progress, eventually
 
 Converted = Callable[..., Package]
 
@@ -48,7 +48,7 @@ def test_ctrl_c_ends_a_run_at_once(shell: Shell, package: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert errors == "neuronpipe: interrupted\n"
+    assert beside_progress(errors) == "neuronpipe: interrupted\n"
     assert not shell.leftovers()
     assert time.monotonic() - before < 5 * SLOWER
 

@@ -18,7 +18,7 @@ from neuronpipe.protocol.errors import UserError
 
 from tests.conformance.checkpoints import RECIPES, TINY, config, write_checkpoint
 from tests.conformance.gguf_files import write_gguf
-from tests.pipeline import COMMAND, PATIENCE_S, Shell
+from tests.pipeline import COMMAND, PATIENCE_S, Shell, beside_progress
 
 Converted = Callable[..., Package]
 ASK = ("-p", "the rain", "-n", "4")
@@ -244,7 +244,7 @@ def test_bytes_that_are_no_text_are_refused_in_one_line(shell: Shell, package: P
         piped.stdin.buffer.write(latin1)
         _, errors = piped.communicate(timeout=PATIENCE_S)
         assert piped.returncode == 2
-        (line,) = errors.splitlines()
+        (line,) = beside_progress(errors).splitlines()
         assert "standard input: not UTF-8" in line
     assert "argument -p/--prompt: not UTF-8" in shell.refused("run", package, "-p", os.fsdecode(latin1))
 

@@ -13,7 +13,7 @@ import pytest
 from neuronpipe.launch.planning import DEMO
 
 from tests.http_client import request, served
-from tests.pipeline import COMMAND, PATIENCE_S, Shell, eventually
+from tests.pipeline import COMMAND, PATIENCE_S, Shell, beside_progress, eventually
 
 FIRST_PROCESS = ("unshare", "--pid", "--fork", "--mount-proc", *COMMAND)
 
@@ -43,7 +43,7 @@ def test_a_run_in_another_pid_namespace_is_asked_and_ended_but_its_memory_is_not
     try:
         assert shell.json("ask", "-p", "x", "-n", "2", program=FIRST_PROCESS)["tokens"] == 2
         done = shell.call("watch", "--once", program=FIRST_PROCESS)
-        (line,) = done.errors.splitlines()
+        (line,) = beside_progress(done.errors).splitlines()
         assert done.code == 2
         assert "is not to be seen from here; do this in the container where the run was started" in line
         assert shell.json("down", program=FIRST_PROCESS) == {"run": str(run), "stopped": True}

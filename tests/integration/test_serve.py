@@ -17,7 +17,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
 
 from tests.http_client import PATIENCE_S, Server, served
-from tests.pipeline import Run, Shell, eventually
+from tests.pipeline import Run, Shell, beside_progress, eventually
 
 Converted = Callable[..., Package]
 KEY = "correct-horse-battery"
@@ -104,7 +104,7 @@ def test_a_storm_of_kills_ends_a_run_and_serve_starts_another(shell: Shell) -> N
     assert server.post("/v1/completions", prompt="def f(x):", max_tokens=8, temperature=0).json()["choices"] == before
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE_S)
-    ended, again = errors.splitlines()
+    ended, again = beside_progress(errors).splitlines()
     assert "another one is started in 1 s" in ended
     assert "serving again" in again
     assert process.returncode == 0

@@ -14,7 +14,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.engine import ReferenceEngine
 
 from tests.conformance.checkpoints import RECIPES, tokens
-from tests.pipeline import Shell
+from tests.pipeline import Shell, beside_progress
 
 Converted = Callable[..., Package]
 FIRING_LOG = "decode=neuronpipe.services.examples.firing:FiringLog"
@@ -56,7 +56,7 @@ def test_a_program_is_started_in_its_process_and_told_where_it_is(shell: Shell, 
     use = f"decode.1=argv:{shlex.quote(sys.executable)} told.py {{run}} {{role}}.{{index}}"
     done = shell.call("run", package.path, "-p", "x", "--workers", "2", "--use", use, "--run", place, cwd=shell.folder)
     assert done.code == 2
-    assert done.errors == "neuronpipe: decode.1 died 6 times within 30 s: this one cannot compute\n"
+    assert beside_progress(done.errors) == "neuronpipe: decode.1 died 6 times within 30 s: this one cannot compute\n"
     told = (shell.folder / "told.txt").read_text()
     assert told == f"{place} decode.1 {place} decode 1 {package.path}"
 
