@@ -1,6 +1,7 @@
 """Warm-up of a real run: it is shown while it lasts, and a text that comes meanwhile does not break its reads up."""
 
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -17,6 +18,36 @@ from tests.pipeline import PATIENCE_S, Run, Shell, eventually
 def warmed(run: Run) -> bool:
     warm_up = run.status().warm_up
     return warm_up is not None and warm_up.done
+
+
+def test_a_run_that_takes_long_to_start_is_said_to_start(shell: Shell) -> None:
+    """By whoever waits for it, and by whoever looks."""
+    (shell.folder / "late.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from neuronpipe.services.loader.service import LoaderService\n"
+        "class Late(LoaderService):\n"
+        "    def __init__(self, job):\n"
+        "        while not Path('go').exists():\n"
+        "            time.sleep(0.01)\n"
+        "        super().__init__(job)\n"
+    )
+    place = shell.folder / "run"
+    up = shell.start("up", "--run", place, "--use", "loader=late:Late", cwd=shell.folder)
+    assert up.stderr is not None
+    said = ""
+    while not said.startswith("neuronpipe: starting, "):
+        said = up.stderr.readline()
+        assert said
+    assert f"{place}: starting, up " in shell.call("status", "--run", place).out
+    assert json.loads(shell.call("watch", place, "--once", "--json").out.splitlines()[-1])["ready"] is False
+    ask = shell.start("ask", "--run", place, "-n", "2", "import os")
+    assert ask.stderr is not None
+    assert ask.stderr.readline().startswith("neuronpipe: starting, ")
+    (shell.folder / "go").touch()
+    assert "tokens" in ask.communicate(timeout=PATIENCE_S)[1]
+    assert up.communicate(timeout=PATIENCE_S)[0].startswith(f"up: {place}\n")
+    Run(shell, place).down()
 
 
 def test_up_waits_for_warm_memory_when_asked_to(shell: Shell) -> None:

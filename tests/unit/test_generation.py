@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 from neuronpipe.launch import progress
 from neuronpipe.launch.client import Client
-from neuronpipe.launch.generation import generate
+from neuronpipe.launch.generation import awaited, generate
+from neuronpipe.launch.verbs import status as verb
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.messages.client import Accepted, Finished, Status, Token, WarmUp
@@ -138,3 +139,18 @@ def test_what_was_said_of_the_wait_is_wiped_when_the_first_token_comes(
     before, _, after = capsys.readouterr().err.rpartition(progress.WIPE)
     assert before == f"{progress.WIPE}reading the prompt, 1,234 tokens, 0 s"
     assert after.startswith("[1 tokens, ")
+
+
+def test_whatever_a_run_is_asked_for_waits_for_its_start_and_for_warm_memory() -> None:
+    starting = dataclasses.replace(STATUS, ready=False)
+    assert [awaited(status, "scoring") for status in (None, starting, STATUS, WARM)] == [
+        *["starting"] * 2,
+        *["scoring"] * 2,
+    ]
+    assert awaited(COLD, "scoring") == "scoring, while memory warms up: 25 %, 1.00 GiB of 4.00 GiB"
+
+
+def test_status_says_that_memory_warms_up_until_it_is_warm() -> None:
+    facts = {"run": "/run", "model": "m", "package": "/p"}
+    assert "\nwarming up: 25 %, 1.00 GiB of 4.00 GiB\n" in verb.render(facts, COLD)
+    assert "warming up" not in verb.render(facts, WARM)

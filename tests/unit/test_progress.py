@@ -245,3 +245,25 @@ def test_a_terminal_hears_of_work_before_what_draws_the_bar_is_there(monkeypatch
         progress(1 << 20, 4 << 20)
     assert said == [f"{module.WIPE}making ..."]
     assert stream.getvalue().removeprefix(said[0]).startswith(module.WIPE)
+
+
+def test_who_waits_shows_that_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    stream, terminal = io.StringIO(), Terminal()
+    with Progress("trying", "checks", stream=stream) as log, Progress("trying", "checks", stream=terminal) as bar:
+        now = 104.0
+        module.passes()  # nobody knows of this work yet
+        assert (stream.getvalue(), terminal.getvalue()) == ("", "")
+        log(1, 4)
+        bar(1, 4)
+        for now in (104.5, 105.0, 110.0, 119.5):
+            drawn = len(terminal.getvalue())
+            module.passes()
+            assert (len(terminal.getvalue()) > drawn) == (now != 104.5)
+        assert "0:00:10" in terminal.getvalue()
+    now = 200.0
+    module.passes()
+    assert stream.getvalue().splitlines() == [
+        f"neuronpipe: trying: 25 %, 1 of 4 checks, {second} s" for second in (4, 20)
+    ]
