@@ -36,9 +36,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _activations(arguments: argparse.Namespace, package: Package) -> int:
     from neuronpipe.launch.progress import Progress
-    from neuronpipe.plans.synth import measure  # numpy and the kernels: only for this
 
     with Progress("computing", "tokens", plain=arguments.json, steady=True) as progress:
+        from neuronpipe.plans.synth import measure  # numpy and the kernels: only for this, and they take a while
+
         statistics = measure.measure(package, arguments.preset, arguments.tokens, progress)
     print(json.dumps(statistics) if arguments.json else measure.render(statistics))
     return 0

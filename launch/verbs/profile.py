@@ -13,7 +13,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from neuronpipe.launch.formats import as_typed, parse_share
 from neuronpipe.launch.planning import add_package_argument, open_package
@@ -26,6 +26,9 @@ from neuronpipe.plans.package.manifest import DEFAULT_RECALL, MAX_SILENT_SHARE, 
 from neuronpipe.plans.package.optional_file import require_writable
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from neuronpipe.plans.predictor.profile import Profiled
 
 DEFAULT_RANK_PART = 11  # of the width, in groups: 352 of 4096 is the published choice
 
@@ -107,32 +110,13 @@ def main(arguments: argparse.Namespace) -> int:
         return activity.main(arguments, _open_to_change(arguments))
     if arguments.mode or arguments.memory:
         raise UserError(f"--{'mode' if arguments.mode else 'memory'}: is of the run of --activity; give that too")
-    from neuronpipe.plans.predictor.imported import open_imported
-    from neuronpipe.plans.predictor.profile import profile
-
     package = _open_to_change(arguments)
     if arguments.calibrate and (arguments.imported or arguments.rank):
         raise UserError("--calibrate: keeps the package's own factors, so --import and --rank say nothing")
     if not 0.5 <= arguments.recall < 1:
         raise UserError(f"--recall {arguments.recall}: expected a share from 0.5 to below 1")
-    texts = texts_of(arguments, package)
-    width = package.manifest.model.width
-    default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
     with Progress("profiling", "tokens", plain=arguments.json, steady=True) as progress:
-        profiled = profile(
-            package,
-            texts,
-            rank=arguments.rank or default_rank,
-            quantization=arguments.quantization,
-            recall=arguments.recall,
-            reads=arguments.reads,
-            sides=arguments.sides,
-            imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
-            imported_reads_normed=arguments.import_reads_normed,
-            calibrate=arguments.calibrate,
-            text=text_name(package, arguments.text),
-            progress=progress,
-        )
+        profiled = _profiled(arguments, package, progress)
     manifest = profiled.package.manifest
     assert manifest.predictor is not None
     result = {
@@ -158,6 +142,29 @@ def main(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(result) if arguments.json else render(result))
     return 0
+
+
+def _profiled(arguments: argparse.Namespace, package: Package, progress: Progress) -> Profiled:
+    """What was found, and the package with it."""
+    from neuronpipe.plans.predictor.imported import open_imported  # these take a while: progress is shown by now
+    from neuronpipe.plans.predictor.profile import profile
+
+    width = package.manifest.model.width
+    default_rank = min(width, max(2, width // (DEFAULT_RANK_PART * GROUP_WEIGHTS)) * GROUP_WEIGHTS)
+    return profile(
+        package,
+        texts_of(arguments, package),
+        rank=arguments.rank or default_rank,
+        quantization=arguments.quantization,
+        recall=arguments.recall,
+        reads=arguments.reads,
+        sides=arguments.sides,
+        imported=open_imported(arguments.imported, package.manifest) if arguments.imported else None,
+        imported_reads_normed=arguments.import_reads_normed,
+        calibrate=arguments.calibrate,
+        text=text_name(package, arguments.text),
+        progress=progress,
+    )
 
 
 def _open_to_change(arguments: argparse.Namespace) -> Package:

@@ -52,9 +52,9 @@ def main(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is imported
     package = None if arguments.output is None else _package(arguments)
     if arguments.gguf is not None:
-        from neuronpipe.plans.synth.twin import write_twin
-
         with Progress("making the twin", "bytes", plain=arguments.json, steady=True) as progress:
+            from neuronpipe.plans.synth.twin import write_twin
+
             write_twin(arguments.gguf, SHAPES[arguments.name], arguments.seed, progress)
     result = {} if package is None else _made(package)
     if arguments.gguf is not None:
@@ -75,9 +75,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _package(arguments: argparse.Namespace) -> Package:
-    from neuronpipe.plans.synth.make import synthesize
-
     with Progress("making", "bytes", plain=arguments.json, steady=True) as progress:
+        from neuronpipe.plans.synth.make import synthesize  # takes a while: progress is shown by now
+
         return synthesize(
             arguments.name,
             SHAPES[arguments.name],
