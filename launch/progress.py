@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TextIO
 
@@ -62,6 +63,24 @@ def passes() -> None:
     (`steady`) cannot, in work that forks."""
     for one in _open:
         one.pass_on_time()
+
+
+@contextlib.contextmanager
+def passing() -> Iterator[None]:
+    """A thread tells that time passes: round a part that computes and does not fork, of work that does."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(TICK_S):
+            passes()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _began() -> float:

@@ -22,6 +22,7 @@ import psutil
 from neuronpipe.launch.bench.cases import Case, Prompts
 from neuronpipe.launch.bench.measure import Bench, wait_until_warm
 from neuronpipe.launch.client import Client
+from neuronpipe.launch.progress import passing
 from neuronpipe.launch.searching import measured_accelerator
 from neuronpipe.launch.supervisor.start import started_run
 from neuronpipe.plans.device.accelerator import InRun
@@ -64,7 +65,8 @@ def with_steps(profile: DeviceProfile, device: Device, progress: Callable[[], No
     device = dataclasses.replace(device, profile=profile, flash=profile.flash_curve(), memory_speed=memory_speed)
     cases = _cases(profile.decode_workers)
     with tempfile.TemporaryDirectory(prefix="neuronpipe-") as folder:
-        package = _make_package(Path(folder) / "package")
+        with passing():
+            package = _make_package(Path(folder) / "package")
         progress()
         steps = tuple(_measured(package, device, mode, workers, progress) for mode, workers in cases)
         profile = dataclasses.replace(profile, steps=steps)

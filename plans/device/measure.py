@@ -104,6 +104,7 @@ class _Measuring:
     def profile(self) -> DeviceProfile:
         device, effort, busy = self._device, self._effort, Busyness()
         taken_at = time.time()
+        self._step(0)  # the first measurement takes its time
         cache_bytes = largest_cache_bytes(Path("/"))
         rounds = effort.rounds
         dram = measure_dram(
@@ -149,6 +150,7 @@ class _Measuring:
             raise UserError(f"{self._file}: too small to measure flash with; name a larger package")
         self._total = self._effort.flash_rounds * len(self._reads) + self._effort.rounds * len(COST_CASES)
         busy = Busyness()
+        self._step(0)
         flash = self._flash()
         self._progress(self._total, self._total)
         busy_share = round(max(busy.processors(), busy.storage()), 3)

@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -267,3 +268,19 @@ def test_who_waits_shows_that_time_passes(monkeypatch: pytest.MonkeyPatch) -> No
     assert stream.getvalue().splitlines() == [
         f"neuronpipe: trying: 25 %, 1 of 4 checks, {second} s" for second in (4, 20)
     ]
+
+
+def test_a_part_that_computes_has_a_thread_show_it_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    monkeypatch.setattr(module, "TICK_S", 0.001)
+    monkeypatch.setattr(module, "PASSES_S", 0.001)
+    stream, threads = Terminal(), threading.active_count()
+    with Progress("measuring", "figures", stream=stream) as progress:
+        progress(1, 4)
+        before = len(stream.getvalue())
+        with module.passing():
+            deadline = time.monotonic() + 10
+            while len(stream.getvalue()) == before and time.monotonic() < deadline:
+                time.sleep(0.001)
+        assert len(stream.getvalue()) > before
+        assert threading.active_count() == threads
