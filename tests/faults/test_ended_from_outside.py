@@ -89,7 +89,7 @@ def test_a_command_that_is_told_to_end_ends_its_run_first(
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert not shell.leftovers()  # at once: whoever starts the next one need not wait
     said = "" if verb == "serve" else f"neuronpipe: ended by {number.name}\n"
-    assert (process.returncode, errors.rpartition("\r")[2]) == (0, said)
+    assert (process.returncode, beside_progress(errors).rpartition("\r")[2]) == (0, said)
 
 
 def test_a_server_that_is_told_to_end_has_closed_its_port_when_its_command_ends(shell: Shell) -> None:
