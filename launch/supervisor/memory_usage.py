@@ -30,28 +30,41 @@ def _without_segments(sizes: Sequence[ProcessMemory], held_bytes: int) -> int:
 
 class MemoryUsage:
     """Samples the sum over processes now and then, at a cost of a few percent of one core at most. segments: the
-    descriptors of the memory files that the processes share."""
+    descriptors of the memory files that the processes share. limit_bytes: what seems to be above it is looked at again,
+    for a scan is no moment: a process may have given back what it needed to start before the segments grew, and what
+    one had alone before a fork counts again in the next one."""
 
-    def __init__(self, segments: Iterable[int]) -> None:
+    def __init__(self, segments: Iterable[int], limit_bytes: int) -> None:
         self.current_bytes = 0
         self.peak_bytes = 0
         self.swapped_bytes = 0  # at the last scan
         self.due_at = 0.0
-        self._segments = tuple(segments)
+        self._segments, self._limit_bytes = tuple(segments), limit_bytes
         self._others_bytes = 0
         self._scan_at = 0.0
         self._began = time.monotonic()
 
-    def sample(self, pids: Iterable[int]) -> None:
+    def sample(self, pids: Sequence[int]) -> None:
         before = time.monotonic()
         early = before - self._began < EARLY_S
-        held_bytes = sum(BLOCK_BYTES * os.fstat(descriptor).st_blocks for descriptor in self._segments)
         if before >= self._scan_at:
-            scanned = [process_memory(pid) for pid in pids]
-            self._others_bytes = _without_segments(scanned, held_bytes)
-            self.swapped_bytes = sum(one.swapped_bytes for one in scanned)
-            after = time.monotonic()
-            self._scan_at = after + (EARLY_FACTOR if early else COST_FACTOR) * (after - before)
-        self.current_bytes = self._others_bytes + held_bytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+            self._scan(pids, EARLY_FACTOR if early else COST_FACTOR)
+        current_bytes = self._others_bytes + self._held_bytes()
+        if current_bytes > max(self._limit_bytes, self.peak_bytes):
+            self._scan(pids, EARLY_FACTOR if early else COST_FACTOR)
+            current_bytes = self._others_bytes + self._held_bytes()
+        self.current_bytes = current_bytes
+        self.peak_bytes = max(self.peak_bytes, current_bytes)
         self.due_at = time.monotonic() + (EARLY_INTERVAL_S if early else INTERVAL_S)
+
+    def _held_bytes(self) -> int:
+        return sum(BLOCK_BYTES * os.fstat(descriptor).st_blocks for descriptor in self._segments)
+
+    def _scan(self, pids: Sequence[int], rest_factor: float) -> None:
+        """Walk the processes; not again before rest_factor times as long as it took."""
+        before = time.monotonic()
+        held_bytes, scanned = self._held_bytes(), [process_memory(pid) for pid in pids]
+        self._others_bytes = _without_segments(scanned, held_bytes)
+        self.swapped_bytes = sum(one.swapped_bytes for one in scanned)
+        after = time.monotonic()
+        self._scan_at = after + rest_factor * (after - before)

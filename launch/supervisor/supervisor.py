@@ -110,7 +110,7 @@ class Supervisor:
         memory = read_memory(Path("/"))
         self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
         self._withheld[0] = self._pressure.withheld_bytes
-        self._memory_usage = MemoryUsage(segment.fd for segment in self._segments.values())
+        self._memory_usage = MemoryUsage([one.fd for one in self._segments.values()], plan.memory.limit_bytes)
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None

@@ -14,6 +14,7 @@ from neuronpipe.protocol.layout import Layout
 from neuronpipe.services.worker.cpu import PrivateStage
 
 MIB = 1 << 20
+LIMIT_BYTES = 1 << 40  # far away
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_what_a_segment_grows_by_is_seen_at_once(
     monkeypatch.setattr(module, "EARLY_FACTOR", 1e9)  # the next scan is far away
     descriptor, mapping = segment
     mapping[: 8 * MIB] = bytes(8 * MIB)
-    usage = MemoryUsage([descriptor])
+    usage = MemoryUsage([descriptor], LIMIT_BYTES)
     usage.sample([os.getpid()])
     first = usage.current_bytes
     assert first == pytest.approx(process_memory(os.getpid()).proportional_bytes, abs=4 * MIB)
@@ -43,7 +44,7 @@ def test_what_a_segment_grows_by_is_seen_at_once(
 
 def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
     descriptor, mapping = segment
-    usage = MemoryUsage([descriptor])
+    usage = MemoryUsage([descriptor], LIMIT_BYTES)
     mapping[: 16 * MIB] = bytes(16 * MIB)
     usage.sample([os.getpid()])
     peak = usage.current_bytes
@@ -57,7 +58,7 @@ def test_the_peak_stays(segment: tuple[int, mmap.mmap]) -> None:
 def test_the_stage_of_prompts_counts_as_memory_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EARLY_FACTOR", 0)
     layout = Layout.parse("stage", 1, f"residual u8 {32 * MIB} 4096", 4096 + 32 * MIB)
-    usage = MemoryUsage([])
+    usage = MemoryUsage([], LIMIT_BYTES)
     usage.sample([os.getpid()])
     before = usage.current_bytes
     buffer = PrivateStage(layout).buffer("residual")
@@ -80,7 +81,25 @@ def test_pages_that_a_second_process_begins_to_use_during_a_scan_count_once(
         2: ProcessMemory(30 * MIB, 20 * MIB, 3),
     }  # the second one came to the segment in between
     monkeypatch.setattr(module, "process_memory", scanned.__getitem__)
-    usage = MemoryUsage([descriptor])
+    usage = MemoryUsage([descriptor], LIMIT_BYTES)
     usage.sample([1, 2])
     assert usage.current_bytes == (10 + 10 + 40) * MIB
     assert usage.swapped_bytes == 3
+
+
+def test_what_a_process_gave_back_before_the_segments_grew_is_no_step_over_the_limit(
+    segment: tuple[int, mmap.mmap], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer takes 20 MiB while it is read. Runs said that they had 214 MiB of 210, which no moment had seen."""
+    descriptor, mapping = segment
+    reading, read = ProcessMemory(50 * MIB, 0, 0), ProcessMemory(30 * MIB, 0, 0)
+    scans = iter([reading, read])
+    monkeypatch.setattr(module, "EARLY_FACTOR", 1e9)  # the next scan is far away
+    monkeypatch.setattr(module, "process_memory", lambda _: next(scans))
+    usage = MemoryUsage([descriptor], 70 * MIB)
+    usage.sample([1])
+    assert usage.current_bytes == 50 * MIB
+    mapping[: 32 * MIB] = bytes(32 * MIB)
+    usage.sample([1])
+    assert usage.current_bytes == 62 * MIB
+    assert usage.peak_bytes == 62 * MIB
