@@ -400,11 +400,11 @@ class _Run:
     # ---- parts -----------------------------------------------------------------------------------------------
     def _triggers(self, tokens: int, blocks: int = 0) -> Parts:
         """blocks: of every feed-forward, those that a device computes."""
-        slots = holding(self.memory.trigger_slots, self.flash.reserved_triggers), sum(self._pins(tokens)[0])
+        slots = holding(self.memory.trigger_slots, self.flash.reserved_triggers), self._pinned(tokens, 0)
         return self._parts(self.rates.trigger_read, slots, tokens, blocks, self.compute.mode != "predicted")
 
     def _values(self, tokens: int, share: float, blocks: int = 0) -> Parts:
-        slots = holding(self.memory.value_slots, self.flash.reserved_values), sum(self._pins(tokens)[1])
+        slots = holding(self.memory.value_slots, self.flash.reserved_values), self._pinned(tokens, 1)
         return self._parts(share, slots, tokens, blocks, share == 1.0)
 
     def _parts(self, share: float, slots: tuple[int, int], tokens: int, blocks: int, all_wanted: bool) -> Parts:
@@ -413,13 +413,13 @@ class _Run:
         there = Slots(held=slots[0], pinned=slots[1], on_device=on_device)
         return parts(self.manifest, self.rates, self.compute.mode, share, there, tokens, all_wanted=all_wanted)
 
-    def _pins(self, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of each feed-forward, what stays of either part in a step of so many tokens; of a prompt's, what stays for
+    def _pinned(self, tokens: int, part: int) -> int:
+        """How many of all triggers (0) or values (1) stay in a step of so many tokens; of a prompt's, what stays for
         one text."""
         memory, texts = self.memory, tokens if tokens <= self.compute.sequences else 1
-        triggers, values = memory.pins_for(texts).counts(self.manifest.model.ffns)
-        beside = memory.moving_slots, self.manifest.clusters
-        return pins_within(triggers, memory.trigger_slots, *beside), pins_within(values, memory.value_slots, *beside)
+        counts = memory.pins_for(texts).counts(self.manifest.model.ffns)[part]
+        slots = (memory.trigger_slots, memory.value_slots)[part]
+        return sum(pins_within(counts, slots, memory.moving_slots, self.manifest.clusters))
 
 
 def shares_core(compute: Compute) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from neuronpipe.plans.plan.search import (
 from neuronpipe.plans.plan.tradeoffs import binds, describe, render
 from neuronpipe.protocol.errors import UserError
 
+from tests.cpu_time import python_loops
 from tests.unit.test_planner import CURVE, GIB, MIB, device, manifest, predicted, thresholded
 
 LARGE = manifest(width=2048, neurons=8192, layers=16, order="frequency")
@@ -381,7 +381,6 @@ def test_a_47b_is_searched_in_seconds() -> None:
     assert large.clusters > 3_600_000
     of_space: dict[str, Any] = {"modes": ("exact", "predicted"), "memory_bytes": 16 * GIB}
     one = Search(large, space(3, 1, 2, 4, **of_space), Wanted(), ANSWER)
-    began = time.process_time()
-    described = describe(one, one.reaching(1.0))
-    assert time.process_time() - began < 5
+    described: dict[str, Any] = {}
+    assert python_loops(lambda: described.update(describe(one, one.reaching(1.0)))) < 100  # some five seconds
     assert described["plans_compared"] > 300
