@@ -3,18 +3,18 @@ measured (`profile --npu`) and is within the wish of `--quality`."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.quality import Quality, allows_npu, show_quality
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 NPU = "onnx:qnn"
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Prompts:
     """Who computes prompts beside the cores, and why it does, or does not; None and "": nothing is to be said."""
 

@@ -4,7 +4,6 @@ that start a run or plan one."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,6 +43,7 @@ from neuronpipe.plans.plan.validate import validate
 from neuronpipe.plans.pull.packages import package_path, refuse_unknown
 from neuronpipe.plans.pull.sources import is_source
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
     from neuronpipe.services.implementations import Implementations, Use
@@ -220,7 +220,7 @@ def asked_of_plan(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Subject:
     """What a plan is made for. read_activity: of the package, where its manifest has a profile. prompts: who computes
     them where the arguments name nobody."""
@@ -231,7 +231,7 @@ class Subject:
     prompts: Prompts = CORES
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Planned:
     """A plan, and the search that it came out of; None where a file was given."""
 

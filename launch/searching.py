@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neuronpipe.launch.formats import AUTO, parse_bytes, show_cores
@@ -26,6 +25,7 @@ from neuronpipe.plans.plan.quality import allowed_modes
 from neuronpipe.plans.plan.search import ANSWER, MIN_GAIN, PRECISION, PROMPT_ALLOWANCE, USUAL, Found, Search, Space
 from neuronpipe.plans.plan.sequences import plan_for_several
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 FOLLOWED_LIMIT = 0.9  # of all memory, for a run that follows what is available
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from neuronpipe.launch.planning import Subject
 
 
-@dataclass(frozen=True)
+@frozen
 class _Result:
     """What a search came to, and what it says of the accelerator."""
 
@@ -82,7 +82,7 @@ def searched(
     return result.search, result.found, dataclasses.replace(made, reasons=(*made.reasons, *said))
 
 
-@dataclass(frozen=True)
+@frozen
 class _Searching:
     arguments: argparse.Namespace
     subject: Subject

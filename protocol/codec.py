@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 
 import msgpack
 from neuronpipe.protocol.errors import UnknownType, WireError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
@@ -54,7 +55,7 @@ class Message:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(cls: type[T]) -> type[T]:
     """Make `cls` a frozen, keyword-only, slotted dataclass: the one shape that messages have."""
-    return dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    return frozen(kw_only=True, slots=True)(cls)
 
 
 class Vocabulary:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass
 from typing import Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import zmq
 from neuronpipe.protocol.channel import Context, Publisher, Subscriber
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import WATCH
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
@@ -35,7 +35,7 @@ STANDINGS: dict[int, Standing] = {
 """What events of the socket make of it."""
 
 
-@dataclass(frozen=True)
+@frozen
 class WatchKeys:
     """What a watch server needs, and what it hands out: keys in Z85, 40 characters each."""
 

@@ -12,6 +12,8 @@ import re
 import zlib
 from dataclasses import dataclass, field
 
+from neuronpipe.protocol.frozen import frozen
+
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 LINE_WORDS = LINE_BYTES // 4
@@ -19,7 +21,7 @@ _LINE = re.compile(r"([a-z_]+) (u8|u16|u32|u64|f32) (\d{1,15}(?:x\d{1,15}){0,7})
 TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8, "f32": 4}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@frozen(kw_only=True, slots=True)
 class Field:
     """One array. `dimensions` names the lengths in `shape`; the last one is contiguous. Little-endian."""
 
@@ -34,7 +36,7 @@ class Field:
     ordering: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@frozen(kw_only=True, slots=True)
 class Layout:
     """All fields of one segment. `kind` tells segments apart in their headers."""
 

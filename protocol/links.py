@@ -7,17 +7,17 @@ by its routing id: "decode-0" for a service, "client-" and something random for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from neuronpipe.protocol.codec import Message, Vocabulary
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages import cache, client, event, lifecycle, loader, outcome, request, snapshot, worker
 
 WhenFull = Literal["wait", "refuse", "drop"]
 WAIT_MS = 2000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@frozen(kw_only=True, slots=True)
 class Direction:
     """One way of a link: what it carries, how many messages may wait per peer, and what to do with one more.
 
@@ -30,7 +30,7 @@ class Direction:
     when_full: WhenFull = "refuse"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@frozen(kw_only=True, slots=True)
 class Link:
     """One link. `name` is also the file name of its socket in the run directory."""
 

@@ -9,15 +9,16 @@ coordinator checks the ranges. SAMPLING marks what says how tokens are sampled: 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import documented
 
 Mark = TypeVar("Mark")
 
 
-@dataclass(frozen=True)
+@frozen
 class Range:
     """The numbers that a field may hold. NaN is in no range.
 
@@ -37,7 +38,7 @@ class Range:
         return f"between {self.least:,} and {self.most:,}"
 
 
-@dataclass(frozen=True)
+@frozen
 class Sampling:
     """Marks a field that says how tokens are sampled: a number or a switch.
 
@@ -50,7 +51,7 @@ class Sampling:
 SAMPLING, PENALTY = Sampling(), Sampling(reads_text=True)
 
 
-@dataclass(frozen=True)
+@frozen
 class Option:
     """What is declared of one option.
 

@@ -22,11 +22,11 @@ import mmap
 import os
 import struct
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layout import Layout
 
 MAGIC = b"NPSEG1\0\0"
@@ -60,7 +60,7 @@ class Closing(ABC):
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Segment(Closing):
     """A descriptor of a segment whose header was checked against a layout. Not mapped yet: see `map`."""
 

@@ -10,7 +10,6 @@ on disk by then.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.gateway.listener import KEY_VARIABLE
 from neuronpipe.services.job import Job
 
@@ -50,7 +50,7 @@ class Service(Protocol):
         """Return when drained. Raises UserError for what a person can put right, which ends the run."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Implementation:
     """One way to do a role's work. folder: where it was named; modules and programs are looked for from there."""
 
@@ -105,7 +105,7 @@ class Implementation:
             raise UserError(f"{self.text}: {words[0]} cannot be started in {self.folder}: {error.strerror}") from error
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Use:
     """One `--use`. index None: every process of the role."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, ProcessSpec
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Job:
     """One process of a run. `incarnation` counts those that had its place before."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import ModelSpec
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.worker import Step
 from neuronpipe.services.coordinator.events import Ahead, ProcessKey, SendStep
 from neuronpipe.services.coordinator.sampling import Sampler
@@ -24,7 +25,7 @@ from neuronpipe.services.worker.figures import sum_of
 from neuronpipe.services.worker.shares import work_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Answer:
     """A participant's, of a step that is done; as in `StepDone`. counters: in sum over those that answered together, in
     the last one's."""
@@ -35,7 +36,7 @@ class Answer:
     counters: dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Done:
     """A step that everybody has answered. tokens: those sampled of it already; None: nobody was told how. Times in
     nanoseconds: when the last had answered, when tokens were sampled, when the next step was passed on, if it was."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import os
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,6 +127,8 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    import tomllib  # 7 ms of each command's start, and most users have no such file
+
     if len(content) > MAX_BYTES:
         raise UserError(f"{file}: more than {MAX_BYTES:,} bytes")
     content = content.removeprefix(codecs.BOM_UTF8)  # with which some editors save UTF-8

@@ -9,6 +9,7 @@ from neuronpipe.launch.bench.cases import Case
 from neuronpipe.launch.client import Client
 from neuronpipe.protocol.codec import Message
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Finished, Refused, Status, Token
 from neuronpipe.protocol.messages.request import AskStatus, Generate
 
@@ -26,7 +27,7 @@ class Text:
     finished: Finished | None = None
 
 
-@dataclass(frozen=True)
+@frozen
 class Repetition:
     """Texts that were asked for at once; mostly one."""
 

@@ -13,12 +13,12 @@ import itertools
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from neuronpipe.plans.demo.corpus import documents
 from neuronpipe.plans.device.crew import Member, measured_together
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 
 LEAD_TOKENS = 4  # before the tokens that `tg` counts: a text must begin with something
@@ -27,7 +27,7 @@ DEFAULT_PRESET = "default"
 MAX_CHARACTERS = 200_000  # of the corpus: more than any context takes
 
 
-@dataclass(frozen=True)
+@frozen
 class Case:
     """One test. Zero tokens: that part is not measured."""
 

@@ -22,6 +22,7 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import reads_whole
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Generate
 
 POLL_S = 0.02
@@ -61,7 +62,7 @@ class Cost:
         return self[name] * self["steps"] / self["answers"] if self["answers"] else 0.0
 
 
-@dataclass(frozen=True)
+@frozen
 class Bench:
     """What all tests of one command share."""
 

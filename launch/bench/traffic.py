@@ -4,17 +4,17 @@ move them at best."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from neuronpipe.plans.device.device import Device
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.traffic import neuron_row_bytes, position_bytes, step_bytes, trigger_row_bytes
 from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.frozen import frozen
 
 ROWS = ("gate_rows", "up_rows", "down_rows")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Traffic:
     """Bytes of all steps together. sequential: matrices from end to end, keys and values; pieces: rows of neurons that
     lie apart; flash: what the loader read meanwhile, ahead of need or not."""

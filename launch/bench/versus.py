@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from neuronpipe.launch.bench.asking import Repetition
@@ -16,6 +15,7 @@ from neuronpipe.launch.bench.measure import Bench
 from neuronpipe.launch.conformance.rehearsal import Candidate
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
 
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@frozen
 class Contender:
     """One side: what was asked for, in words, and what does which work."""
 

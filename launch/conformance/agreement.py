@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 MAX_DIFFERENCE = 0.04
@@ -38,7 +39,7 @@ class Answers:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@frozen
 class Agreement:
     """How near two sets of answers are. numerics: (expected, found) of the roles where they differ, by role."""
 

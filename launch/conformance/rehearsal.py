@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from neuronpipe.launch.conformance.agreement import Agreement, compare
@@ -23,6 +23,7 @@ from neuronpipe.plans.plan.held import Accelerator
 from neuronpipe.plans.plan.plan import GATEWAY, Plan
 from neuronpipe.plans.plan.planner import DeviceFacts, Wanted
 from neuronpipe.plans.plan.planner import plan as make_plan
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile
 from neuronpipe.services.implementations import Implementations
 
@@ -32,7 +33,7 @@ SLOWER = 4  # than the present implementation, and the patience besides: later t
 FOLDER = "rehearsal"
 
 
-@dataclass(frozen=True)
+@frozen
 class Candidate:
     """What is to replace which processes. use None: fresh processes of the same implementations."""
 

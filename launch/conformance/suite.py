@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from neuronpipe.plans.package.manifest import BUNDLES
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Status
 from neuronpipe.services.implementations import SWAPPABLE, Implementation, Implementations, Use
 
@@ -43,7 +43,7 @@ class Failed(Exception):
     """A check found what must not be."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Result:
     """One check. why: empty when it passed."""
 

@@ -11,12 +11,12 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from neuronpipe.launch.formats import show_bytes
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOW_DISK_BYTES = 1 << 30
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Check:
     """One finding; `advice` says what to do next and is empty when all is well."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,6 +18,7 @@ from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import SEQUENTIAL_PIECE_BYTES
 from neuronpipe.plans.device.profile import DeviceProfile, FlashProfile
 from neuronpipe.plans.package.whole import whole_file
+from neuronpipe.protocol.frozen import frozen
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
 COLUMNS, PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 3, 440, 330, 24, 66
@@ -27,7 +27,7 @@ HIGH_SPREAD = 0.25  # what is left of a longer bar is cut
 LEFT, TOP, BOTTOM = 56, 50, 84  # within a panel: for the axis, the title, the labels and the legend
 
 
-@dataclass(frozen=True)
+@frozen
 class Line:
     """A curve: what the legend calls it, and figures over positions."""
 
@@ -35,7 +35,7 @@ class Line:
     points: tuple[tuple[float, Figure], ...]
 
 
-@dataclass(frozen=True)
+@frozen
 class Panel:
     """Curves over one axis. about: what the axes are; labels: of the positions where the axis is marked; log: distances
     are ratios; highest: of the upright axis, where panels are to be compared; 0: as high as the curves."""

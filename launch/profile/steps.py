@@ -39,6 +39,7 @@ from neuronpipe.plans.plan.plan import ACCELERATOR, Expected, Plan
 from neuronpipe.plans.plan.planner import Wanted, device_facts, plan
 from neuronpipe.plans.plan.speed import decode_reads, expected
 from neuronpipe.plans.plan.waiting import Named
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 
 LAYERS = 8
@@ -165,7 +166,7 @@ def _with_reads(
     return dataclasses.replace(profile, read_delays=delays)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class _Reading:
     """Repetitions of so many tokens with flash in between. loading_s: the processor time of reading, of each row."""
 

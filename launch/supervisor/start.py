@@ -77,7 +77,7 @@ def started_run(
     Signals wait until there is something to stop: Ctrl-C must not fall between a run and who ends it.
     """
     _require_open_files(len(plan.compute.processes))
-    preload()
+    preload({spec.role for spec in plan.compute.processes})
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, HASTEN))

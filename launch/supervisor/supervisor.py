@@ -29,6 +29,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Container
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
@@ -64,9 +65,10 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
 
-def preload() -> None:
-    """Import what the roles need, once, in the parent of all."""
-    for implementation in (*OURS.values(), BACKENDS[DEFAULT_BACKEND]):
+def preload(roles: Container[str] = OURS) -> None:
+    """Import what these roles need, once, in the parent of all: a run without a gateway needs no HTTP server."""
+    needed = [implementation for role, implementation in OURS.items() if role in roles]
+    for implementation in (*needed, BACKENDS[DEFAULT_BACKEND]):
         importlib.import_module(implementation.partition(":")[0])
 
 
@@ -125,7 +127,7 @@ class Supervisor:
             signal.signal(number, self._told_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # they waited since the fork
         self._publish()
-        preload()
+        preload({role for role, _ in self._lines})
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every shared page
         try:

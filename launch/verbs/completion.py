@@ -9,11 +9,11 @@ import argparse
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from neuronpipe.launch import cli
 from neuronpipe.plans.pull.packages import VARIABLE
+from neuronpipe.protocol.frozen import frozen
 
 SHELLS = ("bash", "zsh", "fish")
 HOW = {
@@ -24,7 +24,7 @@ HOW = {
 PACKAGES = f'"${{{VARIABLE}:-${{XDG_DATA_HOME:-$HOME/.local/share}}/neuronpipe}}/packages"'
 
 
-@dataclass(frozen=True)
+@frozen
 class Option:
     """One option as it is typed. values: what may follow it; None: nothing does."""
 
@@ -33,7 +33,7 @@ class Option:
     values: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Verb:
     """What a verb takes. words: what its first word may be, besides a file or a package."""
 

@@ -19,6 +19,7 @@ from neuronpipe.plans.package.activity import (
     neuron_bin_ends,
 )
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 SHOWN_DIGITS = 6
@@ -77,7 +78,7 @@ def curve(bins: NDArray[np.float32], neurons: int) -> Points:
     return tuple((points | {1.0: 1.0}).items())
 
 
-@dataclass(frozen=True)
+@frozen
 class Measured:
     """A profile, its frequencies, and the manifest's shares of neurons that fire, and whose trigger does."""
 

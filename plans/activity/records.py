@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
 
@@ -22,6 +21,7 @@ from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.activity import ProfileMode
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 NOBODY = -1  # in the place of an expert: none of its neurons was looked at
@@ -60,7 +60,7 @@ def token_record(flags: NDArray[np.uint8], model: ModelSpec, mode: ProfileMode) 
     return record
 
 
-@dataclass(frozen=True)
+@frozen
 class Recorded:
     """A whole recording. windows: how many tokens each context window has."""
 

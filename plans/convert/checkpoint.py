@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -18,6 +18,7 @@ from neuronpipe.plans.models.spec import Activation, ModelSpec
 from neuronpipe.plans.package.fields import open_file
 from neuronpipe.plans.package.manifest import MAX_RANK, Source
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 RowNumbers = NDArray[np.int64]
@@ -61,23 +62,20 @@ class SourceFile:
 
     def read_into(self, offset: int, target: NDArray[np.uint8]) -> None:
         """Fill `target` from `offset` on."""
-        if self._descriptor is None:
-            try:
-                self._descriptor = os.open(self.path, os.O_RDONLY)
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
         view = target.data.cast("B")
-        while view:
-            try:
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            while view:
                 count = os.preadv(self._descriptor, [view], offset)
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise UserError(f"{self.path}: ends at byte {offset}, where a tensor should lie: truncated")
-            view, offset = view[count:], offset + count
+                if count == 0:
+                    raise UserError(f"{self.path}: ends at byte {offset}, where a tensor should lie: truncated")
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
+@frozen
 class StoredMatrix:
     """Rows of one encoding at equal distances in a file. A vector is a matrix of one row."""
 
@@ -224,7 +222,7 @@ class Options(NamedTuple):
     predictor: bool = True
 
 
-@dataclass(frozen=True)
+@frozen
 class SourcePredictors:
     """Predictors that lie in a source: of each feed-forward, layer * experts + expert, fc1 [rank, width] and
     fc2 [neurons, rank], and what they compute: score = fc2 . relu(fc1 . x), with x the residual stream before the
@@ -247,7 +245,7 @@ class SourcePredictors:
         return max(np.nextafter(np.float32(-self.threshold), np.float32(np.inf)), np.finfo(np.float32).tiny, key=abs)
 
 
-@dataclass(frozen=True)
+@frozen
 class Checkpoint:
     """Everything about a model that conversion needs. Context manager: closes its files.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
@@ -25,7 +25,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class GgufTensor:
     """One tensor: shape with rows first, encoding by ggml's name, and its bytes [start, stop) in the file."""
 
@@ -35,7 +35,7 @@ class GgufTensor:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class GgufHeader:
     """Metadata by key, and tensors by name. powerinfer: the magic is PowerInfer's, whose tensors mean other things."""
 

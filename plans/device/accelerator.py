@@ -3,12 +3,12 @@ texts a step has, and what each call of it takes besides. An optional part of a 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 from neuronpipe.plans.device.figures import Figure, between, between_all
 from neuronpipe.plans.device.points import StepMode, positive
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.protocol.frozen import frozen
 
 ACCELERATOR_VERSION = 2
 HeldKind = Literal["exact", "predicted"]
@@ -16,7 +16,7 @@ MAX_TEXTS = 4  # of a step that is measured
 LISTS = ("launches", "copies", "visits", "held", "in_runs")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class HeldPoint:
     """The kernels on whole blocks: bytes of weights a second of the rows that they compute. A row counts once for each
     text that reads it, up to all rows. exact: all triggers, and Up and Down rows of this share of the neurons, others
@@ -35,7 +35,7 @@ class HeldPoint:
             raise ValueError(f"share {self.share!r} is not above 0 and up to 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Visit:
     """One layer's call where there is next to nothing to compute: vectors to the device, kernels, sums back.
     routed: of a mixture, which tells the device each layer's experts."""
@@ -48,7 +48,7 @@ class Visit:
         positive(self, "texts")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class InRun:
     """What a layer takes longer in a run whose blocks the device computes than its kernels, copies and call do by
     themselves: meeting the decode workers, what else the participant computes, being told who is predicted, and, of a
@@ -58,7 +58,7 @@ class InRun:
     us: Figure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Copy:
     """So many bytes at once, waited for; back: from the device."""
 
@@ -70,14 +70,14 @@ class Copy:
         positive(self, "copy_bytes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Launch:
     """The smallest kernel there is, waited for."""
 
     us: Figure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class AcceleratorProfile:
     """One device. backend: what asks for it, as NAME or NAME:OPTIONS; is_processor: it computes on the cores that the
     decode workers have; in_runs: empty where no run could be measured."""

@@ -11,12 +11,12 @@ import random
 import re
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.layout import Layout, Quantization, compute_layout, quant_bytes, scale_bytes
+from neuronpipe.protocol.frozen import frozen
 
 WEIGHT_BYTE = 0x11
 MIN_BYTES, MAX_BYTES = 64 << 20, 1 << 30
@@ -27,7 +27,7 @@ NATIVE_TYPES = {"f16": lib.NP_F16, "q8": lib.NP_Q8, "q4": lib.NP_Q4}
 NEURONS_PER_WEIGHT = 3.5  # of a layer, by its width: so that blocks are as large as in common models
 
 
-@dataclass(frozen=True)
+@frozen
 class Arena:
     """Some memory, mapped shared before any fork."""
 
@@ -65,7 +65,7 @@ def largest_cache_bytes(root: Path) -> int:
     return max(found)
 
 
-@dataclass(frozen=True)
+@frozen
 class Rows:
     """Rows that lie anywhere, as the scattered kernels take them. beside: what is fetched with each, or none."""
 

@@ -8,8 +8,10 @@ core to give away, so there such roles stay unpinned (None) and the kernel finds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from neuronpipe.protocol.frozen import frozen
 
 Kind = Literal["big", "mid", "little"]
 Source = Literal["capacity", "frequency", "equal"]
@@ -23,7 +25,7 @@ LITTLE_BELOW_SHARE: Mapping[Source, float] = {"capacity": 0.5, "frequency": 0.75
 SPARE_LOADER_CORE_FROM = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Core:
     """One logical processor: `capacity` is its speed, 1024 for the fastest here; `allowed`: this process may use it."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from neuronpipe.plans.device.cores import Core
 from neuronpipe.plans.device.figures import between, between_all
+from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
     from neuronpipe.plans.device.profile import DeviceProfile
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 MEMORY_ROUNDING_BYTES = 64 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class FlashPoint:
     """Random reads of one size with so many under way at once, and what came of it."""
 
@@ -31,7 +32,7 @@ class FlashPoint:
     bytes_per_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class FlashCurve:
     """How fast the package's storage is read; not `direct`: without direct I/O, so that the page cache answered."""
 
@@ -58,7 +59,7 @@ class FlashCurve:
         return {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class PiecePoint:
     """Reading pieces of one size with gaps between them, on all decode cores together; gaps do not count."""
 
@@ -66,7 +67,7 @@ class PiecePoint:
     bytes_per_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class MemorySpeed:
     """How fast memory is read: from end to end by one thread and by `threads`, and in pieces by `threads`."""
 
@@ -88,7 +89,7 @@ class MemorySpeed:
         return between({point.piece_bytes: point.bytes_per_s for point in self.pieces}, piece_bytes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Device:
     """One machine as this process may use it. Sizes in bytes; None: no limit, or nothing to measure on."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.profile import DeviceProfile
+from neuronpipe.protocol.frozen import frozen
 
 SPREADS = 2.0  # medians this many times as far apart as both spreads together have changed,
 MIN_CHANGE = 0.05  # and by this share at least
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Change:
     """One figure that both profiles have. what: its list and its point; ratio: after by before."""
 
@@ -37,7 +36,7 @@ class Change:
         return abs(self.ratio - 1) > max(MIN_CHANGE, far)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Difference:
     """changes: of all figures that both have, in the order of the later profile; missing, added: what only the earlier
     and only the later one has."""

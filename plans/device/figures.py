@@ -6,8 +6,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+from neuronpipe.protocol.frozen import frozen
 
 Case = TypeVar("Case")
 
@@ -16,7 +17,7 @@ MAX_FIGURE = 1e15  # bytes or weights a second, or microseconds: beyond what any
 MAX_SPREAD = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Figure:
     """Some repetitions of one measurement. spread: how far they typically lie from their median, as a share of it."""
 

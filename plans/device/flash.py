@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from neuronpipe.plans.device.device import FlashCurve, FlashPoint
 from neuronpipe.plans.device.figures import by_turns, spread_of
 from neuronpipe.plans.device.points import CoreClass, FlashRead
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 KIB = 1 << 10
 # (request_bytes, depth): a few reads at once say what the storage can do, one at a time what a miss costs.
@@ -49,7 +49,7 @@ CLASS_POINTS = tuple((size * KIB, depth) for size in (4, 16, 64, 256) for depth 
 MAX_IN_FLIGHT_BYTES = 32 << 20
 
 
-@dataclass(frozen=True)
+@frozen
 class ReadCase:
     """One point of the device profile: see FlashRead."""
 

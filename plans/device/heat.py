@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from neuronpipe.protocol.frozen import frozen
 
 SensorKind = Literal["processor", "skin", "battery"]
 
@@ -38,7 +39,7 @@ TRIP_COUNTS_WITHIN_CELSIUS = 20.0
 CLOCKS_LOWERED_BELOW = 0.95
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Sensor:
     """One temperature, and the one from which on the device slows down or should."""
 
@@ -48,7 +49,7 @@ class Sensor:
     limit_celsius: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Heat:
     """One look. sensors: what could be read, hottest first by distance from its limit. clock_share: highest clocks
     allowed now over highest clocks there are, 0..1, summed over cores; None where it cannot be read."""

@@ -27,6 +27,7 @@ from neuronpipe.plans.device.device import FlashCurve, MemorySpeed
 from neuronpipe.plans.device.profile import DeviceProfile, read_profile
 from neuronpipe.plans.package.whole import whole_file
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 Measured = TypeVar("Measured", FlashCurve, MemorySpeed)
@@ -49,7 +50,7 @@ def doubt(measured: FlashCurve | MemorySpeed | DeviceProfile) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Kept(Generic[Measured]):
     """A measurement and what became of it. Times are seconds since 1970."""
 

@@ -20,7 +20,6 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from neuronpipe.native import ffi, lib
@@ -30,6 +29,7 @@ from neuronpipe.plans.device.crew import Member, Told, measured_together, nobody
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.device.points import DecodePoint, PanelPoint, ReusedPoint
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.protocol.frozen import frozen
 
 SHAPES: tuple[tuple[Quantization, int], ...] = (("q4", 2048), ("q4", 4096), ("q8", 2048), ("q8", 4096), ("f16", 4096))
 SHARES = (0.1, 0.5)
@@ -54,7 +54,7 @@ Calls = Callable[[int], Iterator[tuple[int, float, int]]]
 """The calls on one block: (which of the case's kinds, work, nanoseconds)."""
 
 
-@dataclass(frozen=True)
+@frozen
 class Case:
     """One thing to measure, of one quantization and width. amount: a share, or a number of tokens."""
 

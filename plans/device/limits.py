@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from neuronpipe.plans.device.cores import Core, Source, classify
+from neuronpipe.protocol.frozen import frozen
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Memory:
     """Bytes: of the machine or of the control group, whichever is less; and what of these could be had now."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from neuronpipe.plans.device.arena import Arena, largest_cache_bytes, make_arena
@@ -21,6 +20,7 @@ from neuronpipe.plans.device.profile import VERSION, DeviceProfile, FlashProfile
 from neuronpipe.plans.device.read_cost import COST_CASES, measure_costs, measure_sharing
 from neuronpipe.plans.device.waits import measure_barriers, measure_messages
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 KINDS: tuple[Kind, ...] = ("big", "mid", "little")
 ROUNDS = 5
@@ -31,7 +31,7 @@ FLASH_REPETITION_S = 0.03
 SHARING_REPETITION_S = 0.08
 
 
-@dataclass(frozen=True)
+@frozen
 class Effort:
     """How much is measured: everything, or a little of each for a test. pace: of the usual time for a repetition."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 from neuronpipe.plans.device.cores import Kind
 from neuronpipe.plans.device.figures import Figure
 from neuronpipe.plans.package.layout import Quantization
+from neuronpipe.protocol.frozen import frozen
 
 SEQUENTIAL_PIECE_BYTES = 1 << 20  # pieces of this size, all of them: read from end to end
 
@@ -33,7 +33,7 @@ def _share(value: float) -> None:
         raise ValueError(f"share {value!r} is not above 0 and up to 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class CoreClass:
     """The allowed cores of one kind; `measured`: the one that stands for them."""
 
@@ -48,7 +48,7 @@ class CoreClass:
             raise ValueError(f"measured core {self.measured} is none of its cores")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class DramPoint:
     """Reading memory and doing nothing else; pieces of SEQUENTIAL_PIECE_BYTES end to end, others one of eight."""
 
@@ -60,7 +60,7 @@ class DramPoint:
         positive(self, "workers", "piece_bytes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class DecodePoint:
     """Bytes of weights a second (quants and scales of the rows that were computed), of all workers together."""
 
@@ -77,7 +77,7 @@ class DecodePoint:
         _share(self.share)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class PanelPoint:
     """Rows of triggers times the panel of many tokens: tokens x weights a second, of all workers together."""
 
@@ -92,7 +92,7 @@ class PanelPoint:
         positive(self, "row_weights", "tokens", "workers")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ReusedPoint:
     """In prefill, value rows that the token before has left in the processor's cache: tokens x weights a second."""
 
@@ -109,7 +109,7 @@ class ReusedPoint:
         _share(self.share)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class FlashRead:
     """Reads of one size, so many under way at once, within the file's first range_bytes."""
 
@@ -124,7 +124,7 @@ class FlashRead:
         positive(self, "request_bytes", "depth", "range_bytes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ReadCost:
     """Processor time of the loader for one read of this size: submitting, reaping, checksum, copy, publishing. at_once:
     reads that are asked for together, so that one wake-up serves several."""
@@ -137,7 +137,7 @@ class ReadCost:
         positive(self, "request_bytes", "at_once")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Sharing:
     """A worker computing and the loader reading at once, on one core or on two: what each keeps of its speed alone."""
 
@@ -146,7 +146,7 @@ class Sharing:
     loader_share: Figure
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Wait:
     """Microseconds that so many workers take: to pass a barrier, or to get a message and answer it."""
 
@@ -157,7 +157,7 @@ class Wait:
         positive(self, "workers")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ReadFactor:
     """How many times the processor time of a flash read one takes in a run, beside so many workers: requests come in
     smaller groups, whoever waits is woken, and the cache makes room."""
@@ -169,7 +169,7 @@ class ReadFactor:
         positive(self, "workers")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class StepPoint:
     """A decode step of a small package in a run, everything resident. kernels_us: what the kernels' own speeds give for
     it; step_us: what it took the workers, with all that lies between kernels, waiting for each other and what other
@@ -185,7 +185,7 @@ class StepPoint:
         positive(self, "workers")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ReadDelay:
     """What a worker waits for a read beyond what the flash takes for it: until the loader runs, twice, and until the
     worker is woken. So many workers, in a run. together: named with others before a layer is computed, not by itself

@@ -40,6 +40,7 @@ from neuronpipe.plans.device.points import (
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.package.layout import Quantization
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 5
@@ -51,7 +52,7 @@ LIMITS = {"per_s": (1.0, 1e14), "us": (1e-3, 1e9), "share": (1e-6, MAX_SHARE), "
 """What a figure can be, by how its name ends: less and more were never measured."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class FlashProfile:
     """How the package's storage is read; not `direct`: without direct I/O, so that the page cache answered."""
 
@@ -103,7 +104,7 @@ class FlashProfile:
         return (line[-1][1] - line[0][1]) / (line[-1][0] - line[0][0]) * 1024 if len(line) > 1 else 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class DeviceProfile:
     """One device, and one file system of it. dram, decode ... are in no order; None and () where nothing could be
     measured. accelerator: of a profile that was made before there were any, or where none was found, None."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from neuronpipe.plans.models.spec import ACTIVATIONS, Activation, ModelSpec, NormKind, Router, RouterInput
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.frozen import frozen
 
 
 class Choices(NamedTuple):
@@ -22,7 +23,7 @@ class Choices(NamedTuple):
     context_tokens: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class TensorNames:
     """What a source calls the tensors of a model, without `.weight` and `.bias`; None: its models have no such tensor.
 
@@ -56,7 +57,7 @@ class TensorNames:
     predictor: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Architecture:
     """One class of transformers, as config.json names it under `architectures`.
 
@@ -84,7 +85,7 @@ class Architecture:
         return self.names(config) if callable(self.names) else self.names
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class GgufArchitecture:
     """One `general.architecture` of GGUF files, whose keys and tensor names are all made alike.
 
@@ -116,7 +117,7 @@ class GgufArchitecture:
     partial_rotary: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Family:
     """Models that are read alike. architectures, gguf: by the names that their files give."""
 

@@ -13,9 +13,11 @@ run takes. Nothing else asks which family a model is of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Literal, NamedTuple
+
+from neuronpipe.protocol.frozen import frozen
 
 Activation = Literal["relu", "drelu", "relu2", "silu"]
 NormKind = Literal["rms", "layer"]
@@ -57,7 +59,7 @@ class SpecError(ValueError):
         self.field, self.complaint = field, complaint
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class LayerKind:
     """A run of layers that are alike.
 
@@ -71,7 +73,7 @@ class LayerKind:
     rotary: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ModelSpec:
     """An architecture with its sizes. Raises SpecError where fields contradict each other.
 

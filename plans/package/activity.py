@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.frozen import frozen
 
 BATCHES = (1, 2, 3, 4)
 """Tokens computed together: a neuron is wanted by a batch when one of its tokens wants it."""
@@ -54,7 +54,7 @@ def interpolated(points: Points, x: float) -> float:
     return points[-1][1]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class ActivityProfile:
     """What was measured in one mode.
 

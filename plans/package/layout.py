@@ -8,8 +8,10 @@ there is no Gate) and the value part (the others).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from neuronpipe.protocol.frozen import frozen
 
 PAGE_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64  # a cache line
@@ -46,7 +48,7 @@ def pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class MatrixPlace:
     """Where a matrix's rows lie in a cluster: the part of its quants and of its scales, and the offsets within them.
     quantization: of its rows, where that is not the package's."""
@@ -59,7 +61,7 @@ class MatrixPlace:
     quantization: Quantization | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class SlotPlaces:
     """Where a cluster's bytes lie in its two memory slots: offsets of `matrices` are within a slot.
 
@@ -79,7 +81,7 @@ class SlotPlaces:
         return self.trigger_bytes + self.value_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Layout:
     """The layout of every cluster; `clusters` and `blocks` count per (layer, expert), offsets are within a part.
 
@@ -168,7 +170,7 @@ def _in_lines(size_bytes: int) -> int:
     return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class _RowBytes:
     """Of a neuron's rows: quants of its trigger, and of each of `values` others; the scales of either."""
 

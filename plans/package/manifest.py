@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from neuronpipe.plans.models.spec import LATER_FIELDS, LayerKind, ModelSpec
 from neuronpipe.plans.package.activity import ActivityProfile, ProfileMode, profiles_as_json
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Layout, Quantization, SlotPlaces
 from neuronpipe.plans.package.npu import NpuProfile
+from neuronpipe.protocol.frozen import frozen
 
 FORMAT = "neuronpipe-package"
 VERSION = 3
@@ -47,7 +48,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("q4", "q8", "f16")
 GATE_QUANTIZATIONS: tuple[Quantization, ...] = ("q3",)  # of gates alone, in packages of q4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Source:
     """What the package was converted from."""
 
@@ -56,7 +57,7 @@ class Source:
     architecture: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class PredictorQuality:
     """How well one layer's neurons were predicted on held-out text; each a share 0..1.
 
@@ -69,7 +70,7 @@ class PredictorQuality:
     predicted: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Predictor:
     """What predictor.safetensors computes; FORMAT.md states the arithmetic.
 
@@ -113,7 +114,7 @@ def package_rank(rank: int) -> int:
     return -(-rank // GROUP_WEIGHTS) * GROUP_WEIGHTS
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class SilentLayer:
     """threshold: a neuron of this layer is silent for a token where |silu(gate)| is less. share: how often neurons
     were, on held-out text in mode thresholded."""
@@ -122,7 +123,7 @@ class SilentLayer:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Silent:
     """From where on the neurons of a SiLU model count in mode thresholded, and what leaving out the others costs.
 
@@ -151,7 +152,7 @@ class Silent:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Workload:
     """A synthetic package's trajectories: preset -> (first token, number of tokens). Greedy decoding from any token
     of a preset walks on through it, one id at a time."""
@@ -160,7 +161,7 @@ class Workload:
     presets: Mapping[str, tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Chat:
     """What the chat template calls `bos_token` and `eos_token`; "" where the model has none."""
 
@@ -168,7 +169,7 @@ class Chat:
     end: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class FileEntry:
     """Size and hash of one file; bundles.bin has no hash, its clusters have checksums."""
 
@@ -176,7 +177,7 @@ class FileEntry:
     sha256: str | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Manifest:
     """A package's manifest; `id` is empty until `sealed` has computed it."""
 

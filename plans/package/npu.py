@@ -6,12 +6,12 @@ text decides (`token`), or all tokens within ranges that a calibration text had 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.fields import Record
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 Scaling = Literal["token", "static"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
@@ -22,7 +22,7 @@ MAX_ERROR = 1e6
 AGAIN = "measure again: `neuronpipe profile PACKAGE --npu`"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class MatrixRange:
     """Of an attention matrix of this size: the greatest magnitudes of its inputs, and of their products with its rows
     as signed bytes."""
@@ -33,7 +33,7 @@ class MatrixRange:
     products: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class NeuronRange:
     """Of feed-forwards, likewise; hidden: of neurons' values before their factors. outputs: of their sums, of one
     product's neurons."""
@@ -45,7 +45,7 @@ class NeuronRange:
     outputs: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Ranges:
     """What calibration text had at most; the graphs have a margin beyond."""
 
@@ -57,7 +57,7 @@ class Ranges:
         return next(one for one in self.matrices if (one.rows, one.columns) == (rows, columns))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Loss:
     """What one way costs, on held-out text, products by ONNX Runtime on the CPU.
 
@@ -73,7 +73,7 @@ class Loss:
     error_by_layer: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class NpuProfile:
     """scaling: the way that was chosen. losses: of both. text: its name."""
 

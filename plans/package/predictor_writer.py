@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,11 @@ from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.safetensors_header import build_header
 from neuronpipe.plans.package.tensors import predictor_names, predictor_tensors
 from neuronpipe.plans.package.writer import Rows
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
+@frozen
 class SideFactor:
     """One side's encoded rows [neurons, rank] and its bias float32 [neurons]."""
 
@@ -25,7 +26,7 @@ class SideFactor:
     bias: NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@frozen
 class LayerFactors:
     """The predictor of one feed-forward, a layer's or an expert's: encoded input rows [rank, width], and what each
     predicted side multiplies them with."""
@@ -34,7 +35,7 @@ class LayerFactors:
     sides: Mapping[Side, SideFactor]
 
 
-@dataclass(frozen=True)
+@frozen
 class FiringShares:
     """Mean shares of neurons that fire, and whose trigger fires, on the text that the predictor was judged on."""
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -27,9 +26,10 @@ from neuronpipe.plans.package.passing import forget, passing
 from neuronpipe.plans.package.safetensors_header import DATA_ALIGNMENT_BYTES, DTYPE_BYTES, TensorEntry, read_header
 from neuronpipe.plans.package.tensors import fixed_tensors, predictor_tensors
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 
 
-@dataclass(frozen=True)
+@frozen
 class Package:
     """A package on disk. Nothing large is read before it is asked for."""
 

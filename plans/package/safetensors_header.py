@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from neuronpipe.plans.package.fields import Record, open_file, parse_json
 from neuronpipe.plans.package.passing import forget
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 
 MAX_HEADER_BYTES = 100 << 20
 DATA_ALIGNMENT_BYTES = 64
@@ -26,7 +26,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class TensorEntry:
     """One tensor: element type, shape, and its bytes [start, stop) counted from the start of the file."""
 

@@ -15,6 +15,7 @@ from neuronpipe.plans.plan.firing import Rates, ranking, touched
 from neuronpipe.plans.plan.pins import Pins, write_counts
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.plan.ranking import Ranking, holding
+from neuronpipe.protocol.frozen import frozen
 
 # What fires in half of all tokens stays by itself under any policy: pinning it only saves the looking.
 PINNED_FROM = 0.5
@@ -22,7 +23,7 @@ PINNED_FROM = 0.5
 TABLE_GAIN, TABLE_GAIN_RATE = 0.05, 0.005
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Slots:
     """Of one part: all its slots, those that must be free to move, of these those that are kept free. lent: how many of
     all may go (lending.py)."""
@@ -51,7 +52,7 @@ class Slots:
         return max(0, self.count - self.moving)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Allocation:
     """What stays, by number of texts; the most clusters that ever do, (triggers, values); and why."""
 
@@ -60,7 +61,7 @@ class Allocation:
     reasons: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class _Share:
     """What stays of one part: clusters of each feed-forward. ranking: by which they were chosen."""
 

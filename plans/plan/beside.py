@@ -6,7 +6,6 @@ device that computes on the workers' own cores takes its time from them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from neuronpipe.plans.device.accelerator import AcceleratorProfile
@@ -15,12 +14,13 @@ from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import matrix_bytes, matrix_shape
 from neuronpipe.plans.plan.plan import Compute, Mode
+from neuronpipe.protocol.frozen import frozen
 
 VECTOR_BYTES_PER_WEIGHT = 1.25  # of a prepared vector: quants, scales and sums of groups
 CALLS_OF_STEP = 2  # beside those of layers: counters are cleared and read
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Held:
     """What of a step is a device's. trigger_bytes, value_bytes: of the rows that it computes; share: of its neurons,
     those whose rows a text reads."""
@@ -32,7 +32,7 @@ class Held:
     share: float
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class DeviceCost:
     """Of one device that was measured, for one package."""
 

@@ -6,7 +6,6 @@ computing is then taken to keep up with. None where nothing was measured.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from neuronpipe.plans.device.points import DecodeKind
 from neuronpipe.plans.device.profile import DeviceProfile
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.protocol.frozen import frozen
 
 # Of the loader, where it was not measured: submitting and reaping a read, and checking and copying its bytes.
 ASSUMED_READ_US = 6.0
@@ -25,7 +25,7 @@ ASSUMED_TOKEN_WEIGHTS_PER_S = 50e9
 BARRIERS_PER_LAYER = 6  # after queries, keys and values; attention; projection; blocks; sums; and where layers meet
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Cost:
     """Of so many decode workers together, for one package's matrices. shares_core: the loader runs on one of their
     cores, so that its work is theirs."""

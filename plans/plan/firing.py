@@ -7,7 +7,6 @@ neurons that nearly always fire, then a slow tail.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from neuronpipe.plans.package.activity import Points, Unit, interpolated
@@ -15,6 +14,7 @@ from neuronpipe.plans.package.manifest import Manifest, Predictor
 from neuronpipe.plans.plan.heat import Heat
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.plan.ranking import Ranking
+from neuronpipe.protocol.frozen import frozen
 
 # (share of a layer's neurons, hottest first; share of its activations that they make)
 HOTTEST: Points = (
@@ -40,7 +40,7 @@ ASSUMED_PREDICTED = 1.3  # neurons predicted per active one, of a predictor that
 UP_POSITIVE = 0.8  # of drelu's neurons whose gate fired, those whose up is positive too
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Rates:
     """Shares of the neurons of a feed-forward that a token is computed by, means over layers and tokens: those whose
     rows it reads."""

@@ -14,6 +14,7 @@ from neuronpipe.plans.plan.plan import Compute, Memory
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.sizes import RunShape, held_product_blocks
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 SHARED_PART = 4  # of the run's limit, or less: what a device may take of memory that it shares
 OWN_PERCENT = 90  # of a device's own memory
@@ -22,7 +23,7 @@ MATRICES = ("output", "qkv", "attention_output")
 """Matrices that may be held, by the names of their tensors: the first once, the others in every layer."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Accelerator:
     """A device that is to compute the hottest blocks. is_processor: it computes on the cores that the decode workers
     have. limit_bytes: what it may take of its memory, by request."""

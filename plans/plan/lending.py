@@ -18,6 +18,7 @@ from neuronpipe.plans.package.layout import PAGE_BYTES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.plan import Compute, Memory, MemoryBudget
 from neuronpipe.plans.plan.sizes import RunShape, own_layouts
+from neuronpipe.protocol.frozen import frozen
 
 GRANTS = 16  # a text that fills its context asks so often at most
 SHORT_PROMPT_TOKENS = 64  # prompts beside other texts come in steps of so many; more take the whole stage
@@ -28,7 +29,7 @@ Slots = tuple[int, int]
 """Triggers and values."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Lendable:
     """How much of a run's memory is reserved for which texts and prompts.
 

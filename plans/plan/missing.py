@@ -7,16 +7,16 @@ is in an activity profile; without one, texts are taken to choose their neurons 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from neuronpipe.plans.package.activity import BATCHES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.firing import Rates, miss_rate, ranking, touched
 from neuronpipe.plans.plan.plan import Flash, Mode
+from neuronpipe.protocol.frozen import frozen
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Parts:
     """Cluster parts of one kind in a step: those wanted, and of them those to be read from flash."""
 
@@ -24,7 +24,7 @@ class Parts:
     missed: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Slots:
     """Memory for parts of one kind. held: slots that hold something, not those kept free; pinned: of them, those whose
     clusters stay; on_device: clusters that a device holds, the first of every feed-forward, and that are not looked

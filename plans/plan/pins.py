@@ -7,18 +7,18 @@ each of the first three and none of the next five.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from neuronpipe.protocol.errors import quoted
+from neuronpipe.protocol.frozen import frozen
 
 RUN = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Pins:
     """What stays while steps compute at least so many texts."""
 

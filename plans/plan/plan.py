@@ -14,6 +14,7 @@ from typing import Literal
 from neuronpipe.plans.package.fields import read_file
 from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 VERSION = 11
@@ -35,7 +36,7 @@ GATEWAY = "gateway"
 """The one role that a run does not need: towards the coordinator it is a client."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class ProcessSpec:
     """One process of the run: its role and its core (None: not pinned). backend: who computes in a decode or prefill
     worker, as NAME or NAME:OPTIONS (services/worker/backend.py)."""
@@ -51,7 +52,7 @@ def backend_of(role: str, processes: tuple[ProcessSpec, ...]) -> str:
     return next((process.backend for process in processes if process.role == role), "")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Compute:
     """Who computes what, where."""
 
@@ -91,7 +92,7 @@ class Compute:
         return self.held_blocks[min(max(1, texts), len(self.held_blocks)) - 1] if self.held_blocks else 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class MemoryBudget:
     """What a run takes besides neurons, in bytes; budget.py computes it. Each layout has a field named after it."""
 
@@ -119,7 +120,7 @@ class MemoryBudget:
 _budgeted = operator.attrgetter(*(field.name for field in dataclasses.fields(MemoryBudget)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Memory(MemoryBudget):
     """All that a run takes, and its limits. Slots hold one cluster part each; slots_bytes is of their segment."""
 
@@ -163,7 +164,7 @@ class Memory(MemoryBudget):
         return super().total_bytes() + self.slots_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Flash:
     """How flash is read."""
 
@@ -184,7 +185,7 @@ class Flash:
         return self.depth * self.most_read_bytes + self.warm_up_reads * self.warm_up_read_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Expected:
     """What the planner expects of one token, from the package's activity and the device's measurements.
 
@@ -211,7 +212,7 @@ class Expected:
     prefill_tokens_per_s: float | None  # of the same prompt
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Plan:
     """One plan. `id` is a hash of everything else."""
 

@@ -38,6 +38,7 @@ from neuronpipe.plans.plan.sizes import PARTIAL_TOKENS, RunShape
 from neuronpipe.plans.plan.speed import Measured, expected
 from neuronpipe.plans.plan.split import BestSplit
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 MEMORY_SHARE = 0.7  # of what is available now, when the user names no limit
 # A prompt's chunk reads every weight once, so it is as large as memory allows; its buffers take no more than this.
@@ -61,7 +62,7 @@ class LimitTooSmall(UserError):
         self.least_bytes = least_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Wanted:
     """What the user asks for. Bytes and shares are limits; None leaves the choice to the planner. `without` and
     `baseline` are for experiments: they take techniques away."""
@@ -82,7 +83,7 @@ class Wanted:
     held_matrices: tuple[str, ...] | None = None  # the same
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class DeviceFacts:
     """What the planner needs to know of a device; a curve or a speed is None where nothing was measured."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from neuronpipe.plans.device.device import FlashCurve
@@ -11,6 +10,7 @@ from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.budget import MIN_DEPTH, largest_read_bytes
 from neuronpipe.plans.plan.firing import Rates, miss_rate, rates, touched
 from neuronpipe.plans.plan.plan import Mode
+from neuronpipe.protocol.frozen import frozen
 
 KNEE = 0.9  # of the best speed is enough, for depth and for size
 MAX_READ_BYTES = 1 << 20
@@ -21,7 +21,7 @@ PREFETCH_SHARE = 0.5  # of the depth: what nobody waits for yet leaves room for 
 UNMEASURED_DEPTH = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Demand:
     """What a token wants of the clusters of a chosen feed-forward, and how much of that memory would hold. Shares.
 
@@ -67,7 +67,7 @@ class Demand:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Cost:
     """Microseconds of flash for a cluster of a chosen feed-forward: of both parts in one read, or of the trigger part
     and a value part one after the other. As planes: if the trigger parts of a feed-forward lay together, and then the
@@ -116,7 +116,7 @@ class Cost:
         return self.both_us <= self.apart_us
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Reading:
     """The plan's `flash`, less the engine and the reserves."""
 

@@ -7,7 +7,6 @@ mode a neuron is wanted whole or not at all: both parts get as many slots.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from neuronpipe.plans.package.layout import PAGE_BYTES, SlotPlaces
@@ -17,6 +16,7 @@ from neuronpipe.plans.plan.firing import Rates, touched
 from neuronpipe.plans.plan.pins import Pins
 from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.plan.sizes import slots_layout
+from neuronpipe.protocol.frozen import frozen
 
 STOCK_FACTOR = 2  # free slots kept ready, over the misses expected of one token
 MIN_STOCK = 64
@@ -29,7 +29,7 @@ OPEN_LAYER_FROM = 4
 NOTHING_PINNED = Pins(texts=1, triggers="0", values="0")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Regions:
     """Slots of either part, and what becomes of them."""
 

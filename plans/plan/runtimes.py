@@ -5,10 +5,10 @@ The figures are measured, and rounded up: services/worker/npu/README.md has them
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.frozen import frozen
 
 MIB = 1 << 20
 GRAPH_TOKENS = (64, 128, 512)
@@ -24,7 +24,7 @@ MAX_PRODUCT_NEURONS = 2048  # that are handed to another to compute at once
 FLOAT_BYTES = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class RuntimeCost:
     """Bytes of one runtime. Some keep a graph's memory as long as the graph; others give it back after each product, so
     that the largest counts, once."""

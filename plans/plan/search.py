@@ -30,6 +30,7 @@ from neuronpipe.plans.plan.planner import CHUNK_TOKENS, DeviceFacts, LimitTooSma
 from neuronpipe.plans.plan.reading import depths
 from neuronpipe.plans.plan.sizes import RunShape
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 # What is expected is off by up to a third in memory (tests/bench/README.md): with less to gain, plans would leave
 # proven rules for an error of the model, and change from start to start. It is of ways. What a chunk or depth is worth
@@ -41,7 +42,7 @@ POINTS = 23  # limits from the least to that with which everything is resident, 
 UNLIMITED_BYTES = 1 << 60
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Request:
     """What is to be fast: a prompt of so many tokens, and an answer."""
 
@@ -60,7 +61,7 @@ USUAL = Request(prompt_tokens=512, answer_tokens=128)  # llama-bench's pp512 and
 ANSWER = Request(prompt_tokens=0, answer_tokens=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Space:
     """What may be chosen. The first mode and the first number of workers are those of the rules.
 
@@ -74,7 +75,7 @@ class Space:
     more: Callable[[int], DeviceFacts | None] = lambda workers: None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Way:
     """What must be clearly faster than what the rules choose."""
 
@@ -83,7 +84,7 @@ class Way:
     bundle: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Candidate:
     """A choice: the device and the wish that name it, and the plan that it makes."""
 
@@ -117,7 +118,7 @@ class Candidate:
         return f"mode {self.plan.compute.mode}, {workers}, {self.reads}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Found:
     """What was tried within a limit, and what is best.
 
@@ -404,7 +405,7 @@ class Search:
         return not fixed and made.expected.tokens_per_s is not None and made.expected.flash_reads_per_token > 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _Tried:
     """The best of each way within a limit, the rules' first."""
 

@@ -6,21 +6,20 @@ them in run.json, and every process that attaches maps the layouts stated there.
 
 from __future__ import annotations
 
-import dataclasses
-
 from neuronpipe.native import lib
 from neuronpipe.plans.package.layout import Layout as ClusterLayout
 from neuronpipe.plans.package.manifest import FIXED, PREDICTOR, Manifest
 from neuronpipe.plans.plan.plan import DEFAULT_BACKEND, GATEWAY, Compute, Mode, Plan, backend_of
 from neuronpipe.plans.plan.runtimes import MAX_PRODUCT_NEURONS, runtime_of
 from neuronpipe.protocol import layouts
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layout import Layout
 
 WORD_BYTES = 4
 PARTIAL_TOKENS = 64  # tokens whose block sums a step holds at once; more are summed by turns
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class RunShape:
     """What of a plan decides how much memory is taken besides neurons, a prompt's chunk and staging."""
 

@@ -28,12 +28,12 @@ from neuronpipe.plans.plan.plan import Compute, Expected, Flash, Memory, backend
 from neuronpipe.plans.plan.ranking import holding
 from neuronpipe.plans.plan.runtimes import runtime_of
 from neuronpipe.plans.plan.waiting import Named, Reads, Waiting
+from neuronpipe.protocol.frozen import frozen
 
 # Value parts that are read alone, for each bundle that is: both parts come together, but are evicted apart, the value
 # part sooner of a neuron that was named and did not fire. 1B and 7B, 40 to 75 % resident: 0.15 to 0.29.
 VALUES_ALONE = 0.2
 DENSE_TOKENS = 16  # steps of so many tokens compute every neuron of a block that one of them wants (native/engine)
-
 
 Measured = tuple[FlashCurve | None, MemorySpeed | None, DeviceProfile | None]
 """Of a device: how fast flash and memory are, and its profile; None where that was not measured."""
@@ -125,7 +125,7 @@ def _run(manifest: Manifest, rates: Rates, compute: Compute, memory: Memory, fla
     return _Run(manifest, rates, compute, memory, flash, cost, DeviceCost.of(manifest, compute, profile))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _Step:
     """What one step moves, and its times; None where the device was not measured."""
 
@@ -162,7 +162,7 @@ class _Step:
         return _sum(self.work_ms, self.overhead_ms, self.exposed_ms, self.waited_ms)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class _Run:
     manifest: Manifest
     rates: Rates

@@ -24,6 +24,7 @@ from neuronpipe.plans.plan.held import MATRICES, Accelerator, fits_buffer, held_
 from neuronpipe.plans.plan.plan import Memory, Plan
 from neuronpipe.plans.plan.speed import Measured, matrices_saved_ms, step_ms
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 StepMs = Callable[[int, int], float | None]
 """The expected time of a step, by blocks that the device computes and by texts; None where it is not known."""
@@ -33,7 +34,7 @@ Make = Callable[[tuple[int, ...] | None, tuple[str, ...] | None], Plan]
 """A plan with these blocks and matrices held; None leaves them to the planner. Raises UserError."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class BestSplit:
     """What a device is best given: `make` is asked for plans with more or less of it."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 
 from neuronpipe.plans.plan.cost import Cost
+from neuronpipe.protocol.frozen import frozen
 
 
 class Named(enum.Enum):
@@ -17,7 +17,7 @@ class Named(enum.Enum):
     ONE_BY_ONE = "while they are computed: a gate that fires names its values"
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Reads:
     """Reads of a step. hidden_ms: of all layers, the work that goes on from when the first ones are named."""
 
@@ -27,7 +27,7 @@ class Reads:
     hidden_ms: float | None
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Waiting:
     """For the reads of a step of so many layers, so many of them under way."""
 

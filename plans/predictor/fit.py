@@ -11,7 +11,6 @@ all neurons of the layer. A rare neuron thus needs no sample of its own firing: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -22,6 +21,7 @@ from neuronpipe.plans.package.predictor_writer import LayerFactors, SideFactor
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.reference.quantized import product
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -34,7 +34,7 @@ MIN_ACTIVITY = 0.003
 NEVER = np.float32(-1e30)  # a bias that no score reaches
 
 
-@dataclass(frozen=True)
+@frozen
 class Calibration:
     """One layer on the calibration text: what the predictor reads [tokens, width], what the feed-forward reads, and per
     predicted side its weights [neurons, width] and values [tokens, neurons]; active bool [tokens, neurons]."""
@@ -152,7 +152,7 @@ def thresholds(
     return LayerFactors(rows, {side: SideFactor(sides[side], line.bias(least)) for side, line in lines.items()})
 
 
-@dataclass(frozen=True)
+@frozen
 class Line:
     """value ≈ slope · score + offset with a normal error of this deviation, for each neuron [neurons].
 

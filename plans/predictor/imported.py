@@ -8,7 +8,6 @@ are not imported: they are calibrated here, on the quantized factors.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,14 @@ from neuronpipe.plans.package.fields import open_file
 from neuronpipe.plans.package.manifest import Manifest, package_rank
 from neuronpipe.plans.package.safetensors_header import TensorEntry, read_header
 from neuronpipe.protocol.errors import UserError, named
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 NAME = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp\.)?(?:predictor\.)?fc([12])\.weight")
 
 
-@dataclass(frozen=True)
+@frozen
 class ImportedPredictor:
     """Both matrices of every layer in one file; opened by `open_imported`."""
 

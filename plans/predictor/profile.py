@@ -34,6 +34,7 @@ from neuronpipe.plans.predictor.predictions import StoredPredictor, judge, predi
 from neuronpipe.plans.predictor.texts import ContextWindow, Texts
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 MIN_CALIBRATION_TOKENS = 16  # of one expert; with fewer, all of its neurons are predicted
@@ -66,7 +67,7 @@ class Candidate:
         return float(np.mean([layer.predicted for layer in self.quality]))
 
 
-@dataclass(frozen=True)
+@frozen
 class Trained:
     """Factors that were trained before: their thresholds are fitted here, nothing else. of_ffn: by feed-forward."""
 
@@ -111,7 +112,7 @@ class Trained:
         return Candidate(self.sides, max(self.ranks), self.hidden, self.ranks if len(set(self.ranks)) > 1 else None)
 
 
-@dataclass(frozen=True)
+@frozen
 class Profiled:
     """The package with its predictor, the candidates that were tried (the chosen one first), and held-out perplexity of
     the exact and of the predicted model, both by the reference engine."""

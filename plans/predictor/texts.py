@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.package.tokenizer import open_tokenizer
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 MAX_WINDOW_TOKENS = 512
 HELD_OUT_PART = 4  # one in so many context windows is held out
@@ -19,7 +19,7 @@ MIN_TOKENS = 512
 ContextWindow = Sequence[int]
 
 
-@dataclass(frozen=True)
+@frozen
 class Texts:
     """Context windows of token ids, each computed from its own start."""
 

@@ -16,13 +16,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from neuronpipe.plans.package.fields import read_json
 from neuronpipe.plans.package.manifest import MANIFEST
 from neuronpipe.plans.package.whole import make_folder, whole_file
 from neuronpipe.protocol.errors import NotRunning, UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.run_directory import RunDirectory
 
 VARIABLE = "NEURONPIPE_DATA"
@@ -180,7 +180,7 @@ def working_folder(name: str) -> Iterator[Path]:
         os.close(lock)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Unfinished:
     """A pull that has begun and is not done: of what, at which commit, and the words of the command that goes on."""
 

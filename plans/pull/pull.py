@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -28,11 +28,12 @@ from neuronpipe.plans.pull.hub import Hub
 from neuronpipe.plans.pull.packages import STATE, Unfinished, begin, packages_folder, unfinished_pull, working_folder
 from neuronpipe.plans.pull.repository import Reference, Snapshot
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 SOURCE = "source"  # in the folder of a pull: what comes from the hub
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Need:
     """What a pull takes. download_bytes: still to come, in so many files. disk_bytes: used at one moment at most, of
     which there_bytes are used already. free_bytes: on that disk, now. goes_on: after an interruption."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from neuronpipe.plans.convert.chat_template import CONFIG, TEMPLATE
 from neuronpipe.plans.convert.sentencepiece_model import ADDED
 from neuronpipe.plans.pull.packages import name_like
 from neuronpipe.protocol.errors import UserError, named, quoted
+from neuronpipe.protocol.frozen import frozen
 
 WEIGHTS, INDEX, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -25,7 +26,7 @@ _PICKLES = re.compile(r"(pytorch_model.*\.bin|.*\.pth|.*\.pt)")
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Reference:
     """`ORG/NAME[:FILE.gguf][@REVISION]`, as a person gives it. revision None: the repository's main branch."""
 
@@ -55,7 +56,7 @@ class Reference:
         return name_like(stem)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class RemoteFile:
     """A file of a repository. sha256: of its content, where the hub keeps it apart from git; blob: git's own checksum
     of what git keeps."""
@@ -66,7 +67,7 @@ class RemoteFile:
     blob: str | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Snapshot:
     """A repository at one commit: what is asked for later is of the same commit, whatever is pushed meanwhile."""
 

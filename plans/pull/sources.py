@@ -20,7 +20,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ from neuronpipe.plans.pull.packages import (
     working_folder,
 )
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 if TYPE_CHECKING:
     from neuronpipe.plans.convert.checkpoint import Options
@@ -53,7 +54,7 @@ HUB_CACHE = "models--"  # in huggingface_hub's cache models lie in models--ORG--
 WAIT_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class Origin:
     """A model on this disk as it is now: path, absolute and without links; and the fingerprint of its files."""
 
@@ -78,7 +79,7 @@ class Origin:
         return cls(path, hashlib.sha256("\n".join(versions).encode(errors="backslashreplace")).hexdigest())
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Asked:
     """How a package is to be made, where somebody said so. name: None, the one that it has by itself. command: the
     words that ask for the same from anywhere; none where it is to be as `make` makes it."""
@@ -92,7 +93,7 @@ class Asked:
     command: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Work:
     """What making a package takes. disk_bytes: still to be written. replaces: the package of the files as they were."""
 

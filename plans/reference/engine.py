@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from neuronpipe.plans.package.manifest import PredictorInput
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.reference.weights import Array, PackageWeights
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 
 class Result(NamedTuple):
@@ -86,7 +86,7 @@ def expert_shares(model: ModelSpec, values: Array) -> Array:
     return shares
 
 
-@dataclass(frozen=True)
+@frozen
 class LayerRun:
     """One feed-forward while it is computed, a layer's or an expert's: the normed inputs of attention and feed-forward
     [tokens, width] (of a mixture, of the tokens that chose the expert), and the latter before its norm (residual); the

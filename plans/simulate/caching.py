@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.simulate.policies import Ids, Lru, Policy, Static
 from neuronpipe.plans.simulate.systems import System
 from neuronpipe.plans.simulate.workload import Wanted, Workload
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Counts = NDArray[np.float64]
@@ -43,7 +43,7 @@ class NativeClock(Policy):
         self._words[loaded] = self._slots | np.uint32(lib.NP_ENTRY_PRESENT | lib.NP_ENTRY_REFERENCED)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Traffic:
     """[tokens, layers] each, in neurons. looked, fire: outside the hot region. trigger_misses, value_misses: reads of
     either part. fire_misses, all_fire: of those that fire, hot ones among the latter. hot_share: of a feed-forward,

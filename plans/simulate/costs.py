@@ -4,7 +4,6 @@ planner's own costs, which know the run's kernels, the loader's processor time a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal, Protocol
 
 from neuronpipe.plans.package.layout import row_bytes
@@ -17,12 +16,13 @@ from neuronpipe.plans.simulate.device_file import THIS_MACHINE, DeviceModel
 from neuronpipe.plans.simulate.models import SCALE_BITS, Parts, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 Kernel = Literal["matrix", "neurons"]
 BARRIERS = 3  # of a layer, where the file says only what one takes
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Read:
     """Reads and their bytes, flash's time for them, and the loader's processor time where it has no core of its own."""
 

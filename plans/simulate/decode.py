@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ from neuronpipe.plans.simulate.device_file import DeviceModel
 from neuronpipe.plans.simulate.events import Done, Simulation, Task, Use
 from neuronpipe.plans.simulate.models import SCALE_BITS, SimulatedModel
 from neuronpipe.plans.simulate.systems import System
+from neuronpipe.protocol.frozen import frozen
 
 LOADER_RANK = -1  # the kernel lets it go first: it slept until now
 STREAMED_READ_BYTES = 512 << 10
@@ -20,7 +20,7 @@ READ_GROUPS = 6  # of a layer's misses: clusters in flight
 MAPPED_READ_BYTES = 128 << 10  # of the kernel's read-ahead
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Situation:
     """What is simulated. context_tokens: on average. repeat: how many texts of a batch compute each neuron that any
     of them wants."""
@@ -35,7 +35,7 @@ class Situation:
     repeat: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Decoded:
     """token_s: of each token. use: of all of them."""
 

@@ -18,6 +18,7 @@ from neuronpipe.plans.device.device import Device, FlashCurve
 from neuronpipe.plans.device.figures import between
 from neuronpipe.plans.package.activity import interpolated
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 FOLDER = Path(__file__).with_name("devices")
@@ -32,7 +33,7 @@ WITHOUT_NPU = ("npu_tflop_per_s", "npu_start_us", "dram_npu_gb_per_s")  # may be
 Issuer = Literal["big", "mid", "little", "several"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Sourced:
     """One value."""
 
@@ -40,7 +41,7 @@ class Sourced:
     source: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class CoreClass:
     """Cores that are alike. reads: of memory, alone; computes: weights, for one token, when they are there."""
 
@@ -51,13 +52,13 @@ class CoreClass:
     source: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class BlockSpeed:
     block_kib: float
     gb_per_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Curve:
     """Speed over the size of a read: a line on logarithmic scales between the points, flat beyond them."""
 
@@ -68,13 +69,13 @@ class Curve:
         return between({point.block_kib * 1024: point.gb_per_s * 1e9 for point in self.points}, block_bytes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class RangeShare:
     range_mib: float
     share: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Ranges:
     """What is left of the speed of small random reads when they lie further apart."""
 
@@ -86,7 +87,7 @@ class Ranges:
         return interpolated(line, math.log(max(1.0, range_bytes)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Issuers:
     """Speed of small random reads by who issues them, times that of a mid core."""
 
@@ -97,7 +98,7 @@ class Issuers:
     source: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class DeviceModel:
     """All that is simulated of a device. Without an NPU its fields are 0."""
 

@@ -14,6 +14,7 @@ from neuronpipe.plans.pull.packages import REPOSITORY, refuse_unknown
 from neuronpipe.plans.simulate.device_file import Sourced
 from neuronpipe.plans.synth.shapes import SHAPES, rank_of
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 FILE = Path(__file__).with_name("models.json")
@@ -22,7 +23,7 @@ QUANT_BITS, SCALE_BITS = 4.0, 0.5
 RUNTIME_BYTES = 0.3e9  # PowerInfer-2 v3, 7.2.3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class SimulatedModel:
     """active, predicted: shares of a computed expert's neurons that fire for a token, and that its predictor names."""
 
@@ -94,7 +95,7 @@ class SimulatedModel:
         return spec.layers * (dense + spec.width * (spec.qkv_rows + spec.query_width))
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Parts:
     """Sizes on flash of what is read: its first part, the others, each in whole pages."""
 
@@ -118,7 +119,7 @@ def _pages(size_bytes: float) -> int:
     return math.ceil(size_bytes / PAGE_BYTES) * PAGE_BYTES
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class PublishedModel:
     """A model of the paper: models.json."""
 
@@ -137,7 +138,7 @@ class PublishedModel:
     predictor_rank: Sourced
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _File:
     models: dict[str, PublishedModel]
 

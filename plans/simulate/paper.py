@@ -21,6 +21,7 @@ from neuronpipe.plans.simulate.prefill import prefill_s
 from neuronpipe.plans.simulate.prefill_ours import prefilled
 from neuronpipe.plans.simulate.simulate import Result, Wishes, resident_share, simulate
 from neuronpipe.plans.simulate.systems import ABLATION, CPU_ONLY, SYSTEMS, System
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import from_json, json_object
 
 DATA = Path(__file__).with_name("published.json")
@@ -29,7 +30,7 @@ TOKENS = 192
 Unit = Literal["decode", "prefill-128", "prefill-512", "over-cpu-only", "p99-ms"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Case:
     """What is simulated. resident and memory_gb: neither where all is in memory."""
 
@@ -42,7 +43,7 @@ class Case:
     batch: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Row(Case):
     """A published figure. uncertain: read off a figure, or between points. fitted: a device's field is from it."""
 
@@ -51,7 +52,7 @@ class Row(Case):
     fitted: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Table:
     """target: largest error that is wanted."""
 
@@ -61,7 +62,7 @@ class Table:
     target: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Published:
     source: str
     cells: tuple[Table, ...]

@@ -8,7 +8,6 @@ and back, norms, attention.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 
@@ -17,6 +16,7 @@ from neuronpipe.plans.plan.runtimes import GRAPH_TOKENS, MAX_PRODUCT_NEURONS, gr
 from neuronpipe.plans.simulate.decode import Situation
 from neuronpipe.plans.simulate.device_file import DeviceModel
 from neuronpipe.plans.simulate.events import Simulation, Task
+from neuronpipe.protocol.frozen import frozen
 
 MADE_G_PER_S = 3.8
 """Rows of q4 to bytes, weights a second: measured on one core with AVX2 (services/worker/npu/README.md)."""
@@ -41,7 +41,7 @@ WINDOWS_AHEAD = 8
 """Products of neurons that flash may be ahead of the reader: a layer of a 7B."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Prefilled:
     """seconds: of the prompt. The others are shares of it: the NPU computes; is free and has inputs, but no rows; has
     no inputs, because cores are at what lies between; flash reads."""
@@ -60,7 +60,7 @@ def made_per_s(device: DeviceModel, cores: int) -> float:
     return MADE_G_PER_S * 1e9 * MADE_BY_A_MID_CORE * sum(computes) / len(computes) / MID_COMPUTES_GB_PER_S
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Graphs:
     """What tokens cost: how many graphs compute them, and their lengths in all. Of an expert, on average."""
 

@@ -26,6 +26,7 @@ from neuronpipe.plans.plan.plan import Mode
 from neuronpipe.plans.predictor.predictions import StoredPredictor
 from neuronpipe.plans.reference.engine import LayerRun, ReferenceEngine
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Ids = NDArray[np.intp]
@@ -45,7 +46,7 @@ _NO_ARCHIVE = (  # whatever a file that numpy did not write may raise
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Recording:
     """The arrays of the module's table."""
 

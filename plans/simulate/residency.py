@@ -8,7 +8,6 @@ or later; README.md has what that is worth.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +19,13 @@ from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.plans.plan.speed import reads_whole
 from neuronpipe.plans.simulate.caching import Traffic
 from neuronpipe.plans.simulate.policies import Ids
+from neuronpipe.protocol.frozen import frozen
 
 Step = Sequence[Ids]
 """Of each layer the clusters that are wanted, numbered over all layers."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Text:
     """prompt: what all of its tokens want together, in one step; None: there is none. tokens: of each one."""
 

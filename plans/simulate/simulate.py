@@ -25,12 +25,13 @@ from neuronpipe.plans.simulate.systems import SYSTEMS, System
 from neuronpipe.plans.simulate.workload import Workload, generated, in_clusters, recorded
 from neuronpipe.plans.synth.trajectory import PRESETS
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 
 SKIPPED_TOKENS = 64
 MAX_TOKENS, MAX_BATCH, MAX_PROMPT_TOKENS = 4096, 8, 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Wishes:
     """memory_bytes or resident (of the feed-forward); neither: everything is in memory."""
 
@@ -44,7 +45,7 @@ class Wishes:
     seed: int = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Result:
     """What came of it. Shares are of the time of all tokens; `cpu` is the mean over the computing cores."""
 
@@ -126,7 +127,7 @@ def simulate(
     return _result(situation, seen, decoded, prefill), decoded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class PlannedRun:
     """A package under its plan, on the device that the plan is for."""
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from neuronpipe.plans.simulate.device_file import DeviceModel, Issuer
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 
 Cache = Literal["none", "lru", "clock"]
 Reads = Literal["matrices", "row-column", "whole", "two-phase"]
@@ -16,7 +17,7 @@ HOT_IN_MEMORY = 0.5
 HOT_IN_MEMORY_LARGE_BATCH, LARGE_BATCH = 0.7, 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class System:
     """npu: attention and hot neurons on the NPU where there is one. cache, reads: of cold neurons. pipeline: clusters
     are computed as they arrive, by one I/O thread; without, a layer's reads come first. early: the predictor reads what

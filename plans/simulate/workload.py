@@ -6,7 +6,6 @@ Generated after plans/synth (Bamboo's curves, a preset's memory), a sample of th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from neuronpipe.plans.synth.firing import active_shares
 from neuronpipe.plans.synth.routing import routing_of
 from neuronpipe.plans.synth.trajectory import Preset, stretches
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -31,7 +31,7 @@ FITTED_TOKENS, BISECTIONS = 24, 14
 NOISE = Preset(a=0.0, b=0.6, rb=0.97, re=0.4, pj=0.02, keep=0.0)  # a predictor's error, beyond.md 5.4 step 6
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Wanted:
     """Of one layer and token: ids of what is looked up, ascending, and which of them fire."""
 
@@ -39,7 +39,7 @@ class Wanted:
     fires: NDArray[np.bool_]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Workload:
     """tokens: of each token what each layer wants. order: all ids, most frequent first. frequency: of each id, of a
     token that chooses its expert. scale: neurons that an id stands for. of_layer: ids of one layer."""
@@ -105,7 +105,7 @@ def _chosen(route: NDArray[np.floating[Any]], count: int, width: int) -> Mask:
     return np.repeat(here.reshape(-1), width // here.size)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Predictor:
     """Names a neuron whose margin, with so much noise, exceeds `cut`."""
 

@@ -7,20 +7,19 @@ fewer directions than coordinates: the leading ones of its covariance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode, encode
 from neuronpipe.plans.package.layout import GROUP_WEIGHTS, Quantization
 from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.synth import codes
 from neuronpipe.plans.synth.shapes import Coordinates
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@frozen
 class Directions:
     """Directions of a layer's input: orthonormal ones of the written coordinates [written, count], then coordinates of
     the state, the first ones."""

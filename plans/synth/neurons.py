@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import decode, q3_of_q4
@@ -25,6 +24,7 @@ from neuronpipe.plans.synth import codes, firing
 from neuronpipe.plans.synth.prediction import BlockPredictor, Prediction
 from neuronpipe.plans.synth.shapes import Coordinates
 from neuronpipe.plans.synth.tokens import STATE_POWER, Texts
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -36,7 +36,7 @@ CORRECTIONS, MAX_CORRECTION = 3, 0.5
 MIN_INDEPENDENT = 96  # tokens that an expert without a predictor is fitted on, besides those that choose it
 
 
-@dataclass(frozen=True)
+@frozen
 class Found:
     """What fires of a feed-forward: shares of neurons, and of those whose trigger fires; its predictor, if it has one,
     and how well that does."""
@@ -47,7 +47,7 @@ class Found:
     quality: PredictorQuality | None
 
 
-@dataclass(frozen=True)
+@frozen
 class LayerInput:
     """What the feed-forwards of a layer read: the normed vectors of the calibration tokens [tokens, width]; how often
     each neuron is to be active, the hottest first; what their predictors have in common, if there are any."""
@@ -57,7 +57,7 @@ class LayerInput:
     prediction: Prediction | None
 
 
-@dataclass(frozen=True)
+@frozen
 class _Inputs:
     """What all blocks of a feed-forward read. tokens: which of the calibration tokens it is made with; independent:
     those of them whose states are independent. vectors: their normed input; steady: of them, its steady part. scale:
@@ -74,7 +74,7 @@ class _Inputs:
     common: codes.Bytes
 
 
-@dataclass(frozen=True)
+@frozen
 class _Block:
     """Neurons of a block: their rows, Down's without the scale of the layer; what they write [tokens, written], and
     what is to know of them."""
@@ -89,7 +89,7 @@ class _Block:
     predictor: BlockPredictor | None
 
 
-@dataclass(frozen=True)
+@frozen
 class Neurons:
     """A feed-forward's neurons, the hottest first. change: what they add to the residual stream's coordinates that
     feed-forwards write [tokens, written], of the tokens they were made with. gates: how these are written: "q3", or as
@@ -123,7 +123,7 @@ class Neurons:
         return Found(activity, fired, factors, quality)
 
 
-@dataclass(frozen=True)
+@frozen
 class Pending:
     """Neurons that are being made."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from neuronpipe.plans.convert.quantize import encode
@@ -16,6 +15,7 @@ from neuronpipe.plans.predictor.predictions import judge
 from neuronpipe.plans.reference.quantized import Vectors, product
 from neuronpipe.plans.synth.directions import Directions
 from neuronpipe.plans.synth.shapes import Coordinates
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -23,7 +23,7 @@ Mask = NDArray[np.bool_]
 RECALL_STEP = 4  # one token in so many is enough for the share of all active neurons that is found
 
 
-@dataclass(frozen=True)
+@frozen
 class PredictorShape:
     """What a layer's predictor is to be."""
 
@@ -31,7 +31,7 @@ class PredictorShape:
     quantization: Quantization
 
 
-@dataclass(frozen=True)
+@frozen
 class BlockPredictor:
     """The part of a block of neurons, and what is to know of it."""
 
@@ -42,7 +42,7 @@ class BlockPredictor:
     chances: NDArray[np.float64]  # of those active in some of the others
 
 
-@dataclass(frozen=True)
+@frozen
 class Prediction:
     """What all predictors of a layer have in common: their directions, the rows they multiply their input with, and
     what these make of the calibration tokens. held_out: the tokens that they are judged on."""

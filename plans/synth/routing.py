@@ -8,19 +8,18 @@ have a bias, on the steady coordinates. README.md says which figures are publish
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.predictor.fit import quantile
 from neuronpipe.plans.reference.engine import expert_shares
 from neuronpipe.plans.synth.shapes import Coordinates
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@frozen
 class Routing:
     """What a family's routers are to do.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from neuronpipe.plans.models.spec import LayerKind, ModelSpec, runs_of
+from neuronpipe.protocol.frozen import frozen
 
 GROUP = 32
 
@@ -77,7 +77,7 @@ def rope_base(model: ModelSpec) -> float:
     return _ROPE_BASES.get(model.family, 10_000.0)
 
 
-@dataclass(frozen=True)
+@frozen
 class Coordinates:
     """Ranges of the residual stream's coordinates, whole quantization groups each.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from neuronpipe.plans.package.writer import Rows
 from neuronpipe.plans.synth import codes
 from neuronpipe.plans.synth.shapes import Coordinates, rank_of
 from neuronpipe.plans.synth.trajectory import PRESETS, stretches
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -27,7 +27,7 @@ INDEPENDENT_TEXTS = 4  # beside one of every other preset
 HELD_OUT_PART = 4
 
 
-@dataclass(frozen=True)
+@frozen
 class Texts:
     """The calibration tokens, as every layer sees them: texts of one length one behind the other. independent: those
     whose states are independent; their statistics are those of every preset over all contexts. held_out: which the

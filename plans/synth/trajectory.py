@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from neuronpipe.plans.predictor.fit import quantile
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 
 STRETCH_TOKENS = 64  # stays in the cache
 _QUANTILES = quantile((np.arange(1 << 16) + 0.5) / (1 << 16)).astype(np.float32)
 
 
-@dataclass(frozen=True)
+@frozen
 class Preset:
     """One workload: shares a of context and b of topic, memories of topic and rest, probability of a topic change."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 from neuronpipe.plans.plan.pins import warm_counts
+from neuronpipe.protocol.frozen import frozen
 
 Counts = tuple[int, ...]
 """Of each feed-forward, how many of its first clusters."""
@@ -29,7 +30,7 @@ def packed(ids: Iterable[int]) -> Iterator[bytes]:
         yield piece.tobytes()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Region:
     """One part's slots, from the plan. reserve: free slots that the loader should have ahead of need; pinned: of each
     feed-forward, how many of its first clusters stay; held: how many of these an accelerator always computes, so that
@@ -60,7 +61,7 @@ class Region:
         return tuple(self.held + count for count in counts)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class WarmUp:
     """Clusters to load when nothing more urgent waits. parts: 1 triggers, 2 values, 3 both; pinned: whether they are to
     stay."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Tokenized
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
@@ -13,7 +13,7 @@ from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Limits:
     """What the plan and the package fix."""
 

@@ -6,7 +6,6 @@ The name of a token in tokenizer.json is text, while a token may be half a chara
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Protocol, Self
 
 from neuronpipe.native import lib
 from neuronpipe.plans.package.tokenizer import open_tokenizer, panics_are_errors
+from neuronpipe.protocol.frozen import frozen
 
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -100,7 +100,7 @@ def _bytes_by_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Spelling:
     """What the file's decoder says.
 

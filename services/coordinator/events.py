@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from neuronpipe.protocol.codec import MINOR, Message
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Generate
 from neuronpipe.protocol.messages.worker import Prefill, Step
@@ -15,7 +16,7 @@ ProcessKey = tuple[str, int]
 
 
 # ---- events --------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@frozen
 class RequestReceived:
     """A client asks for something, or says more about what it asked for."""
 
@@ -23,7 +24,7 @@ class RequestReceived:
     message: Message
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class ProcessReady:
     """A service finished its start, or its restart. numerics: as in `Hello`; minor: version of the protocol there."""
 
@@ -32,7 +33,7 @@ class ProcessReady:
     minor: int = MINOR
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class EpochChanged:
     """Everybody leaves the step; `lost` are the processes that ended."""
 
@@ -40,7 +41,7 @@ class EpochChanged:
     lost: tuple[ProcessKey, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class StepLeft:
     """A participant is through with a step: done, or abandoned because of the epoch. ratings: as in `Prefilled`."""
 
@@ -52,7 +53,7 @@ class StepLeft:
     ratings: tuple[Rating, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class StepFailed:
     """A participant cannot compute the step: damaged bytes on flash, say. The requests in it fail, the run goes on."""
 
@@ -62,7 +63,7 @@ class StepFailed:
     message: str
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Logprobs:
     """Logarithms of probabilities: of the token that was sampled, and of the most likely ones with their ids."""
 
@@ -70,7 +71,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class TokensSampled:
     """The service's answer to SampleTokens.
 
@@ -87,14 +88,14 @@ class TokensSampled:
     logprobs: dict[int, Logprobs] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class TokensScored:
     """The service's answer to ScoreTokens: how likely each target is, and which tokens are likeliest."""
 
     ratings: tuple[Logprobs, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class ThrottleChanged:
     """Pause for this share of the time, until then."""
 
@@ -102,31 +103,31 @@ class ThrottleChanged:
     until: float
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Leaving:
     """These processes have successors that wait for them to go; it replaces what was said before."""
 
     processes: frozenset[ProcessKey]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Ending:
     """The run comes to its end: nothing is taken on any more, and nothing is finished."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class MemoryReserved:
     """The cache has freed what `ReserveMemory` with this number asked for."""
 
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class MemoryReleased:
     """The prefill worker has given its memory back."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Tick:
     """Time has passed and nothing else happened."""
 
@@ -149,7 +150,7 @@ Event = (
 
 
 # ---- actions -------------------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True)
+@frozen
 class SendStep:
     """Send the message to these processes, under the present epoch."""
 
@@ -157,7 +158,7 @@ class SendStep:
     message: Step | Prefill
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Tell:
     """Send the message to a client."""
 
@@ -165,7 +166,7 @@ class Tell:
     message: Message
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class SampleRow:
     """How to sample a token from one row of logits; the same `counter` gives the same token again.
 
@@ -183,14 +184,14 @@ class SampleRow:
     allowed: bytes | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class SampleTokens:
     """Read the logit rows and answer with TokensSampled."""
 
     rows: tuple[SampleRow, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class ScoreTokens:
     """Answer with TokensScored.
 
@@ -204,19 +205,19 @@ class ScoreTokens:
     ratings: tuple[Rating, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Abandon:
     """Advance the epoch: the other participants of a failed step must not wait for the one that gave up."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Dismiss:
     """Drain the process: no step is under way, and none is sent before its successor is ready."""
 
     process: ProcessKey
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class ReserveMemory:
     """Tell the cache that so much of the memory that is lent to slots is needed. kv_tokens: of every KV slot, those
     that have memory."""
@@ -226,14 +227,14 @@ class ReserveMemory:
     kv_tokens: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class ReleaseMemory:
     """Tell the prefill worker to give memory back: as in `Release`."""
 
     keep_tokens: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Ahead:
     """What follows the step under way, but for the tokens that it gives: no action, but what the next ones will be if
     nothing happens before that step is done.

@@ -16,6 +16,7 @@ from neuronpipe.native import lib
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY
 from neuronpipe.protocol.channel import Publisher
 from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_MEMORY
 from neuronpipe.protocol.messages.client import Finished, ProcessStatus, Status, Token, WarmUp
 from neuronpipe.protocol.messages.event import StepEvent
@@ -144,7 +145,7 @@ class Meter:
 
 
 # ---- events for monitors -------------------------------------------------------------------------------------
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen(slots=True)
 class DoneStep:
     """A step whose tokens were told.
 

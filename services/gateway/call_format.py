@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.gateway.templates import Refused, Template, TemplateError
 
 WILD = "\0"  # a letter or digit, whichever
@@ -39,7 +40,7 @@ _ARGUMENTS = {"qzx": 7}
 _WRITTEN = re.compile(r'\{\s*"qzx"\s*:\s*7\s*\}')
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class CallFormat:
     """What stands round the names and arguments of calls, as in the message `Calls`, and how a template takes calls.
 

@@ -3,7 +3,6 @@ takes the same socket, in whose queue new connections have waited."""
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import socket
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.reach import EVERYWHERE, reached_at
 
 BACKLOG = 128
@@ -23,7 +23,7 @@ HOSTED_NAME = b"np-gateway"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Listener:
     """A bound socket, and the key that is asked for; None on loopback: any user of this machine may connect. origins:
     of pages of other sites that may use the server; "*" is all, "localhost" those of this machine at any port."""

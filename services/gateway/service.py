@@ -7,7 +7,6 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
 from neuronpipe.services.gateway.listener import Listener
@@ -28,7 +28,7 @@ LAST_WORDS_S = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Hosted:
     """Packages that are served within one limit, each with the plan of its run, and how long a run stays that nobody
     uses."""

@@ -7,11 +7,11 @@ format of the model's template and says which that is; `Offer.calls` makes of bo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.request import Calls
 from neuronpipe.protocol.messages.request import Function as CallableFunction
 from neuronpipe.services.gateway.bases import ALLOWED, MODE, NAMED, Body, beside_others, one_of
@@ -106,7 +106,7 @@ ToolChoice = Annotated[
 ]
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Offer:
     """What an answer may call.
 

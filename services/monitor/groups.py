@@ -6,14 +6,13 @@ pale, so that what is dark is work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.spans import KINDS
 
 NUMBER = {kind.name: kind.number for kind in KINDS}
 
 
-@dataclass(frozen=True)
+@frozen
 class Group:
     """Kinds that are shown alike. letter: in the cells of a strip; empty for what spans a whole step."""
 

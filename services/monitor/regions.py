@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.weights import REQUEST_ENTRIES
 from neuronpipe.protocol.residency import LOADING, PINNED, PRESENT, STATE_MASK
@@ -15,7 +15,7 @@ from neuronpipe.protocol.segments import Closing
 PARTS = ("trigger", "value")
 
 
-@dataclass(frozen=True)
+@frozen
 class Residency:
     """Cluster parts in memory. slots (as there are now), pinned, cold, loading: (triggers, values); by_layer: share of
     each layer's parts; asked: entries of the workers' rings that the loader has not taken."""

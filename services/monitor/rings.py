@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layout import LINE_BYTES
 from neuronpipe.protocol.messages.client import ProcessStatus
 from neuronpipe.protocol.run_directory import RunFile
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True)
+@frozen
 class Row:
     """One process and its spans, in the order in which they ended. lost: spans that were overwritten unseen."""
 

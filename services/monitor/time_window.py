@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.monitor.groups import NUMBER
 from neuronpipe.services.monitor.rings import Row, Span
 
@@ -12,7 +12,7 @@ MAX_STEPS = 3
 MIN_NS = 1000
 
 
-@dataclass(frozen=True)
+@frozen
 class TimeWindow:
     """A stretch of time, in ns of the monotonic clock."""
 

@@ -20,6 +20,7 @@ from typing import Literal, Protocol
 
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.worker.ratings import Ratings
@@ -50,7 +51,7 @@ class Damaged(Exception):
     """A cluster that the step needs cannot be read; the text names it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True, slots=True)
 class Share:
     """What of a step is one participant's.
 
@@ -91,7 +92,7 @@ class StepWork:
     ratings: Ratings | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Placement:
     """Where a backend finds what it computes with.
 

@@ -14,6 +14,7 @@ from neuronpipe.native import ffi, lib
 from neuronpipe.plans.models.spec import SCALES
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.tensors import predictor_name
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.backend import Abandoned, Damaged, StepWork
 from neuronpipe.services.worker.figures import PARTS, figures_of
 from neuronpipe.services.worker.lane import Lane
@@ -35,7 +36,7 @@ HELD_MATRICES = {"qkv": lib.NP_HELD_QKV, "attention_output": lib.NP_HELD_ATTENTI
 """Matrices that a participant may hold besides blocks, by their names in a plan; the engine refuses any other bit."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class View:
     """Buffers of memory that participants share, each at least as long as native/neuronpipe.h says of the field of
     np_shared by the same name. slots, entries: by part. ranks, predicted: None in exact mode; activity: None where
@@ -66,7 +67,7 @@ class View:
     outputs: Any = None  # also where this participant holds matrices
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class EngineConfig:
     """How this participant computes: the fields of np_engine_config in native/neuronpipe.h."""
 

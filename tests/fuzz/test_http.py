@@ -37,26 +37,33 @@ def shortened(body: Any) -> Any:
     return body
 
 
+def statuses(operation: Any, mode: GenerationMode, examples: int) -> set[int]:
+    """What requests of this kind are answered with; each answer is one that the description knows."""
+    seen = set()
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def answered(case: Any) -> None:
+        case.body = shortened(case.body)
+        response = case.call(timeout=30)
+        seen.add(response.status_code)
+        case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])
+        assert str(response.status_code) in case.operation.definition.raw["responses"]
+        if response.status_code == 200 and "json" in response.headers["content-type"][0]:
+            case.validate_response(response)
+
+    answered()
+    return seen
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_answer_is_one_that_the_description_knows(server: Server) -> None:
     schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
-    seen = set()
     for found in schema.get_all_operations():
         operation = found.ok()
-        wrong = [GenerationMode.NEGATIVE] if operation.method == "post" else []
-        for mode in (GenerationMode.POSITIVE, *wrong):
-
-            @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-            @given(case=operation.as_strategy(generation_mode=mode))
-            def answered(case: Any) -> None:
-                case.body = shortened(case.body)
-                response = case.call(timeout=30)
-                seen.add((case.path, response.status_code))
-                case.validate_response(response, checks=[schemathesis.checks.not_a_server_error])
-                assert str(response.status_code) in case.operation.definition.raw["responses"]
-                if response.status_code == 200 and "json" in response.headers["content-type"][0]:
-                    case.validate_response(response)
-
-            answered()
-    assert {("/v1/completions", 200), ("/v1/completions", 400), ("/v1/chat/completions", 200)} <= seen
+        if operation.method == "post":
+            assert 400 in statuses(operation, GenerationMode.NEGATIVE, EXAMPLES)
+        # Hypothesis makes other requests where other modules are loaded, at times none of ten that can be answered.
+        wanted = 404 if "{" in operation.path else 200
+        assert any(wanted in statuses(operation, GenerationMode.POSITIVE, EXAMPLES * more) for more in (1, 4, 16))
     assert server.call("GET", "/health").status == 200

@@ -3,7 +3,6 @@ and only by who asked for this backend."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import shlex
@@ -14,6 +13,7 @@ from typing import Any
 
 from neuronpipe.plans.plan.held import Accelerator
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 
 INSTALL = f"`{shlex.quote(sys.executable)} -m pip install pyopencl`"
 DESCRIBE_WITHIN_S = 60
@@ -21,7 +21,7 @@ FACTS = ("name", "memory_bytes", "max_buffer_bytes", "shares_memory", "is_proces
 """What others may know of a device."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Device:
     """One device. handle: pyopencl's. max_buffer_bytes: of one buffer. shares_memory: it has none of its own, but this
     machine's. is_processor: it computes on this machine's cores. divides_exactly: floats, as a processor does; else it

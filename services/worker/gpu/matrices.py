@@ -6,7 +6,6 @@ and the rows' products back, which are waited for. Softmax, keys and values stay
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +14,13 @@ from neuronpipe.native import ffi
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import matrix_shape
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.gpu.blocks import LANES, ORDERS, TOKENS, WORK_ITEMS, built_program, vector_bytes
 from neuronpipe.services.worker.gpu.device import Device, opencl
 from neuronpipe.services.worker.participant import HELD_MATRICES
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class _Matrix:
     """One that is held. kernel: with its weights as arguments; buffers: which a kernel does not keep."""
 

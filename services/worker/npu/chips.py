@@ -7,13 +7,13 @@ it were its oldest, and says nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from neuronpipe.protocol.errors import UserError, quoted
+from neuronpipe.protocol.frozen import frozen
 
 SYSFS = Path("sys/devices/soc0")
 MAKERS = ("snapdragon", "qualcomm", "qti")
@@ -22,7 +22,7 @@ UNLIKE_V68 = 73
 """From this Hexagon on all compute the same bits in emulation; the two before it compute others, alike."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Chip:
     """soc: QNN's `soc_model`. arch: of its Hexagon, 75 for v75. soc_ids: the kernel's numbers for it."""
 
@@ -74,7 +74,7 @@ def chip_of(text: str) -> Chip:
     raise UserError(f"chip {quoted(text)}: nobody here knows it; the chips are {known}")
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Found:
     """What a machine says of its chip: how it calls it, and which of CHIPS that is, if any."""
 

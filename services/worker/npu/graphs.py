@@ -9,7 +9,6 @@ spread as those of language models are, within SPREAD standard deviations. What 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ import onnx
 from neuronpipe.plans.models.spec import ModelSpec
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.package.npu import MatrixRange, NeuronRange, Ranges, matrix_sizes
+from neuronpipe.protocol.frozen import frozen
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -31,7 +31,7 @@ DOWN_SPREAD = 1 / 8
 MARGIN = 1.3  # of measured ranges, beyond what calibration text had
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Scale:
     """How 16-bit integers stand for values."""
 
@@ -67,7 +67,7 @@ def as_integers(
     return encode(np.where(is_sound[:, None], x, np.float32(0)) / lengths[:, None], scale), lengths, is_sound
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Matrix:
     """The ranges of an attention matrix's graph. measured: None where each token has a scale of its own."""
 
@@ -86,7 +86,7 @@ class Matrix:
         return _products(self.columns, None if self.measured is None else self.measured.products)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class FeedForward:
     """The ranges of a feed-forward graph, likewise. Of tokens with scales of their own a vector that is twice as long
     gives values that are four times as large."""
@@ -151,7 +151,7 @@ def _products(columns: int, measured: float | None, *, signed: bool = True) -> S
     return Scale.within(most, signed=signed)
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Shapes:
     """The graphs that a model's prompts need. by_token: each token has a scale of its own."""
 
@@ -175,7 +175,7 @@ class Shapes:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Graph:
     """A graph: its name among those of a model, and the graph itself."""
 

@@ -8,7 +8,6 @@ zeros.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -19,6 +18,7 @@ from neuronpipe.plans.package.layout import MatrixPlace
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.held import held_clusters
 from neuronpipe.plans.plan.sizes import held_product_blocks
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.npu.graphs import (
     MIDDLE,
     FeedForward,
@@ -39,7 +39,7 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _Rows:
     """Of one product, ready for its graph.
 

@@ -33,6 +33,7 @@ from neuronpipe.plans.predictor.texts import ContextWindow, Texts
 from neuronpipe.plans.reference.engine import GATED, ReferenceEngine
 from neuronpipe.plans.reference.weights import Array
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.npu.graphs import (
     MIDDLE,
     Graph,
@@ -111,7 +112,7 @@ def _neurons(manifest: Manifest) -> int:
     return product_blocks(manifest.layout, manifest.layout.blocks) * manifest.layout.block_neurons
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class _Scored:
     """A text's perplexity, and the likeliest token at each position but each window's last."""
 

@@ -9,7 +9,6 @@ one is computed the results of the one before are taken.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -20,6 +19,7 @@ import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
 from neuronpipe.plans.plan.runtimes import graph_tokens, graphs_for
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.npu.graphs import (
     MIDDLE,
     MOST,
@@ -44,7 +44,7 @@ SOME_TOKENS = 64
 """That one thread makes to integers, or whose results it takes, at once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _Turn:
     """Inputs that products have in common.
 
@@ -58,7 +58,7 @@ class _Turn:
     is_sound: Bools
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class _Result:
     """What a graph made of a turn's inputs and these rows. outputs: None where all neurons are nothing."""
 

@@ -7,13 +7,13 @@ qnn-emulated[:SOC]    one that QNN emulates on x86-64, by default a v73 of no ce
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import shlex
 import sys
 
 from neuronpipe.plans.plan.runtimes import HELD_TOKENS
 from neuronpipe.protocol.errors import UserError
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.npu.chips import Chip, chip_of, find_chip
 
 QNN = ("onnx", "onnxruntime", "onnxruntime_qnn")
@@ -25,7 +25,7 @@ PROVIDERS = {
 """How the runtime calls each, and the modules it takes."""
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen
 class Provider:
     """One of PROVIDERS, and the chip it computes for; None: no certain one."""
 

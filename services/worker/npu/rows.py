@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from neuronpipe.native import ffi, lib
 from neuronpipe.plans.package.manifest import Manifest
+from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.worker.backend import Abandoned
 from neuronpipe.services.worker.npu.graphs import Scale, encode
 from neuronpipe.services.worker.participant import TYPES, Participant
@@ -33,7 +34,7 @@ PART_ROWS = 256
 """Of a matrix, that one thread makes at once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen(kw_only=True)
 class Made:
     """Rows of one product, ready for its graph.
 
