@@ -26,7 +26,7 @@ from neuronpipe.plans.plan.sizes import (
 MIB = 1 << 20
 # Measured on the demo, with some room: see tests/bench/README.md, "Memory of the processes".
 LIBRARIES_BYTES = 15 * MIB  # of the interpreter and of libraries, what is used, as if nobody else had them open
-INTERPRETER_BASE_BYTES = 42 * MIB + LIBRARIES_BYTES
+INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
 GATEWAY_BYTES = 32 * MIB + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
