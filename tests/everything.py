@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -88,13 +89,25 @@ def pytest(report: Path, *words: str, **variables: str) -> bool:
     return run(sys.executable, "-m", "pytest", f"--junitxml={report}", *words, **variables)
 
 
+def mixed(files: Iterable[Path]) -> list[Path]:
+    """Files in an order in which those of each folder are spread evenly, since what they do is alike: tests of faults
+    wait, those of conformance compute, and side by side they take the time of one. The last ones are of unit/, the
+    largest folder, and short, so that both processes end together."""
+    places: list[tuple[float, Path]] = []
+    for _, of_folder in itertools.groupby(sorted(files), lambda file: file.parent):
+        names = list(of_folder)
+        places += [(place / len(names), name) for place, name in enumerate(names)]
+    return [file for _, file in sorted(places)]
+
+
 def tests_side_by_side(report: Path, quick: bool) -> bool:
     """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
-    they need. In the order of their names: the last ones, of unit/, are short, so that both end together."""
+    they need."""
     say("unit tests without pipelines, browsers and slow ones" if quick else "Python tests, two at a time")
     left_out = ("alone", "nightly", *(QUICK_LEAVES_OUT if quick else ()))
     which = " and ".join(f"not {mark}" for mark in left_out)
-    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *(["tests/unit"] if quick else []))
+    files = mixed(ROOT.glob("tests/unit/test_*.py" if quick else "tests/*/test_*.py"))
+    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *map(str, files))
     return pytest(report, *words, **ONE_THREAD)
 
 

@@ -94,7 +94,8 @@ BOTH = ("many neurons", "wide")  # the others take turns by day: a device compil
 def held_cases() -> Iterator[Any]:
     for number, case in enumerate(CASES + MORE_CASES):
         for turn, what in enumerate(HELD):
-            by_day = case in CASES and (case[0] in BOTH or number % 2 == turn)
+            both = case[0] in BOTH and case[2] == INSTRUCTIONS[0]
+            by_day = case in CASES and (both or number % 2 == turn)
             yield pytest.param(*case, what, marks=[] if by_day else pytest.mark.nightly)
 
 

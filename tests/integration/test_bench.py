@@ -160,7 +160,7 @@ def test_trace_of_some_seconds_has_what_happened_in_them(shell: Shell, tmp_path:
         assert "no step was computed in these 0.1 s; ask it something meanwhile" in nothing
         before = run.status().steps
         file = tmp_path / "t.json"
-        watching = shell.start("trace", "--run", run.path, "--seconds", "3", "--output", file)
+        watching = shell.start("trace", "--run", run.path, "--seconds", "1", "--output", file)
         while watching.poll() is None:
             run.ask("def f(", max_tokens=8)
         _, errors = watching.communicate()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.everything import Background, summary
+from tests.everything import ROOT, Background, mixed, summary
 from tests.pipeline import Shell
 
 
@@ -51,3 +51,15 @@ def test_what_is_not_waited_for_ends_with_all_that_it_started() -> None:
     one = Background("C tests", ("sh", "-c", "sleep 1000; true"))
     one.end()  # reads to the end of what was said, which the sleep holds open
     one.end()
+
+
+def test_files_of_a_folder_are_spread_among_those_of_others() -> None:
+    files = [Path(folder) / name for folder, names in (("a", "12"), ("b", "1234")) for name in names]
+    assert [str(file) for file in mixed(reversed(files))] == ["a/1", "b/1", "b/2", "a/2", "b/3", "b/4"]
+
+
+def test_the_last_files_are_short_ones() -> None:
+    every = mixed(ROOT.glob("tests/*/test_*.py"))
+    assert len(every) == len(set(every)) > 180
+    assert {file.parent.name for file in every[-2:]} <= {"unit", "integration"}
+    assert every[-1].parent.name == "unit"
