@@ -51,8 +51,8 @@ def run(long_shell: Shell) -> Iterator[Run]:
     ("mode", "words"),
     [
         ("exact", "--workers 1 --ffn-resident 25% --gpu-memory 4MiB"),
-        ("exact", "--workers 2 --gpu-memory 1GiB"),
-        ("predicted", "--workers 2 --ffn-resident 40% --gpu-memory 8MiB"),
+        pytest.param("exact", "--workers 2 --gpu-memory 1GiB", marks=pytest.mark.nightly),
+        pytest.param("predicted", "--workers 2 --ffn-resident 40% --gpu-memory 8MiB", marks=pytest.mark.nightly),
         ("predicted", "--workers 1"),
     ],
 )

@@ -90,7 +90,7 @@ def test_an_interrupted_recording_goes_on_and_ends_as_if_nothing_had_been(
     shell: Shell, text: Path, tmp_path: Path
 ) -> None:
     whole, halted = (write_package(tmp_path / name, SPECS["many neurons"], "q8") for name in ("whole", "halted"))
-    words = ("--activity", "--text", str(text), "--tokens", "1000", "--json")
+    words = ("--activity", "--text", str(text), "--tokens", "600", "--json")
     tokens = tmp_path / ".halted.activity-exact" / "tokens.bin"
     process = shell.start("profile", halted.path, *words)
     assert eventually(lambda: tokens.exists() and tokens.stat().st_size > 0, 60)

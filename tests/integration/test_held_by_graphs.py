@@ -85,7 +85,15 @@ def test_texts_are_told_whole_while_it_is_killed(run: Run) -> None:
     assert again["accelerator_share"] > 0
 
 
-@pytest.mark.parametrize("killed", [("decode", 0), ("decode", 1), ("loader", 0), ("cache", 0), ("prefill", 0)])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        ("decode", 0),
+        ("loader", 0),
+        ("cache", 0),
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in (("decode", 1), ("prefill", 0))),
+    ],
+)
 def test_a_text_keeps_its_bits_while_any_other_process_is_killed(long_shell: Shell, killed: tuple[str, int]) -> None:
     """In its middle, with half of the neurons on flash; the accelerator has its share all the time."""
     with long_shell.up(DEMO, *ONNX, "--workers", "2", "--ffn-resident", "50%", "--gpu-memory", "6MiB") as half_resident:

@@ -117,7 +117,10 @@ def lending(shell: Shell, tight: Callable[[Mode], Path], request: pytest.Fixture
 
 
 @pytest.mark.parametrize(
-    ("lending", "mode"), [("exact", "exact"), ("predicted", "predicted")], indirect=["lending"], ids=lambda m: m
+    ("lending", "mode"),
+    [("exact", "exact"), pytest.param("predicted", "predicted", marks=pytest.mark.nightly)],
+    indirect=["lending"],
+    ids=lambda m: m,
 )
 def test_slots_use_what_texts_do_not_need_and_give_it_back(
     lending: Lending, in_all_memory: Callable[[Mode], list[list[int]]], mode: Mode

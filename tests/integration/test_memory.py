@@ -72,6 +72,7 @@ def least_bytes(shell: Shell, package: Path, *options: str) -> int:
     return int(refused.split("the least for this package is ")[1].split(" bytes")[0].replace(",", ""))
 
 
+@pytest.mark.nightly
 def test_a_processors_runtime_stays_within_the_limit(shell: Shell, large: Package) -> None:
     """The plan counts it, and cuts prompts so that it fits. Blocks of neurons stream through the slots meanwhile. The
     prompt nearly fills a chunk, so that what is set aside for one is used."""

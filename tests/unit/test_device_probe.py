@@ -70,7 +70,7 @@ def test_a_home_that_cannot_be_written_does_not_stop_a_probe(package: Path, monk
     assert probe(package).flash is not None
 
 
-@pytest.mark.parametrize("relative", ["", "cache"])
+@pytest.mark.parametrize("relative", [pytest.param("", marks=pytest.mark.nightly), "cache"])
 def test_without_a_home_a_probe_measures_and_keeps_nothing(
     package: Path, monkeypatch: pytest.MonkeyPatch, relative: str
 ) -> None:

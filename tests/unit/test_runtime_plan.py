@@ -46,7 +46,7 @@ def test_no_speed_of_prompts_is_expected_of_a_runtime_that_was_not_measured() ->
 
 def least_with_small_windows(backend: str) -> Plan:
     """The plan with the most memory with which blocks stream through windows smaller than a layer."""
-    for memory_bytes in range(1024 * MIB, 100 * MIB, -4 * MIB):
+    for memory_bytes in range(1024 * MIB, 96 * MIB, -4 * MIB):
         found = made(backend, memory_bytes)
         if found.compute.prefill_window_blocks < MANIFEST.layout.blocks:
             return found

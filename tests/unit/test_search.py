@@ -108,8 +108,17 @@ def grown_block_window(made_for: Manifest, less: Candidate, limit_bytes: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("request_of", [USUAL, ANSWER], ids=["usual", "answer"])
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("name", "request_of"),
+    [
+        *((name, USUAL) for name in PACKAGES),
+        *(
+            pytest.param(name, ANSWER, marks=[] if name in ("small", "mixture") else pytest.mark.nightly)
+            for name in PACKAGES
+        ),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "usual" if case == USUAL else "answer",
+)
 def test_more_memory_is_never_expected_to_be_slower(name: str, request_of: Request) -> None:
     made_for, modes = PACKAGES[name]
     one = search(made_for, modes=modes, request=request_of)
