@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -68,6 +69,7 @@ def samples(name: str) -> list[dict[str, Any]]:
     return sorted(found["samples"][name], key=lambda one: one["doc_id"])
 
 
+@functools.cache
 def negative_logs(text: str) -> list[float]:
     """What `perplexity` says of each token after the first."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:

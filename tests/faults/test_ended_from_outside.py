@@ -53,7 +53,6 @@ def test_ctrl_c_ends_a_run_at_once(shell: Shell, package: Path) -> None:
     assert time.monotonic() - before < 5 * SLOWER
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("verb", ["run", "up"])
 def test_ctrl_c_while_it_starts_leaves_nothing(shell: Shell, package: Path, verb: str) -> None:
     """From when Python runs until all services do, in steps: the moments differ from machine to machine."""

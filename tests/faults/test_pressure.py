@@ -48,7 +48,8 @@ def test_slots_go_while_another_program_needs_the_memory_and_come_back(shell: Sh
             assert hog.stdout.readline() == b"full\n"
             assert eventually(lambda: max(slots_now(run)) < max(all_slots) / 2), slots_now(run)
             assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
-        assert eventually(lambda: slots_now(run)[1] > all_slots[1] / 2, 60.0), slots_now(run)
+            fewest = slots_now(run)[1]
+        assert eventually(lambda: slots_now(run)[1] > fewest + all_slots[1] / 8, 60.0), slots_now(run)
         assert run.ask("def f(x):", TOKENS, ignore_end=True)["token_ids"] == expected
     assert group.killed() == 0
 

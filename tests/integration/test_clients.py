@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from neuronpipe.launch.planning import DEMO
 
 from tests.clients import environments
 from tests.http_client import Server, served
 from tests.pipeline import PATIENCE_S, Shell
 
 MODEL = "neuronpipe-demo"
-PYTHON = ("openai", "langchain", "pydantic_ai", "litellm")
+PYTHON = ("openai", "langchain", "pydantic_ai", "litellm", "lm_eval")
 NODE = ("ai",)
 
 
@@ -27,7 +28,7 @@ def server(long_shell: Shell) -> Iterator[Server]:
 
 def report(server: Server, *program: str | Path) -> dict[str, str | None]:
     """What a client's file tried, and the errors."""
-    words = [*map(str, program), f"http://127.0.0.1:{server.port}/v1", MODEL]
+    words = [*map(str, program), f"http://127.0.0.1:{server.port}/v1", MODEL, str(DEMO)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]

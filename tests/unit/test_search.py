@@ -383,7 +383,7 @@ def test_what_neither_memory_nor_flash_explains_is_computing() -> None:
     assert binds(dataclasses.replace(expected, sequential_ms_per_token=None)) is None
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_47b_is_searched_in_seconds() -> None:
     """3.7 million clusters; on a machine with four fast cores, two modes, and all that `neuronpipe plan` shows."""
     large = mixture_of_3_700_000_clusters()
