@@ -92,7 +92,7 @@ def pytest(report: Path, *words: str, **variables: str) -> bool:
 def mixed(files: Iterable[Path]) -> list[Path]:
     """Files in an order in which those of each folder are spread evenly, since what they do is alike: tests of faults
     wait, those of conformance compute, and side by side they take the time of one. The last ones are of unit/, the
-    largest folder, and short, so that both processes end together."""
+    largest folder, and short, so that all processes end together."""
     places: list[tuple[float, Path]] = []
     for _, of_folder in itertools.groupby(sorted(files), lambda file: file.parent):
         names = list(of_folder)
@@ -101,13 +101,13 @@ def mixed(files: Iterable[Path]) -> list[Path]:
 
 
 def tests_side_by_side(report: Path, quick: bool) -> bool:
-    """Two at a time, since a pipeline has a process for each processor itself; and whole files, whose tests share what
-    they need."""
-    say("unit tests without pipelines, browsers and slow ones" if quick else "Python tests, two at a time")
+    """Three at a time: two leave the two processors of a build machine idle for a quarter of the time, since pipelines
+    wait. Two where none starts one. Whole files, whose tests share what they need."""
+    say("unit tests without pipelines, browsers and slow ones" if quick else "Python tests, three at a time")
     left_out = ("alone", "nightly", *(QUICK_LEAVES_OUT if quick else ()))
     which = " and ".join(f"not {mark}" for mark in left_out)
     files = mixed(ROOT.glob("tests/unit/test_*.py" if quick else "tests/*/test_*.py"))
-    words = ("-m", which, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *map(str, files))
+    words = ("-m", which, "-n", "2" if quick else "3", "--dist", "loadfile", "--no-loadscope-reorder", *map(str, files))
     return pytest(report, *words, **ONE_THREAD)
 
 
