@@ -101,13 +101,13 @@ def mixed(files: Iterable[Path]) -> list[Path]:
 
 
 def tests_side_by_side(report: Path, quick: bool) -> bool:
-    """Three at a time: two leave the two processors of a build machine idle for a quarter of the time, since pipelines
-    wait. Two where none starts one. Whole files, whose tests share what they need."""
+    """Three at a time: two leave the two processors of a build machine idle for a quarter of the time, since many tests
+    wait for something. Whole files, whose tests share what they need."""
     say("unit tests without pipelines, browsers and slow ones" if quick else "Python tests, three at a time")
     left_out = ("alone", "nightly", *(QUICK_LEAVES_OUT if quick else ()))
     which = " and ".join(f"not {mark}" for mark in left_out)
     files = mixed(ROOT.glob("tests/unit/test_*.py" if quick else "tests/*/test_*.py"))
-    words = ("-m", which, "-n", "2" if quick else "3", "--dist", "loadfile", "--no-loadscope-reorder", *map(str, files))
+    words = ("-m", which, "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", *map(str, files))
     return pytest(report, *words, **ONE_THREAD)
 
 
