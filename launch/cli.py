@@ -136,13 +136,15 @@ def _cut(word: str) -> str:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str | None:
-    """What was probably meant: what begins so, or else what is most like it."""
+    """What was probably meant: what begins so, or else what is most like it, above all at its beginning."""
     import difflib  # only a mistake pays for it
 
     plain = {one.strip("-"): one for one in known}
     word = word.strip("-").lower()
-    begin_so = [one for one in plain if len(word) > 1 and one.startswith(word)]
-    close = [min(begin_so, key=len)] if begin_so else difflib.get_close_matches(word, plain, n=1)
+    if begin_so := [one for one in plain if len(word) > 1 and one.startswith(word)]:
+        return plain[min(begin_so, key=len)]
+    begin_alike = [one for one in plain if one.startswith(word[:3])]  # a shortened word is like many that are not meant
+    close = difflib.get_close_matches(word, begin_alike, n=1, cutoff=0.4) or difflib.get_close_matches(word, plain, n=1)
     return plain[close[0]] if close else None
 
 

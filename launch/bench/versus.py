@@ -12,7 +12,7 @@ from typing import Any
 from neuronpipe.launch.bench.asking import Repetition
 from neuronpipe.launch.bench.cases import Case
 from neuronpipe.launch.bench.measure import Bench
-from neuronpipe.launch.conformance.rehearsal import Candidate
+from neuronpipe.launch.conformance.trial import Candidate
 from neuronpipe.plans.figures import show_number
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen

@@ -8,7 +8,7 @@ import json
 import time
 from pathlib import Path
 
-from neuronpipe.launch.conformance.rehearsal import Candidate, rehearse
+from neuronpipe.launch.conformance.trial import Candidate, run_trial
 from neuronpipe.launch.progress import Progress
 from neuronpipe.launch.supervisor.replacement import MAX_PATIENCE_S
 from neuronpipe.plans.package.reader import Package
@@ -49,15 +49,15 @@ def main(arguments: argparse.Namespace) -> int:
     candidate = Candidate(processes, arguments.use, str(Path.cwd()), arguments.patience)
     began = time.monotonic()
     try:
-        with Progress("rehearsing", "tokens", plain=arguments.json) as progress:
-            agreement = rehearse(directory, run_file, package, plan, candidate, progress)
-        rehearsed = time.monotonic()
+        with Progress("testing", "tokens", plain=arguments.json) as progress:
+            agreement = run_trial(directory, run_file, package, plan, candidate, progress)
+        tested = time.monotonic()
         pids = candidate.replace_processes(directory)
     except UserError as error:
         raise UserError(
             f"{arguments.process} stays as it was: {arguments.use or 'the fresh process'}: {error}"
         ) from error
-    seconds = {"rehearsal_s": round(rehearsed - began, 3), "takeover_s": round(time.monotonic() - rehearsed, 3)}
+    seconds = {"trial_s": round(tested - began, 3), "takeover_s": round(time.monotonic() - tested, 3)}
     if arguments.json:
         near = None if agreement is None else dataclasses.asdict(agreement)
         run = {"run": str(directory.path), "use": arguments.use, "pids": pids, "agreement": near}
@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"{name}: process {pid}, {arguments.use or 'the same implementation'}")
         if agreement is not None:
             print(agreement)
-        print(f"rehearsed for {seconds['rehearsal_s']:.1f} s, taken over in {1000 * seconds['takeover_s']:.0f} ms")
+        print(f"tested for {seconds['trial_s']:.1f} s, taken over in {1000 * seconds['takeover_s']:.0f} ms")
     return 0
 
 

@@ -114,7 +114,7 @@ def test_a_text_keeps_its_bits_while_any_other_process_is_killed(long_shell: She
     assert min(one["accelerator_share"] for one in (before, during, after)) > 0
 
 
-def test_a_fresh_one_is_rehearsed_and_takes_its_place(run: Run, long_shell: Shell) -> None:
+def test_a_fresh_one_is_tested_and_takes_its_place(run: Run, long_shell: Shell) -> None:
     before = run.ask(PROMPT, TOKENS)["token_ids"]
     done = long_shell.call("swap", "accelerator", "--run", run.path)
     assert done.code == 0, done.out

@@ -1,4 +1,4 @@
-"""Processes of a live run are replaced, and the output does not change; what fails its rehearsal leaves it alone."""
+"""Processes of a live run are replaced, and the output does not change; what fails its trial leaves it alone."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class ReadsNothing(LoaderService):
         super().__init__(job)
         self._core.serve = lambda descriptors, timeout_ms: time.sleep(timeout_ms / 1000)
 
-class OnlyInRehearsals(DecodeService):
+class OnlyInTrials(DecodeService):
     def __init__(self, job):
-        if job.directory.path.name != "rehearsal":
+        if job.directory.path.name != "trial":
             raise RuntimeError("stage fright")
         super().__init__(job)
 
 class DiesWhenOnTheRoad(DecodeService):
     def compute(self, step):
-        if self._worker._job.directory.path.name != "rehearsal":
+        if self._worker._job.directory.path.name != "trial":
             os.kill(os.getpid(), 9)
         return super().compute(step)
 """
@@ -180,14 +180,14 @@ def test_what_fails_leaves_the_old_one_working_and_says_why(small: Run, words: t
     before, said = pids(small), small.ask(prompt, 6)["token_ids"]
     done = small.shell.call("swap", *words, "--run", small.path, cwd=small.shell.folder)
     assert done.code == 2
-    (line,) = [line for line in done.errors.splitlines() if "rehearsing" not in line]  # progress, where it is slow
+    (line,) = [line for line in done.errors.splitlines() if "testing" not in line]  # progress, where it is slow
     assert line.startswith(f"neuronpipe: {words[0]} stays as it was: {words[2]}: ")
     assert why in line
     assert pids(small) == before
     assert small.ask(prompt, 6)["token_ids"] == said
 
 
-@pytest.mark.parametrize("name", ["OnlyInRehearsals", "DiesWhenOnTheRoad"])
+@pytest.mark.parametrize("name", ["OnlyInTrials", "DiesWhenOnTheRoad"])
 def test_one_that_fails_after_the_replacement_makes_way_for_the_implementation_before(small: Run, name: str) -> None:
     prompt = tokens(RECIPES["relu2"], 6)
     said = small.ask(prompt, 6)["token_ids"]
@@ -196,7 +196,7 @@ def test_one_that_fails_after_the_replacement_makes_way_for_the_implementation_b
         *("--run", small.path, "--patience", f"{20 * SLOWER:g}"),
         cwd=small.shell.folder,
     )
-    if name == "OnlyInRehearsals":
+    if name == "OnlyInTrials":
         assert done.code == 2
         assert "ended before it was ready: RuntimeError: stage fright" in done.errors
     else:

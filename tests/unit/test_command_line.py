@@ -38,6 +38,7 @@ def test_a_verb_like_no_other_names_them_all(capsys: pytest.CaptureFixture[str])
         (("run", "--memroy", "1GiB", "-p", "x"), "--memory"),
         (("convert", "--quantisation=q8", "a"), "--quantization"),
         (("ask", "--temprature", "0"), "--temperature"),
+        (("bench", "--reps", "2"), "--repetitions"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_and_its_verbs_help(

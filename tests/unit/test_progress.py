@@ -184,7 +184,7 @@ def test_a_bar_takes_one_line(monkeypatch: pytest.MonkeyPatch, columns: int, uni
     monkeypatch.setattr(module, "SILENT_S", -1.0)
     monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
-    with Progress("rehearsing", unit, stream=stream) as progress:
+    with Progress("testing", unit, stream=stream) as progress:
         progress(total // 2, total)
         shown = stream.getvalue()
     assert "\n" not in shown

@@ -255,8 +255,8 @@ def test_the_place_of_a_dead_run_is_taken_over_and_that_of_a_live_one_is_not(bas
     place = base / "run"
     dead_run(place)
     (place / "control").write_text("a stale socket")
-    (place / "rehearsal").mkdir()
-    (place / "rehearsal" / LOCK_FILE).touch()
+    (place / "trial").mkdir()
+    (place / "trial" / LOCK_FILE).touch()
     again = RunDirectory.create(place)
     assert set(place.iterdir()) == {again.doorbell, place / LOCK_FILE}
     for _ in range(2):  # before and after it can be found
@@ -350,7 +350,7 @@ def test_a_run_at_a_place_of_its_own_is_found_by_the_door_it_has_bound(base: Pat
         f"{other.path}/supervisor",
     )
     assert RunDirectory.find()[0].path == other.path  # another folder, and there is none in ours
-    sockets(f"{other.path}/supervisor", f"{below.path}/supervisor", f"{below.path}/rehearsal/supervisor")
+    sockets(f"{other.path}/supervisor", f"{below.path}/supervisor", f"{below.path}/trial/supervisor")
     assert RunDirectory.find()[0].path == below.path
     usual = live_run()
     assert {found.path for found, _ in RunDirectory.live()} == {below.path, usual.path}

@@ -1,4 +1,4 @@
-"""The rehearsal of an implementation before it replaces another: a small run of the same package beside the live one.
+"""The trial of an implementation before it replaces another: a small run of the same package beside the live one.
 
 It shares nothing with the live run but the sealed fixed tensors, so that whatever goes wrong there goes wrong there.
 The present implementations answer first. Then the processes are replaced as they will be on the live run, and the same
@@ -30,7 +30,7 @@ from neuronpipe.services.implementations import Implementations
 CONTEXT_TOKENS = 64
 SLOTS_BYTES = 128 << 20  # at most, where that is enough; and half of the neurons, so that some are always missing
 SLOWER = 4  # than the present implementation, and the patience besides: later than that is too late
-FOLDER = "rehearsal"
+FOLDER = "trial"
 
 
 @frozen
@@ -93,7 +93,7 @@ def _accelerator(plan: Plan) -> Accelerator | None:
     )
 
 
-def rehearse(
+def run_trial(
     live: RunDirectory,
     run_file: RunFile,
     package: Package,
