@@ -64,9 +64,9 @@ def test_each_piece_of_an_answer_is_shown_before_the_next_one_comes(page: Page) 
 
 
 # ---- settings ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("field", "typed", "said"),
-    [
+def test_send_opens_the_settings_at_a_value_that_is_wrong(page: Page) -> None:
+    page["prompt"].send_keys("hello")
+    for field, typed, said in (
         ("temperature", "5", "Temperature must be a number from 0 to 2, or empty for 0.7."),
         ("temperature", "-1", "Temperature must be a number from 0 to 2, or empty for 0.7."),
         ("penalty", "0", "Repetition penalty must be a number from 1 to 2, or empty for 1.1."),
@@ -74,23 +74,21 @@ def test_each_piece_of_an_answer_is_shown_before_the_next_one_comes(page: Page) 
         ("tokens", "2.5", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
         ("tokens", "99999999", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
         ("tokens", "1e", "Max tokens must be a whole number from 1 to 16,777,216, or empty for 256."),
-    ],
-)
-def test_send_opens_the_settings_at_a_value_that_is_wrong(page: Page, field: str, typed: str, said: str) -> None:
-    page["settings"].find_element(By.TAG_NAME, "summary").click()
-    page[field].clear()
-    page[field].send_keys(typed)
-    page.browser.execute_script("document.getElementById('settings').open = false")
-    page.send("hello")
-    assert page[field].is_displayed()
-    assert page["wrong"].text == said
-    assert page[field] == page.browser.switch_to.active_element
-    assert page[field].get_attribute("aria-invalid") == "true"
-    assert (page.server.asked, page.asked, page["prompt"].get_attribute("value")) == ([], [], "hello")
-    page[field].clear()
-    page[field].send_keys("1")
-    assert page["wrong"].text == ""
-    assert page[field].get_attribute("aria-invalid") is None
+    ):
+        page.browser.execute_script("document.getElementById('settings').open = true")
+        page[field].clear()
+        page[field].send_keys(typed)
+        page.browser.execute_script("document.getElementById('settings').open = false")
+        page["send"].click()
+        assert page[field].is_displayed()
+        assert page["wrong"].text == said
+        assert page[field] == page.browser.switch_to.active_element
+        assert page[field].get_attribute("aria-invalid") == "true"
+        assert (page.server.asked, page.asked, page["prompt"].get_attribute("value")) == ([], [], "hello")
+        page[field].clear()
+        page[field].send_keys("1")
+        assert page["wrong"].text == ""
+        assert page[field].get_attribute("aria-invalid") is None
     page["send"].click()
     assert page.eventually(lambda: page.answers and "ended" in notes(page)[0])
 
