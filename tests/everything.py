@@ -30,7 +30,6 @@ SKIPPED = 77  # the exit status of tests/native/run.sh when it lacks tools for a
 TYPES = ("mypy", *(word for name in PACKAGES for word in ("-p", f"neuronpipe.{name}")))
 QUICK_LEAVES_OUT = ("pipeline", "browser", "slow")
 C_TESTS = ("sh", "tests/native/run.sh")
-CLIENTS = (sys.executable, "-m", "tests.clients.environments")  # which tests/integration/test_clients.py waits for
 # Beside other tests numpy's threads spin for each other, which took three times the processor time.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -141,7 +140,6 @@ def everything(quick: bool, reports: Path) -> bool:
     with (
         background("types", TYPES) as types,
         background("C tests", None if quick else C_TESTS) as native,
-        background("clients", None if quick else CLIENTS),
     ):
         passed = tests_side_by_side(parts[0], quick)
         others = [one.passed() for one in (types, native) if one]
