@@ -131,7 +131,7 @@ def test_a_chat_in_a_terminal(long_shell: Shell, run: Run, tmp_path: Path) -> No
         client.status()
     chat.expect("> ")
     chat.send("th\\\nree\n")
-    chat.expect("> ")
+    chat.expect("\n> ")
     chat.send("half a li")
     chat.expect("half a li")  # a Ctrl-C right behind typed keys takes them from readline, which waits for them
     chat.send("\x03")

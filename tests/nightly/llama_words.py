@@ -335,7 +335,7 @@ class Words:
 
     def slots(self, metrics: str) -> list[dict[str, Any]]:
         """As many busy ones as texts are under way."""
-        (active,) = re.findall(r"^neuronpipe_run_sequences_active\S* (\S+)", metrics, re.MULTILINE)
+        (active,) = re.findall(r"^neuronpipe_run_sequences_active(?:\{.*\})? (\S+)", metrics, re.MULTILINE)
         context = self.options.context_tokens
         return [{"id": n, "n_ctx": context, "is_processing": n < float(active)} for n in range(self.options.slots)]
 
