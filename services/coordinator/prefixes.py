@@ -6,7 +6,8 @@ delays only themselves.
 Keys and values of a position follow from the tokens up to it and from the numerics that computed them, so what one text
 computed is what another one with the same beginning needs, if a run of its own would compute it in the same numerics.
 A slot keeps its content after its text has ended, until another text takes it: the slot that was used least recently,
-so that a conversation finds its last turn again.
+so that a conversation finds its last turn again. Content that no request used for `FORGET_AFTER_S` is forgotten when
+the next prompt has been computed, so that its memory is lent to weights while that request decodes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+FORGET_AFTER_S = 600.0  # a person who reads and answers comes back sooner
 
 
 @dataclasses.dataclass
@@ -38,10 +41,12 @@ class Provenance:
 
 
 class SlotContent(NamedTuple):
-    """What a slot holds: tokens whose keys and values are there, and who computed those."""
+    """What a slot holds: tokens whose keys and values are there, and who computed those. used_at: the time in seconds,
+    by the coordinator's clock, at which a request last computed or shared them."""
 
     tokens: list[int]
     provenance: Provenance
+    used_at: float = 0.0
 
     def shared_in(self, numerics: str) -> list[int]:
         """The beginning that a run in this numerics would have computed alike."""
@@ -119,10 +124,17 @@ class FreeSlots:
         """A text has ended; its keys and values stay in its slot."""
         self._contents[slot] = content
 
-    def touch(self, slot: int) -> None:
+    def touch(self, slot: int, now: float) -> None:
         """A slot's content was of use. A slot that is not free is passed over."""
         if slot in self._contents:
-            self._contents[slot] = self._contents.pop(slot)
+            self._contents[slot] = self._contents.pop(slot)._replace(used_at=now)
+
+    def forget_unused(self, now: float) -> None:
+        """Empty the slots whose content no request used for `FORGET_AFTER_S` seconds. Such slots come first in the
+        order of last use, and stay there."""
+        for slot, content in self._contents.items():
+            if now - content.used_at >= FORGET_AFTER_S:
+                self._contents[slot] = SlotContent([], Provenance())
 
 
 Owner = tuple[bytes, str]

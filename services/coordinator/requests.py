@@ -82,7 +82,12 @@ class Sequence:
 
     def content(self) -> SlotContent:
         """What its slot holds."""
-        return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
+        return SlotContent(self.tokens[: self.computed_tokens], self.provenance, self.last_used_at)
+
+    @property
+    def last_used_at(self) -> float:
+        """The time in seconds of its last token; of its arrival where no token was sampled."""
+        return self.arrived_at
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
         """What its client is told when it cannot go on."""
@@ -112,6 +117,11 @@ class Generation(Sequence):
     def own_tokens(self) -> int:
         """How many tokens were computed for it: not those that another text has left."""
         return self.computed_tokens - self.cached_tokens
+
+    @property
+    def last_used_at(self) -> float:
+        """As in `Sequence`."""
+        return self.token_times[-1] if self.token_times else self.arrived_at
 
     @property
     def prefilling(self) -> bool:
@@ -283,6 +293,10 @@ class Requests:
         used = {sequence.slot: len(sequence.tokens) for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
 
+    def forget_unused(self, now: float) -> None:
+        """Forget what free KV slots hold of texts that ended long ago, so that their memory can be lent."""
+        self._free.forget_unused(now)
+
     def going_on(self) -> list[Sequence] | None:
         """The sequences that have slots, where all are texts that go on, and nobody else can get a slot; else None."""
         if self.queued and len(self._free):
@@ -404,7 +418,7 @@ class Requests:
         match = longest_match(text.tokens[: text.prompt_tokens], {**self._free.shared_in(numerics), **live})
         if match is None or match.tokens <= text.computed_tokens:
             return None
-        self._free.touch(match.slot)
+        self._free.touch(match.slot, text.arrived_at)
         return match
 
     # ---- end -------------------------------------------------------------------------------------------------

@@ -205,6 +205,7 @@ class Scheduler:
             return self._send_again(self._step, now)
         actions: list[Action] = [*self.requests.end_cancelled(now)]
         if self._reservation.may_release(now) and self.workers.releases:
+            self.requests.forget_unused(now)
             actions.append(self._reservation.release(self.requests.used_tokens()))
         if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)

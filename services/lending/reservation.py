@@ -5,7 +5,8 @@
     they have none                     `ReserveMemory`; the step is sent when the cache has answered
     no prompt for RELEASE_AFTER_S      `ReleaseMemory`; then less is reserved
 
-Without sockets and clock. What slots of the KV cache hold of texts that have ended stays until another text takes them.
+Without sockets and clock. What KV slots hold of texts that have ended stays until another text takes them, or
+until it was of no use for `prefixes.FORGET_AFTER_S`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ from neuronpipe.services.coordinator.events import (
     ReleaseMemory,
     ReserveMemory,
     Tick,
+    TokensSampled,
 )
+from neuronpipe.services.coordinator.prefixes import FORGET_AFTER_S
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.lending.pressure import CALM_S, MARGIN_SHARE, RESTORE_S, STALLED_SHARE, STEP_S, Pressure
 from neuronpipe.services.lending.reservation import RELEASE_AFTER_S, Reservation
@@ -280,6 +282,35 @@ def test_the_scheduler_gives_memory_back_between_steps_only() -> None:
     (less,) = scheduler.handle(MemoryReleased(), RELEASE_AFTER_S)
     assert isinstance(less, ReserveMemory)
     assert less.reserved_bytes == 0
+
+
+def test_keys_and_values_of_a_text_that_ended_long_ago_are_lent_when_another_prompt_was_computed() -> None:
+    limits = Limits(
+        mode="exact", end_tokens=frozenset(), plan_id="p", sequences=4, context_tokens=256,
+        prefill_chunk_tokens=CHUNK, logit_rows=4, vocabulary=200,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, PROCESSES, LETTERS, NO_GRAMMARS, Reservation(lendable_of(made()), [0] * 4))
+    for process in PROCESSES:
+        scheduler.handle(ProcessReady(process, NUMERICS.get(process[0], "")), 0.0)
+
+    def generate(prompt: str, now: float) -> ReleaseMemory:
+        """Generate one token, and return what the prefill worker is told to keep two seconds later."""
+        actions = receive(scheduler, Generate(request=prompt, prompt=prompt, max_tokens=1), now)
+        (reserve,) = [action for action in actions if isinstance(action, ReserveMemory)]
+        (step,) = sent(scheduler.handle(MemoryReserved(reserve.number), now))
+        finish(scheduler, step, now)
+        scheduler.handle(TokensSampled((ord("x"),)), now)
+        (release,) = scheduler.handle(Tick(), now + RELEASE_AFTER_S)
+        assert isinstance(release, ReleaseMemory)
+        (less,) = scheduler.handle(MemoryReleased(), now + RELEASE_AFTER_S)
+        assert isinstance(less, ReserveMemory)
+        scheduler.handle(MemoryReserved(less.number), now + RELEASE_AFTER_S)
+        return release
+
+    assert [bool(tokens) for tokens in generate("hello", 0.0).keep_tokens] == [True, False, False, False]
+    assert [bool(tokens) for tokens in generate("world", 60.0).keep_tokens] == [True, True, False, False]
+    late_s = 30.0 + FORGET_AFTER_S
+    assert [bool(tokens) for tokens in generate("again", late_s).keep_tokens] == [False, True, True, False]
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------

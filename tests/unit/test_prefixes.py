@@ -14,6 +14,7 @@ from hypothesis import given
 from neuronpipe.protocol import layouts
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.coordinator.prefixes import (
+    FORGET_AFTER_S,
     FreeSlots,
     Match,
     Provenance,
@@ -101,10 +102,21 @@ def test_the_slot_used_least_recently_is_taken_first() -> None:
     used = [slots.take([number], CPU).slot for number in range(3)]  # type: ignore[union-attr]
     for slot in reversed(used):
         slots.give_back(slot, computed([slot]))
-    slots.touch(used[2])
-    slots.touch(99)
+    slots.touch(used[2], 1.0)
+    slots.touch(99, 1.0)
     assert [slots.take([9], CPU).slot for _ in range(3)] == [used[1], used[0], used[2]]  # type: ignore[union-attr]
     assert slots.take([9], CPU) is None
+
+
+def test_what_no_request_used_for_long_is_forgotten_and_what_one_shared_is_not() -> None:
+    slots = FreeSlots(3)
+    for number in range(3):
+        slot, _ = slots.take([number], CPU)  # type: ignore[misc]
+        slots.give_back(slot, SlotContent([number, 7], Provenance([(2, CPU)]), used_at=100.0 * number))
+    slots.touch(0, FORGET_AFTER_S)
+    slots.forget_unused(FORGET_AFTER_S + 100.0)
+    assert slots.tokens() == {0: 2, 1: 0, 2: 2}
+    assert slots.take([9], CPU) == TakenSlot(1, 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from("ab")), max_size=12))
