@@ -41,12 +41,10 @@ class Provenance:
 
 
 class SlotContent(NamedTuple):
-    """What a slot holds: tokens whose keys and values are there, and who computed those. used_at: the time in seconds,
-    by the coordinator's clock, at which a request last computed or shared them."""
+    """What a slot holds: tokens whose keys and values are there, and who computed those."""
 
     tokens: list[int]
     provenance: Provenance
-    used_at: float = 0.0
 
     def shared_in(self, numerics: str) -> list[int]:
         """The beginning that a run in this numerics would have computed alike."""
@@ -92,6 +90,7 @@ class FreeSlots:
 
     def __init__(self, count: int) -> None:
         self._contents = {slot: SlotContent([], Provenance()) for slot in range(count)}  # in order of last use
+        self._used_at_s = [0.0] * count  # when a request last computed or shared what a slot holds
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -120,20 +119,21 @@ class FreeSlots:
         content = self._contents.pop(slot).shared_in(numerics)
         return TakenSlot(slot, common_tokens(tokens[:-1], content) if shares else 0)
 
-    def give_back(self, slot: int, content: SlotContent) -> None:
+    def give_back(self, slot: int, content: SlotContent, now: float) -> None:
         """A text has ended; its keys and values stay in its slot."""
         self._contents[slot] = content
+        self._used_at_s[slot] = now
 
     def touch(self, slot: int, now: float) -> None:
         """A slot's content was of use. A slot that is not free is passed over."""
         if slot in self._contents:
-            self._contents[slot] = self._contents.pop(slot)._replace(used_at=now)
+            self.give_back(slot, self._contents.pop(slot), now)
 
     def forget_unused(self, now: float) -> None:
         """Empty the slots whose content no request used for `FORGET_AFTER_S` seconds. Such slots come first in the
         order of last use, and stay there."""
-        for slot, content in self._contents.items():
-            if now - content.used_at >= FORGET_AFTER_S:
+        for slot in self._contents:
+            if now - self._used_at_s[slot] >= FORGET_AFTER_S:
                 self._contents[slot] = SlotContent([], Provenance())
 
 

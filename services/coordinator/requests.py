@@ -29,6 +29,7 @@ from neuronpipe.services.coordinator.prefixes import (
 
 MAX_READING_S = 10.0
 RECENT_TOKENS = 16
+QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 ENDING = "the run is ending"
 _READING_TEXT = [option for option in SAMPLING_OPTIONS if option.reads_text]
@@ -82,12 +83,7 @@ class Sequence:
 
     def content(self) -> SlotContent:
         """What its slot holds."""
-        return SlotContent(self.tokens[: self.computed_tokens], self.provenance, self.last_used_at)
-
-    @property
-    def last_used_at(self) -> float:
-        """The time in seconds of its last token; of its arrival where no token was sampled."""
-        return self.arrived_at
+        return SlotContent(self.tokens[: self.computed_tokens], self.provenance)
 
     def refused(self, code: RefusalCode, message: str) -> Refused:
         """What its client is told when it cannot go on."""
@@ -117,11 +113,6 @@ class Generation(Sequence):
     def own_tokens(self) -> int:
         """How many tokens were computed for it: not those that another text has left."""
         return self.computed_tokens - self.cached_tokens
-
-    @property
-    def last_used_at(self) -> float:
-        """As in `Sequence`."""
-        return self.token_times[-1] if self.token_times else self.arrived_at
 
     @property
     def prefilling(self) -> bool:
@@ -210,12 +201,9 @@ def gap_quantiles_ms(times: list[float]) -> dict[str, float]:
     """p50, p90 and p99 of the gaps between consecutive times (seconds), in milliseconds; zeros without a gap."""
     gaps = sorted(1000 * (b - a) for a, b in itertools.pairwise(times))
     if not gaps:
-        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
-
-    def quantile(share: float) -> float:
-        return round(gaps[min(len(gaps) - 1, int(share * len(gaps)))], 3)
-
-    return {"p50": quantile(0.50), "p90": quantile(0.90), "p99": quantile(0.99)}
+        return dict.fromkeys(QUANTILES, 0.0)
+    places = {name: min(len(gaps) - 1, int(share * len(gaps))) for name, share in QUANTILES.items()}
+    return {name: round(gaps[place], 3) for name, place in places.items()}
 
 
 # ---- busy ----------------------------------------------------------------------------------------------------
@@ -288,14 +276,11 @@ class Requests:
         """Whether a client is copying logits out of the exchange segment: no step may overwrite them."""
         return any(isinstance(sequence, Scoring) and sequence.client_reads for sequence in self.active)
 
-    def used_tokens(self) -> list[int]:
-        """Of every KV slot, the tokens whose keys and values it holds or soon will."""
+    def used_tokens(self, now: float) -> list[int]:
+        """Of every KV slot, the tokens it holds or soon will, those of texts that ended long ago forgotten."""
+        self._free.forget_unused(now)
         used = {sequence.slot: len(sequence.tokens) for sequence in self.active} | self._free.tokens()
         return [used[slot] for slot in sorted(used)]
-
-    def forget_unused(self, now: float) -> None:
-        """Forget what free KV slots hold of texts that ended long ago, so that their memory can be lent."""
-        self._free.forget_unused(now)
 
     def going_on(self) -> list[Sequence] | None:
         """The sequences that have slots, where all are texts that go on, and nobody else can get a slot; else None."""
@@ -342,7 +327,7 @@ class Requests:
             if isinstance(sequence, Scoring):
                 sequence.client_reads = False
                 if sequence.computed_tokens == len(sequence.tokens):
-                    return [self.tell(sequence, sequence.finished(now))]
+                    return [self.tell(sequence, sequence.finished(now), now)]
         return []
 
     def _cancel(self, client: bytes, request: str) -> list[Tell]:
@@ -422,11 +407,11 @@ class Requests:
         return match
 
     # ---- end -------------------------------------------------------------------------------------------------
-    def tell(self, sequence: Sequence, message: Message) -> Tell:
+    def tell(self, sequence: Sequence, message: Message, now: float) -> Tell:
         """Tell a sequence's client. With its last words a sequence ends, and its slot is free."""
         if isinstance(message, LAST_WORDS):
             self.active.remove(sequence)
-            self._free.give_back(sequence.slot, sequence.content())
+            self._free.give_back(sequence.slot, sequence.content(), now)
             self._shares.ended((sequence.client, sequence.owner), sequence.own_tokens)
             if isinstance(sequence, Generation):
                 self._ended_cached_tokens += sequence.cached_tokens
@@ -437,18 +422,18 @@ class Requests:
         for sequence in self.active:
             if isinstance(sequence, Scoring) and sequence.client_reads and now - sequence.reads_since > MAX_READING_S:
                 sequence.cancelled = True
-        return [self.tell(one, self._cancelled(one)) for one in [*self.active] if one.cancelled]
+        return [self.tell(one, self._cancelled(one), now) for one in [*self.active] if one.cancelled]
 
     def _cancelled(self, sequence: Sequence) -> Message:
         if isinstance(sequence, Generation):
             return sequence.finished("cancelled", self._limits)
         return sequence.refused("cancelled", "cancelled")
 
-    def end_all(self) -> list[Tell]:
+    def end_all(self, now: float) -> list[Tell]:
         """The run ends: who has a slot, who waits, and who asks from now on is told so."""
         self._ending = True
         queued, self.queued = self.queued, []
-        told = [self.tell(one, one.refused("draining", ENDING)) for one in [*self.active]]
+        told = [self.tell(one, one.refused("draining", ENDING), now) for one in [*self.active]]
         return told + [one.refused("draining", ENDING) for one in queued]
 
 

@@ -128,14 +128,14 @@ class Scheduler:
             case StepLeft():
                 return self._step_left(event)
             case StepFailed():
-                return self._step_failed(event)
+                return self._step_failed(event, now)
             case TokensSampled():
                 step = self._end_step(now)
                 step.account(event.cost)
-                return self._tell(self._results.sampled(step.sequences, event, now))
+                return self._tell(self._results.sampled(step.sequences, event, now), now)
             case TokensScored():
                 (sequence,) = self._end_step(now).sequences
-                return self._tell(self._results.scored(sequence, event, now))
+                return self._tell(self._results.scored(sequence, event, now), now)
             case MemoryReserved(number):
                 self._reservation.reserved(number)
             case MemoryReleased():
@@ -144,13 +144,13 @@ class Scheduler:
                 self.throttle.set(share, until)
             case Ending():
                 self._step = None
-                return [*self.requests.end_all()]
+                return [*self.requests.end_all(now)]
             case Tick():
                 pass
         return []
 
-    def _tell(self, outcomes: list[Outcome]) -> list[Action]:
-        return [self.requests.tell(sequence, message) for sequence, message in outcomes]
+    def _tell(self, outcomes: list[Outcome], now: float) -> list[Action]:
+        return [self.requests.tell(sequence, message, now) for sequence, message in outcomes]
 
     # ---- the outstanding step --------------------------------------------------------------------------------
     def _epoch_changed(self, event: EpochChanged) -> None:
@@ -176,12 +176,12 @@ class Scheduler:
         step.read()
         return [self._results.wanted(step.action.message, step.sequences, event.ratings)]
 
-    def _step_failed(self, event: StepFailed) -> list[Action]:
+    def _step_failed(self, event: StepFailed, now: float) -> list[Action]:
         """The step cannot be computed: its requests are refused, everybody else goes on."""
         step = self._step
         if step is None or not step.is_meant(event):
             return []
-        told = self._tell([(one, one.refused("failed", event.message)) for one in step.sequences])
+        told = self._tell([(one, one.refused("failed", event.message)) for one in step.sequences], now)
         step.failed(event.process)
         return [Abandon(), *told]
 
@@ -205,8 +205,7 @@ class Scheduler:
             return self._send_again(self._step, now)
         actions: list[Action] = [*self.requests.end_cancelled(now)]
         if self._reservation.may_release(now) and self.workers.releases:
-            self.requests.forget_unused(now)
-            actions.append(self._reservation.release(self.requests.used_tokens()))
+            actions.append(self._reservation.release(self.requests.used_tokens(now)))
         if (numerics := self.workers.prefill_numerics) is not None:
             self.requests.give_slots(numerics)
         if self.requests.client_reads or now < self.throttle.resume_at:

@@ -70,7 +70,7 @@ def test_a_slot_has_one_text_and_what_it_kept_are_that_texts_own_tokens(
         if len(live) == count:
             assert slots.take(prompt, CPU) is None
             slot, tokens = live.pop(0)
-            slots.give_back(slot, computed(tokens[:length]))
+            slots.give_back(slot, computed(tokens[:length]), 0.0)
             held[slot] = tokens[:length]
         place = slots.take(prompt, CPU, shares=shares)
         assert place is not None
@@ -85,14 +85,14 @@ def test_a_slot_has_one_text_and_what_it_kept_are_that_texts_own_tokens(
 def test_a_text_goes_on_in_the_slot_that_holds_its_beginning() -> None:
     slots = FreeSlots(3)
     slot, _ = slots.take([7], CPU)  # type: ignore[misc]
-    slots.give_back(slot, computed([1, 2, 3]))
+    slots.give_back(slot, computed([1, 2, 3]), 0.0)
     assert slots.take([1, 2, 3, 4], CPU) == TakenSlot(slot, 3)
 
 
 def test_a_long_text_is_not_given_up_for_the_few_tokens_that_another_shares_with_it() -> None:
     slots = FreeSlots(2)
     long, _ = slots.take([7], CPU)  # type: ignore[misc]
-    slots.give_back(long, computed([1, 2, 3, 4, 5, 6, 7]))
+    slots.give_back(long, computed([1, 2, 3, 4, 5, 6, 7]), 0.0)
     assert slots.take([1, 2, 3, 9], CPU) == TakenSlot(1 - long, 0)
     assert longest_match([1, 2, 3, 9], slots.shared_in(CPU)) == Match(long, 3)
 
@@ -101,7 +101,7 @@ def test_the_slot_used_least_recently_is_taken_first() -> None:
     slots = FreeSlots(3)
     used = [slots.take([number], CPU).slot for number in range(3)]  # type: ignore[union-attr]
     for slot in reversed(used):
-        slots.give_back(slot, computed([slot]))
+        slots.give_back(slot, computed([slot]), 0.0)
     slots.touch(used[2], 1.0)
     slots.touch(99, 1.0)
     assert [slots.take([9], CPU).slot for _ in range(3)] == [used[1], used[0], used[2]]  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def test_what_no_request_used_for_long_is_forgotten_and_what_one_shared_is_not()
     slots = FreeSlots(3)
     for number in range(3):
         slot, _ = slots.take([number], CPU)  # type: ignore[misc]
-        slots.give_back(slot, SlotContent([number, 7], Provenance([(2, CPU)]), used_at=100.0 * number))
+        slots.give_back(slot, SlotContent([number, 7], Provenance([(2, CPU)])), 100.0 * number)
     slots.touch(0, FORGET_AFTER_S)
     slots.forget_unused(FORGET_AFTER_S + 100.0)
     assert slots.tokens() == {0: 2, 1: 0, 2: 2}
@@ -138,11 +138,11 @@ def test_only_what_was_computed_in_the_same_numerics_from_the_start_on_is_kept_o
     slots = FreeSlots(1)
     slot, _ = slots.take([7], CPU)  # type: ignore[misc]
     content = SlotContent([1, 2, 3, 4, 5], Provenance([(2, CPU), (5, "onnx")]))
-    slots.give_back(slot, content)
+    slots.give_back(slot, content, 0.0)
     assert slots.shared_in(CPU) == {slot: [1, 2]}
     assert slots.shared_in("onnx") == {slot: []}
     assert slots.take([1, 2, 3, 4, 9], CPU) == TakenSlot(slot, 2)
-    slots.give_back(slot, content)
+    slots.give_back(slot, content, 0.0)
     assert slots.take([1, 2, 3, 4, 9], "onnx") == TakenSlot(slot, 0)
 
 
