@@ -26,7 +26,7 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.schema import Mismatch, annotated, present, reader
 
 MAJOR = 2
-MINOR = 4
+MINOR = 5
 VERSION = f"{MAJOR}.{MINOR}"
 HELD_MINOR = 1
 """From this minor version on participants of a step know of blocks and matrices that an accelerator holds."""

@@ -108,6 +108,7 @@ class Supervisor:
         self._ready = self._memory.view("board", "ready")
         self._board_memory[2] = plan.memory.limit_bytes
         self._withheld = self._memory.view("board", "withheld")
+        self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
         self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
         memory = read_memory(Path("/"))
         self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
@@ -300,6 +301,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         replacement = self._replacement
         self._incarnations[key] += 1
+        self._board[line + BOARD_WORDS.index("signal")] = max(0, -code)
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = (
@@ -323,6 +325,7 @@ class Supervisor:
         if said is not None:
             self._hopeless(spec, said)
             return
+        self._pardon()
         deaths = self._deaths[key]
         deaths.append(time.monotonic())
         while deaths and deaths[0] < deaths[-1] - WITHIN_S:
@@ -333,6 +336,15 @@ class Supervisor:
             self.overcome = self.failure is not None
             return
         self._start(spec)
+
+    def _pardon(self) -> None:
+        """Deaths whose cause was a request, which is refused now, do not count. Those of an implementation that came
+        by `swap` do: the one before it is better."""
+        if self._quarantined[0] != self._pardoned:
+            self._pardoned = self._quarantined[0]
+            for key, deaths in self._deaths.items():
+                if key not in self._earlier:
+                    deaths.clear()
 
     def _hopeless(self, spec: ProcessSpec, why: str) -> None:
         """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from neuronpipe.protocol.layout import LINE_WORDS, Fields, Layout
 
-BOARD_WORDS = ("pid", "incarnation", "restarts", "gone")
+BOARD_WORDS = ("pid", "incarnation", "restarts", "gone", "signal")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
 many incarnations came before; restarts: how many of them were lost, and did not make way for another; gone: 1 when it
-is not started again, and the run goes on without it."""
+is not started again, and the run goes on without it; signal: the number of the signal that ended the incarnation
+before, 0 where that exited."""
+
+LEDGER_ENTRY = ("fingerprint", "place", "weight", "last_death_s")
+"""The 64-bit words of an entry of the ledger, in this order. fingerprint: of the request, 0 where there is none; place:
+0 while it is admitted, else 1 + the tokens whose keys and values are there. The other two are of suspects: how much
+the deaths at that place count, and the second of the monotonic clock at which the last one was noticed."""
+
+SUSPECTS = 64
+"""Requests that the ledger remembers for having been under way when a process died."""
 
 BOARD_MEMORY = ("current_bytes", "peak_bytes", "limit_bytes")
 """The 64-bit words of the board's memory line, in this order."""
@@ -36,7 +45,8 @@ TRACE_SPANS = 4096
 def board(*, processes: int, sequences: int) -> Layout:
     """Which processes live, the run's memory, and figures of flash, to be read without a message. One line for each
     process, in the order of the plan. sequences: KV slots."""
-    fields = Fields("board", 6, {"processes": processes, "sequences": sequences})
+    entries = sequences + 1 + SUSPECTS
+    fields = Fields("board", 6, {"processes": processes, "sequences": sequences, "entries": entries})
     fields.add(
         "processes",
         "u32",
@@ -109,6 +119,25 @@ def board(*, processes: int, sequences: int) -> Layout:
         by="coordinator",
         to="the coordinator after it",
         ordering="tokens of each KV slot that have memory, stored before `Reserve` is sent; single words",
+    )
+    fields.add(
+        "ledger",
+        "u64",
+        "entries",
+        len(LEDGER_ENTRY),
+        by="coordinator",
+        to="the coordinator after it",
+        ordering="an entry for the request in each KV slot, one for the request that is being admitted, then suspects; "
+        "stored before the step is sent, the fingerprint last",
+    )
+    fields.add(
+        "quarantined",
+        "u64",
+        LINE_WORDS // 2,
+        by="coordinator",
+        to="supervisor",
+        ordering="word 0 counts requests that were refused because they ended processes; the supervisor looks when a "
+        "process has died",
     )
     return fields.layout()
 

@@ -9,7 +9,9 @@ from neuronpipe.protocol.codec import Message, message
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
 from neuronpipe.protocol.messages.lifecycle import State
 
-RefusalCode = Literal["bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed"]
+RefusalCode = Literal[
+    "bad_request", "too_long", "busy", "starting", "draining", "cancelled", "failed", "ended_a_process"
+]
 Mode = Literal["exact", "predicted", "thresholded"]
 FinishReason = Literal["length", "stop", "end", "cancelled", "context"]
 
@@ -32,7 +34,8 @@ class Refused(Message):
 
     request: as in the request
     code: "bad_request": it will never be served; "too_long": it exceeds the context; "busy", "starting", "draining":
-        try again later; "cancelled": the client ended it; "failed": an error inside the run
+        try again later; "cancelled": the client ended it; "failed": an error inside the run; "ended_a_process": the
+        same request was under way when processes died, at the same place, and is not run again
     message: one line for a person
     retry_after_s: with "busy": estimated time until there is room; 0: unknown
     """

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.messages.client import Mode, RefusalCode, Refused, Tokenized
 from neuronpipe.protocol.messages.request import MAX_BIAS, RANGES, Bias, Generate, Score, Tokenize
+from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
-from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
 
 QUEUED_PER_SEQUENCE, MIN_QUEUED = 4, 64
 

@@ -35,10 +35,11 @@ class ProcessReady:
 
 @frozen
 class EpochChanged:
-    """Everybody leaves the step; `lost` are the processes that ended."""
+    """Everybody leaves the step; `lost` are the processes that ended. killed: whether SIGKILL ended them all."""
 
     epoch: int
     lost: tuple[ProcessKey, ...]
+    killed: bool = True
 
 
 @frozen

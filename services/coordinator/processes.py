@@ -74,12 +74,13 @@ def _is_stopped(pid: int) -> bool:
 
 class BoardLine(NamedTuple):
     """What the supervisor says of a process of the run; pid is 0 while there is none. gone: 1 when there will
-    be none."""
+    be none; signal: what ended the incarnation before."""
 
     pid: int
     incarnation: int
     restarts: int
     gone: int
+    signal: int
 
 
 class WorkerProcesses:

@@ -12,6 +12,7 @@ from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import MAX_BIAS
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.constraints.grammar import GrammarError
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
     Logprobs,
@@ -21,8 +22,7 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.grammar import GrammarError
-from neuronpipe.services.coordinator.requests import Generation, Scoring, Sequence
+from neuronpipe.services.coordinator.sequences import Generation, Scoring, Sequence
 
 DAMAGED = "the model's output is no number; the package is damaged, convert the model again"
 

@@ -16,13 +16,11 @@ workers those that are ready: who is started again or replaced is not waited for
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
 
-from neuronpipe.plans.plan.plan import ACCELERATOR
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.constraints.grammar import Grammars
 from neuronpipe.services.coordinator.detokenizer import Tokenizer
 from neuronpipe.services.coordinator.events import (
     Abandon,
@@ -39,7 +37,6 @@ from neuronpipe.services.coordinator.events import (
     ProcessReady,
     RequestReceived,
     SampleTokens,
-    SendStep,
     StepFailed,
     StepLeft,
     Tell,
@@ -48,14 +45,12 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.grammar import Grammars
-from neuronpipe.services.coordinator.prefixes import Match
-from neuronpipe.services.coordinator.processes import CACHE, PREFILL, Participants, Workers
-from neuronpipe.services.coordinator.requests import Cost, Generation, Requests, Scoring, Sequence, add_cost
+from neuronpipe.services.coordinator.processes import CACHE, PREFILL, Workers
+from neuronpipe.services.coordinator.requests import Requests
 from neuronpipe.services.coordinator.results import Outcome, Results
+from neuronpipe.services.coordinator.steps import OutstandingStep, StepBuilder
 from neuronpipe.services.lending.reservation import Reservation
-
-BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
+from neuronpipe.services.quarantine import CERTAIN, ENDED, Quarantine
 
 
 class Scheduler:
@@ -68,9 +63,10 @@ class Scheduler:
         tokenizer: Tokenizer,
         grammars: Grammars,
         reservation: Reservation | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._limits, self.workers = limits, Workers(frozenset(processes))
-        self.requests = Requests(limits, tokenizer, grammars)
+        self.requests = Requests(limits, tokenizer, grammars, quarantine or Quarantine())
         self._results = Results(limits, tokenizer)
         self._builder = StepBuilder(limits, self.workers, self.requests.prefix_source)
         self.throttle = Throttle()
@@ -161,7 +157,7 @@ class Scheduler:
         self._leaving -= set(event.lost)
         self._dismissed -= set(event.lost)
         if self._step is not None:
-            self._step.epoch_changed(event.lost)
+            self._step.epoch_changed(event.lost, event.killed)
 
     def _step_left(self, event: StepLeft) -> list[Action]:
         """A participant left a step. Only the outstanding step under its own epoch counts as done."""
@@ -223,7 +219,19 @@ class Scheduler:
         self._dismissed |= gone
         return [Dismiss(process) for process in sorted(gone)]
 
+    def _isolate(self, step: OutstandingStep, now: float) -> list[Action]:
+        """Processes died while they computed this step. Its sequence is refused; of several, each is computed alone."""
+        self._step = None
+        refused: list[Action] = []
+        if len(step.sequences) == 1:
+            refused = self._tell([(one, one.refused("ended_a_process", ENDED)) for one in step.sequences], now)
+        for sequence in step.sequences:
+            sequence.isolated = True
+        return [*self._proceed(now), *refused]
+
     def _send_again(self, step: OutstandingStep, now: float) -> list[Action]:
+        if step.sequences and step.death_weight >= CERTAIN:
+            return self._isolate(step, now)
         participants = self.workers.participants(step.action.message)
         if step.sequences and not participants:
             return []
@@ -239,176 +247,11 @@ class Scheduler:
             step.put_off()
             return [*self._reservation.ask(message)]
         self._reservation.sent(message, now)
+        self.requests.computes(step)
         return [step.action]
 
     def _has_memory(self, message: Step | Prefill, later: int) -> bool:
         return not self.workers.lends or self._reservation.covers(message, later)
-
-
-class OutstandingStep:
-    """A step from when it is sent until its logits were read. Tokens and positions stay, however often it is sent.
-
-    sequences: in the order of the logit rows; none where all were refused
-    numerics: of its participants
-    """
-
-    def __init__(self, action: SendStep, sequences: list[Sequence], numerics: str) -> None:
-        self.action = action
-        self.numerics = numerics
-        self.sequences = sequences
-        self._reading = False  # every participant is done, and the service looks at the logits
-        self._void = False
-        self._busy: set[ProcessKey] = set(action.processes)
-        self._cost: Cost = {}  # this time it was sent
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether it does not count, and every participant has left it: it may be sent again."""
-        return self._void and not self._busy and not self._reading
-
-    @property
-    def computed(self) -> bool:
-        """Whether it counts, and every participant is done."""
-        return not self._void and not self._busy
-
-    @property
-    def undisturbed(self) -> bool:
-        """Whether it is a decode step that counts so far."""
-        return isinstance(self.action.message, Step) and not self._void and not self._reading
-
-    def again(self, epoch: int, builder: StepBuilder, participants: Participants) -> OutstandingStep:
-        """The same step under the present epoch, computed by these."""
-        message = dataclasses.replace(self.action.message, epoch=epoch)
-        if isinstance(message, Step):
-            message = dataclasses.replace(message, **builder.shares(participants, texts=len(message.tokens)))
-        return OutstandingStep(SendStep(participants, message), self.sequences, self.numerics)
-
-    def put_off(self) -> None:
-        """It is not sent yet."""
-        self._busy, self._void = set(), True
-
-    def is_meant(self, event: StepLeft | StepFailed) -> bool:
-        """Whether a participant that has not left yet speaks of this step, as it was last sent."""
-        attempt = self.action.message.step, self.action.message.epoch
-        return (event.step, event.epoch) == attempt and event.process in self._busy
-
-    def epoch_changed(self, lost: Iterable[ProcessKey]) -> None:
-        """Everybody leaves. Where all were done before that, it counts nevertheless."""
-        self._busy -= set(lost)
-        self._void = not self._reading
-
-    def left(self, event: StepLeft) -> None:
-        """A participant is through with it."""
-        self._busy.discard(event.process)
-        self._void |= not event.done
-        add_cost(self._cost, {**event.counters, "answers": 1.0})
-
-    def failed(self, process: ProcessKey) -> None:
-        """A participant cannot compute it; its clients have been told."""
-        self.sequences = []
-        self._busy.discard(process)
-
-    def read(self) -> None:
-        """Every participant is done: the sequences have more keys and values now, and the logits are to be read."""
-        self._reading = True
-        message = self.action.message
-        if isinstance(message, Prefill):
-            self.sequences[0].advance(message.position, len(message.tokens), self.numerics)
-        else:
-            for sequence, position in zip(self.sequences, message.positions, strict=True):
-                sequence.advance(position, 1, self.numerics)
-
-    def account(self, measured: Cost) -> None:
-        """Add what it took to the account of every text in it. measured: by the service."""
-        message = self.action.message
-        add_cost(self._cost, {**measured, "steps": 1.0, "tokens": float(len(message.tokens))})
-        for sequence in self.sequences:
-            if isinstance(sequence, Generation):
-                add_cost(sequence.prefill_cost if isinstance(message, Prefill) else sequence.decode_cost, self._cost)
-
-
-class StepBuilder:
-    """What the next step is: prompts and texts in turn, a score's step to itself.
-
-    workers: who can take part
-    prefix_source: the slot from which the next chunk of a prompt may copy keys and values of these numerics
-    """
-
-    def __init__(
-        self, limits: Limits, workers: Workers, prefix_source: Callable[[Generation, str], Match | None]
-    ) -> None:
-        self._limits = limits
-        self._workers = workers
-        self._prefix_source = prefix_source
-        self._prefill_turn = True
-        self._score_turn = False
-        self.steps = 0
-
-    def next_step(self, sequences: list[Sequence], epoch: int) -> OutstandingStep | None:
-        """The next step for these sequences, under that epoch; None when there is nothing that can be done."""
-        decoders, numerics = self._workers.decoders(), self._workers.prefill_numerics
-        prefills = [one for one in sequences if one.prefilling]
-        decodes = [one for one in sequences if not one.prefilling] if decoders else []
-        if numerics is not None and prefills and (self._prefill_turn or not decodes):
-            self._prefill_turn = False
-            return self._prefill(prefills[0], epoch, numerics, beside_decode=bool(decodes))
-        self._prefill_turn = True
-        batch = self._decode_batch(decodes)
-        return self._decode(batch, epoch, decoders) if batch else None
-
-    def shares(self, participants: Participants, *, texts: int) -> dict[str, Any]:
-        """The fields of `Step` that say what is whose, with so many texts."""
-        holds = [role == ACCELERATOR for role, _ in participants]
-        names = tuple(f"{role}.{index}" for role, index in participants)
-        return {"participants": names, **self._limits.shares(holds, texts)}
-
-    def _decode_batch(self, decodes: list[Sequence]) -> list[Sequence]:
-        """All texts, or one score: logits of a score are read row by row, so it has a step to itself."""
-        scores = [one for one in decodes if isinstance(one, Scoring)]
-        texts = [one for one in decodes if not isinstance(one, Scoring)]
-        score_turn = bool(scores) and (self._score_turn or not texts)
-        self._score_turn = not score_turn
-        return [*scores[:1]] if score_turn else texts[: self._limits.logit_rows]
-
-    def _prefill(self, sequence: Sequence, epoch: int, numerics: str, *, beside_decode: bool) -> OutstandingStep:
-        first, copy_from, targets = sequence.computed_tokens, None, tuple[int, ...]()
-        limit_tokens = self._limits.prefill_chunk_tokens
-        max_tokens = min(limit_tokens, BESIDE_DECODE_TOKENS) if beside_decode else limit_tokens
-        logits: Literal["none", "last", "all"]
-        if isinstance(sequence, Scoring):
-            rated_tokens = max_tokens if self._workers.rates else 0
-            chunk, targets, logits = sequence.next_chunk(rated_tokens, self._limits.logit_rows)
-        else:
-            assert isinstance(sequence, Generation)
-            if (match := self._prefix_source(sequence, numerics)) is not None:
-                copy_from, first = match
-            chunk = sequence.tokens[first : min(sequence.prompt_tokens, first + max_tokens)]
-            logits = "last" if first + len(chunk) == sequence.prompt_tokens else "none"
-        self.steps += 1
-        message = Prefill(
-            step=self.steps,
-            epoch=epoch,
-            sequence=sequence.slot,
-            position=first,
-            tokens=tuple(chunk),
-            logits=logits,
-            copy_from=copy_from,
-            targets=targets,
-            likely=sequence.likely if targets else 0,
-        )
-        return OutstandingStep(SendStep((PREFILL,), message), [sequence], numerics)
-
-    def _decode(self, batch: list[Sequence], epoch: int, participants: Participants) -> OutstandingStep:
-        self.steps += 1
-        message = Step(
-            step=self.steps,
-            epoch=epoch,
-            **self.shares(participants, texts=len(batch)),
-            sequences=tuple(one.slot for one in batch),
-            positions=tuple(one.computed_tokens for one in batch),
-            tokens=tuple(one.tokens[one.computed_tokens] for one in batch),
-        )
-        return OutstandingStep(SendStep(participants, message), batch, self._workers.numerics_of(participants))
 
 
 class Throttle:

@@ -27,6 +27,7 @@ from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Ne
 from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
 from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.constraints.grammar import Grammars
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 from neuronpipe.services.coordinator.events import (
     Abandon,
@@ -54,7 +55,6 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.processes import (
     WorkerProcess,
     WorkerProcesses,
@@ -66,6 +66,7 @@ from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, S
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
+from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
 
@@ -89,7 +90,12 @@ class CoordinatorService:
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
         names = [process.name for process in self._processes]
-        self._scheduler = Scheduler(limits, names, tokenizer, grammars, self._reservation())
+        self._quarantine = Quarantine(Ledger(self._memory.view("board", "ledger")))
+        own = self._processes.on_board("coordinator", 0)
+        self._quarantine.coordinator_died(killed=own.signal == signal.SIGKILL, now=time.monotonic())
+        self._quarantined = self._memory.view("board", "quarantined")
+        self._quarantined[0] += self._quarantine.refused
+        self._scheduler = Scheduler(limits, names, tokenizer, grammars, self._reservation(), self._quarantine)
         self._scheduler.epoch = self._epoch.load()
         self._sampler = Sampler(self._memory.view("exchange", "logits"), model.vocabulary)
         self._texts = self._memory.view("board", "texts")
@@ -272,7 +278,9 @@ class CoordinatorService:
             self._handle(self._epoch_event(epoch))
 
     def _epoch_event(self, epoch: int) -> EpochChanged:
-        return EpochChanged(epoch, tuple(self._leave(process) for process in self._processes.lost()))
+        lost = self._processes.lost()
+        killed = all(self._processes.on_board(*process.name).signal == signal.SIGKILL for process in lost)
+        return EpochChanged(epoch, tuple(self._leave(process) for process in lost), killed)
 
     def _notice_leaving(self) -> None:
         """The supervisor says on the board which processes have successors."""
@@ -402,6 +410,8 @@ class CoordinatorService:
             message = self._meter.request_finished(client, message)
         elif isinstance(message, Refused):
             self._meter.request_refused(client, message.request)
+            if message.code == "ended_a_process":
+                self._quarantined[0] += 1
         try:
             self._control.send(client, message)
         except (Lost, Full):

@@ -23,8 +23,8 @@ from neuronpipe.protocol.messages.event import StepEvent
 from neuronpipe.protocol.messages.lifecycle import State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.processes import WorkerProcess, WorkerProcesses
-from neuronpipe.services.coordinator.requests import Cost, add_cost
 from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.sequences import Cost, add_cost
 from neuronpipe.services.job import Job
 from neuronpipe.services.memory import RunMemory
 from neuronpipe.services.trace import Trace

@@ -15,6 +15,7 @@ REFUSALS = {
     "draining": (503, "server_error", "draining"),
     "cancelled": (503, "server_error", "cancelled"),
     "failed": (500, "server_error", "failed"),
+    "ended_a_process": (500, "server_error", "request_ended_a_process"),
 }
 
 

@@ -17,6 +17,7 @@ from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Bias, Calls, Function, Generate
 from neuronpipe.protocol.options import Option
 from neuronpipe.services.coordinator.admission import Limits
+from neuronpipe.services.coordinator.constraints.grammar import Grammars
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer
 from neuronpipe.services.coordinator.events import (
     Action,
@@ -28,7 +29,6 @@ from neuronpipe.services.coordinator.events import (
     Tell,
     TokensSampled,
 )
-from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.sampling import Sampler
 from neuronpipe.services.coordinator.scheduler import Scheduler
 

@@ -40,8 +40,8 @@ with atheris.instrument_imports() if atheris else contextlib.nullcontext():
     from neuronpipe.protocol.errors import NotRunning, UserError, WireError
     from neuronpipe.protocol.run_directory import RUN_FILE, RunDirectory
     from neuronpipe.protocol.spec import all_messages
+    from neuronpipe.services.coordinator.constraints.grammar import GrammarError, Grammars
     from neuronpipe.services.coordinator.detokenizer import FileTokenizer
-    from neuronpipe.services.coordinator.grammar import GrammarError, Grammars
     from neuronpipe.services.gateway.bodies import parse_body
     from neuronpipe.services.gateway.problems import Problem
     from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest

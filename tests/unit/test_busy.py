@@ -6,7 +6,7 @@ import pytest
 from neuronpipe.protocol.messages.client import Refused
 from neuronpipe.protocol.messages.request import Generate, Score
 from neuronpipe.services.coordinator.detokenizer import TextStream
-from neuronpipe.services.coordinator.requests import (
+from neuronpipe.services.coordinator.sequences import (
     MAX_RETRY_S,
     MIN_RETRY_S,
     RECENT_TOKENS,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from neuronpipe.protocol.messages.request import Calls, Function
+from neuronpipe.services.coordinator.constraints.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.coordinator.detokenizer import FileTokenizer, TextStream
-from neuronpipe.services.coordinator.grammar import Grammar, GrammarError, Grammars
 from neuronpipe.services.gateway.call_format import DEFAULT, CallFormat
 from tokenizers import AddedToken, Tokenizer
 

@@ -14,6 +14,7 @@ from neuronpipe.protocol.messages.outcome import Rating
 from neuronpipe.protocol.messages.request import Cancel, Generate, Next, Score
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.admission import MIN_QUEUED, QUEUED_PER_SEQUENCE, Limits
+from neuronpipe.services.coordinator.constraints.grammar import Grammars
 from neuronpipe.services.coordinator.events import (
     Abandon,
     Action,
@@ -36,9 +37,9 @@ from neuronpipe.services.coordinator.events import (
     TokensSampled,
     TokensScored,
 )
-from neuronpipe.services.coordinator.grammar import Grammars
 from neuronpipe.services.coordinator.sampling import as_logprobs
-from neuronpipe.services.coordinator.scheduler import BESIDE_DECODE_TOKENS, Scheduler
+from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.coordinator.steps import BESIDE_DECODE_TOKENS
 
 from tests.unit.test_layers import ROOT, imports
 

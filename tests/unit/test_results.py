@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
 from neuronpipe.protocol.messages.request import Bias, Generate
+from neuronpipe.services.coordinator.constraints.grammar import GrammarError
 from neuronpipe.services.coordinator.events import Logprobs, TokensSampled
-from neuronpipe.services.coordinator.grammar import GrammarError
 from neuronpipe.services.coordinator.requests import Generation
 from neuronpipe.services.coordinator.results import SamplingFailed, accept, sample_row, with_logprobs
 

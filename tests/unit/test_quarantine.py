@@ -1,0 +1,197 @@
+"""Which request is taken for the cause of deaths, and which are not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS, board
+from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
+from neuronpipe.services.coordinator.events import EpochChanged, ProcessReady, StepLeft, Tell, TokensSampled
+from neuronpipe.services.coordinator.scheduler import Scheduler
+from neuronpipe.services.quarantine import CERTAIN, FORGET_AFTER_S, Ledger, Quarantine, fingerprint
+
+from tests.unit.test_coordinator_core import finish, make_scheduler, receive, sent, told
+
+KILLER, BYSTANDER, TWIN = 11, 22, 33
+SLOTS = 4
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(memoryview(bytearray(8 * len(LEDGER_ENTRY) * (SLOTS + 1 + SUSPECTS))).cast("Q"))
+
+
+def died(ledger: Ledger, *, killed: bool = False, now: float = 1.0) -> Quarantine:
+    """The coordinator after one that died."""
+    quarantine = Quarantine(ledger)
+    quarantine.coordinator_died(killed=killed, now=now)
+    return quarantine
+
+
+def test_the_board_has_room_for_every_kv_slot() -> None:
+    (field,) = [field for field in board(processes=3, sequences=SLOTS).fields if field.name == "ledger"]
+    assert field.shape == (SLOTS + 1 + SUSPECTS, len(LEDGER_ENTRY))
+
+
+def test_a_request_that_ends_the_coordinator_twice_at_its_arrival_is_refused(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for _ in range(2):
+        assert not quarantine.is_refused(KILLER, 1.0)
+        quarantine.admits(KILLER)
+        quarantine = died(ledger)
+    assert quarantine.is_refused(KILLER, 1.0)
+    assert quarantine.refused == 1
+    assert died(ledger).is_refused(KILLER, 2.0), "another death does not make it forgotten"
+    assert not quarantine.is_refused(KILLER, 1.0 + FORGET_AFTER_S), "the cause may have gone"
+
+
+def test_one_that_was_further_on_at_the_second_death_is_not_suspected(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for place in (200, 60):  # it had begun anew, and had not come as far
+        quarantine.admits(KILLER)
+        quarantine.computes(BYSTANDER, 0, place)
+        quarantine = died(ledger)
+    assert quarantine.is_refused(KILLER, 1.0)
+    assert not quarantine.is_refused(BYSTANDER, 1.0)
+
+
+def test_a_token_that_native_code_was_ahead_makes_no_other_place(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for place in (50, 51):
+        quarantine.computes(KILLER, 2, place)
+        quarantine = died(ledger)
+    assert quarantine.is_refused(KILLER, 1.0)
+
+
+def test_requests_in_step_are_run_apart_and_the_third_death_has_one_suspect(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for _ in range(2):
+        quarantine.computes(KILLER, 0, 50)
+        quarantine.computes(TWIN, 1, 50)
+        quarantine = died(ledger)
+    for name in (KILLER, TWIN):
+        assert not quarantine.is_refused(name, 1.0)
+        assert quarantine.runs_apart(name)
+    quarantine.computes(TWIN, 1, 52)
+    assert not quarantine.runs_apart(TWIN), "it has got past that place"
+    quarantine.computes(KILLER, 0, 50)
+    assert died(ledger).is_refused(KILLER, 1.0)
+
+
+def test_sigkill_may_come_from_outside_and_has_to_come_a_third_time(ledger: Ledger) -> None:
+    quarantine, refused = Quarantine(ledger), []
+    for _ in range(3):
+        quarantine.computes(KILLER, 0, 50)
+        quarantine = died(ledger, killed=True)
+        refused.append(quarantine.is_refused(KILLER, 1.0))
+    assert refused == [False, False, True]
+
+
+def test_what_has_ended_is_under_way_no_more(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for _ in range(4):
+        quarantine.computes(BYSTANDER, 0, 50)
+        quarantine.ends(BYSTANDER, 0)
+        quarantine.admits(BYSTANDER)
+        quarantine.admits(0)
+        quarantine = died(ledger)
+    assert not quarantine.is_refused(BYSTANDER, 1.0)
+
+
+def test_more_suspects_than_places_keep_the_latest(ledger: Ledger) -> None:
+    quarantine = Quarantine(ledger)
+    for number in range(1, 2 * SUSPECTS):
+        quarantine.convict(number, float(number))
+    after = Quarantine(ledger)
+    assert after.is_refused(2 * SUSPECTS - 1, 2 * SUSPECTS)
+    assert not after.is_refused(1, 2 * SUSPECTS)
+
+
+def test_a_fingerprint_is_of_what_is_computed_not_of_names() -> None:
+    same = {fingerprint(Generate(request=name, prompt="x", owner=name, seed=ord(name))) for name in "ab"}
+    assert len(same) == 1
+    differing = [
+        Generate(request="a", prompt="x"),
+        Generate(request="a", prompt="y"),
+        Generate(request="a", prompt="x", temperature=0.5),
+        Score(request="a", text="x"),
+        Tokenize(request="a", text="x"),
+    ]
+    assert len(set(map(fingerprint, differing))) == len(differing)
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------
+def run_until_decoding(scheduler: Scheduler, prompts: str) -> list[int]:
+    """Requests for these one-letter prompts, until their first common decode step; returns its epoch and number."""
+    actions = []
+    for prompt in prompts:
+        actions += receive(scheduler, Generate(request=prompt, prompt=prompt, max_tokens=9), 0.0)
+    for _ in range(20):
+        (step,) = sent(actions)
+        if len(getattr(step, "sequences", ())) == len(prompts):
+            return [step.epoch, step.step]
+        finish(scheduler, step)
+        actions = scheduler.handle(TokensSampled((ord("x"),) * len(getattr(step, "sequences", (0,)))), 1.0)
+    raise AssertionError
+
+
+def die_of_the_step(scheduler: Scheduler, step: list[int], *, killed: bool = False) -> list:  # type: ignore[type-arg]
+    """One decode worker dies of the outstanding step, the other one leaves it; the dead one starts again. Returns what
+    follows."""
+    epoch, number = step
+    actions = scheduler.handle(EpochChanged(epoch + 1, (("decode", 0),), killed), 1.0)
+    actions += scheduler.handle(StepLeft(("decode", 1), number, epoch, False), 1.0)
+    return actions + scheduler.handle(ProcessReady(("decode", 0), "cpu:avx2", 5), 1.0)
+
+
+def test_a_request_whose_step_ends_workers_twice_is_refused_and_the_next_one_computed() -> None:
+    scheduler = make_scheduler()
+    step = run_until_decoding(scheduler, "a")
+    receive(scheduler, Score(request="next", text="bc"), 1.0)
+    die_of_the_step(scheduler, step)
+    actions = die_of_the_step(scheduler, [step[0] + 1, step[1]])
+    (refused,) = told(actions)
+    assert (refused.request, refused.code) == ("a", "ended_a_process")  # type: ignore[attr-defined]
+    assert sent(actions), "the others go on"
+    again = [action.message for action in receive(scheduler, Generate(request="b", prompt="a", max_tokens=9), 2.0)]  # type: ignore[union-attr]
+    assert [message.code for message in again] == ["ended_a_process"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_sequences_that_shared_a_deadly_step_are_computed_alone(killed: bool) -> None:
+    scheduler = make_scheduler()
+    epoch, number = run_until_decoding(scheduler, "ab")
+    actions: list = []  # type: ignore[type-arg]
+    for death in range(CERTAIN // (2 if killed else 3)):
+        actions = die_of_the_step(scheduler, [epoch + death, number], killed=killed)
+        epoch_now = epoch + death + 1
+    assert not told(actions)
+    (alone,) = sent(actions)
+    assert alone.tokens == (ord("x"),)
+    slots = alone.sequences  # type: ignore[union-attr]
+    assert len(slots) == 1
+    finish(scheduler, alone)
+    (other,) = sent(scheduler.handle(TokensSampled((ord("y"),)), 1.0))
+    assert other.sequences != slots  # type: ignore[union-attr]
+    assert len(other.sequences) == 1  # type: ignore[union-attr]
+    actions = die_of_the_step(scheduler, [epoch_now, other.step])
+    (refused,) = [action.message for action in actions if isinstance(action, Tell)]
+    assert refused.code == "ended_a_process"  # type: ignore[union-attr]
+    assert len(sent(actions)) == 1, "the sequence that is cleared goes on"
+
+
+def test_kills_at_random_steps_refuse_nobody() -> None:
+    """Each death finds another step under way."""
+    scheduler = make_scheduler()
+    epoch, number = run_until_decoding(scheduler, "a")
+    for death in itertools.count():
+        actions = die_of_the_step(scheduler, [epoch + death, number])
+        assert not told(actions)
+        (step,) = sent(actions)
+        finish(scheduler, step)
+        actions = scheduler.handle(TokensSampled((ord("x"),)), 1.0)
+        if not sent(actions):
+            break
+        number = sent(actions)[0].step
+    assert death > 5
