@@ -9,8 +9,8 @@ has got past that place is cleared.
     at the same place, no other one was           refused with "ended_a_process"
     at the same place, and so were others         each of them runs while no other suspect does, so that the next
                                                   death has one suspect
-    SIGKILL, from outside or for want of memory   as above, at the third death: who kills at random hits the same
-                                                  place twice now and then
+    SIGKILL from outside                          as above, at the third death of the coordinator, or the sixth during
+                                                  one step: who kills at random hits a place several times now and then
 
 What is under way stands in shared memory, the ledger, which outlives the coordinator that writes it. So a coordinator
 that starts knows what its predecessor was doing, whatever ended that, and whoever sends the request again, under
@@ -29,7 +29,8 @@ from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
 
-CRASH_WEIGHT, KILL_WEIGHT, CERTAIN = 3, 2, 6  # two crashes, or three deaths by SIGKILL among them
+CRASH_WEIGHT, KILL_WEIGHT, CERTAIN = 3, 2, 6  # two crashes of the coordinator, or three deaths by SIGKILL among them
+STEP_KILL_WEIGHT = 1  # a step that waits for a restarted process is under way for long, and kills from outside hit it
 SAME_PLACE_TOKENS: Final = 1  # native code may be a token ahead of what the ledger says
 FORGET_AFTER_S: Final = 600.0  # a cause outside the request may have gone by then
 ENDED = "this request ended a process of the run twice, and is not run again"

@@ -37,7 +37,7 @@ from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
-from neuronpipe.plans.device.limits import read_memory, read_stalled_share
+from neuronpipe.plans.device.limits import read_memory, read_oom_kills, read_stalled_share
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
@@ -109,6 +109,7 @@ class Supervisor:
         self._board_memory[2] = plan.memory.limit_bytes
         self._withheld = self._memory.view("board", "withheld")
         self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
+        self._oom_kills = read_oom_kills(Path("/"))
         self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
         memory = read_memory(Path("/"))
         self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
@@ -301,7 +302,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         replacement = self._replacement
         self._incarnations[key] += 1
-        self._board[line + BOARD_WORDS.index("signal")] = max(0, -code)
+        self._board[line + BOARD_WORDS.index("signal")] = self._signal_from_outside(code)
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = (
@@ -336,6 +337,12 @@ class Supervisor:
             self.overcome = self.failure is not None
             return
         self._start(spec)
+
+    def _signal_from_outside(self, code: int) -> int:
+        """The signal that ended a process, if somebody may have sent it; 0 where the process ended by its own doing,
+        which taking too much memory is."""
+        before, self._oom_kills = self._oom_kills, read_oom_kills(Path("/"))
+        return max(0, -code) if self._oom_kills == before else 0
 
     def _pardon(self) -> None:
         """Deaths whose cause was a request, which is refused now, do not count. Those of an implementation that came

@@ -102,6 +102,12 @@ def read_stalled_share(root: Path) -> float:
     return 0.0
 
 
+def read_oom_kills(root: Path) -> int:
+    """How many processes the kernel killed for want of memory since it started; 0 where it does not tell."""
+    found = re.search(r"^oom_kill (\d+)$", _text(root / "proc/vmstat"), re.M)
+    return int(found[1]) if found else 0
+
+
 def read_memory(root: Path) -> Memory:
     """The machine's memory, cut to the control group's limit. Page cache that can be dropped counts as available."""
     machine = _table(root / "proc/meminfo")

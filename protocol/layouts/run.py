@@ -8,7 +8,7 @@ BOARD_WORDS = ("pid", "incarnation", "restarts", "gone", "signal")
 """The words of a process's line on the board, in this order; pid is 0 while there is no such process. incarnation: how
 many incarnations came before; restarts: how many of them were lost, and did not make way for another; gone: 1 when it
 is not started again, and the run goes on without it; signal: the number of the signal that ended the incarnation
-before, 0 where that exited."""
+before, 0 where that exited, or was killed because memory ended."""
 
 LEDGER_ENTRY = ("fingerprint", "place", "weight", "last_death_s")
 """The 64-bit words of an entry of the ledger, in this order. fingerprint: of the request, 0 where there is none; place:

@@ -74,7 +74,7 @@ def _is_stopped(pid: int) -> bool:
 
 class BoardLine(NamedTuple):
     """What the supervisor says of a process of the run; pid is 0 while there is none. gone: 1 when there will
-    be none; signal: what ended the incarnation before."""
+    be none; signal: what ended the incarnation before, 0 for its own doing."""
 
     pid: int
     incarnation: int

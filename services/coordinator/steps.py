@@ -13,9 +13,9 @@ from neuronpipe.services.coordinator.events import ProcessKey, SendStep, StepFai
 from neuronpipe.services.coordinator.prefixes import Match
 from neuronpipe.services.coordinator.processes import PREFILL, Participants, Workers
 from neuronpipe.services.coordinator.sequences import Cost, Generation, Scoring, Sequence, add_cost
-from neuronpipe.services.quarantine import CERTAIN, CRASH_WEIGHT, KILL_WEIGHT
+from neuronpipe.services.quarantine import CERTAIN, CRASH_WEIGHT, STEP_KILL_WEIGHT
 
-ISOLATED_WEIGHT = CERTAIN - KILL_WEIGHT  # the next death has one suspect
+ISOLATED_WEIGHT = CERTAIN - CRASH_WEIGHT  # the next crash has one suspect
 BESIDE_DECODE_TOKENS = 64  # of a prompt, at a time, while other texts wait for their next token
 
 
@@ -73,7 +73,7 @@ class OutstandingStep:
     def epoch_changed(self, lost: Iterable[ProcessKey], killed: bool = True) -> None:
         """Everybody leaves. Where all were done before that, it counts nevertheless. killed: by SIGKILL."""
         if lost and self._busy and not self._void:
-            self.death_weight += KILL_WEIGHT if killed else CRASH_WEIGHT
+            self.death_weight += STEP_KILL_WEIGHT if killed else CRASH_WEIGHT
         self._busy -= set(lost)
         self._void = not self._reading
 

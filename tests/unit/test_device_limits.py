@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from neuronpipe.plans.device.limits import Memory, read_cores, read_cpu_quota, read_memory
+from neuronpipe.plans.device.limits import Memory, read_cores, read_cpu_quota, read_memory, read_oom_kills
 
 GIB = 1 << 30
 
@@ -113,3 +113,8 @@ def test_a_container_that_sees_only_its_own_mount_still_finds_its_limit(tmp_path
 )
 def test_the_quota_is_in_cores(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     assert read_cpu_quota(write(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(("text", "kills"), [("pgfault 7\noom_kill 3\nx_oom_kill 9\n", 3), ("pgfault 7\n", 0), ("", 0)])
+def test_processes_that_the_kernel_killed_for_want_of_memory_are_counted(tmp_path: Path, text: str, kills: int) -> None:
+    assert read_oom_kills(write(tmp_path, {"proc/vmstat": text})) == kills

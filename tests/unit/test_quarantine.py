@@ -9,7 +9,15 @@ from neuronpipe.protocol.layouts.run import LEDGER_ENTRY, SUSPECTS, board
 from neuronpipe.protocol.messages.request import Generate, Score, Tokenize
 from neuronpipe.services.coordinator.events import EpochChanged, ProcessReady, StepLeft, Tell, TokensSampled
 from neuronpipe.services.coordinator.scheduler import Scheduler
-from neuronpipe.services.quarantine import CERTAIN, FORGET_AFTER_S, Ledger, Quarantine, fingerprint
+from neuronpipe.services.quarantine import (
+    CERTAIN,
+    CRASH_WEIGHT,
+    FORGET_AFTER_S,
+    STEP_KILL_WEIGHT,
+    Ledger,
+    Quarantine,
+    fingerprint,
+)
 
 from tests.unit.test_coordinator_core import finish, make_scheduler, receive, sent, told
 
@@ -163,7 +171,7 @@ def test_sequences_that_shared_a_deadly_step_are_computed_alone(killed: bool) ->
     scheduler = make_scheduler()
     epoch, number = run_until_decoding(scheduler, "ab")
     actions: list = []  # type: ignore[type-arg]
-    for death in range(CERTAIN // (2 if killed else 3)):
+    for death in range(CERTAIN // (STEP_KILL_WEIGHT if killed else CRASH_WEIGHT)):
         actions = die_of_the_step(scheduler, [epoch + death, number], killed=killed)
         epoch_now = epoch + death + 1
     assert not told(actions)
