@@ -38,6 +38,11 @@ class Conversation:
             self.instruct(system)
 
     @property
+    def model(self) -> str:
+        """The name of the model in the package."""
+        return self._package.manifest.name
+
+    @property
     def has_roles(self) -> bool:
         """Whether the package has a chat template; else whatever is said is continued."""
         return self._package.manifest.chat is not None
