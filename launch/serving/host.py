@@ -65,9 +65,12 @@ class Offer:
     why: str = ""
 
 
-def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, Offer]:
+def offered(
+    arguments: argparse.Namespace, paths: Sequence[Path], measured: Callable[[str], None] | None = None
+) -> dict[str, Offer]:
     """These packages by their models' names, each with the plan that it has whenever it runs: as the arguments ask,
-    within what the gateway leaves of the limit. Raises UserError, naming the package where there are several."""
+    within what the gateway leaves of the limit. measured: as `planned_here` has it. Raises UserError, naming the
+    package where there are several."""
     refuse_contradictions(arguments)
     offers: dict[str, Offer] = {}
     for name, (path, package) in _by_name(arguments, paths).items():
@@ -75,7 +78,7 @@ def offered(arguments: argparse.Namespace, paths: Sequence[Path]) -> dict[str, O
         if asked.memory not in (None, AUTO):
             asked.memory = max(1, asked.memory - GATEWAY_BYTES)
         with _naming(path, arguments):
-            plan = planned_here(asked, package, several=True, gateway=False).plan
+            plan = planned_here(asked, package, several=True, gateway=False, measured=measured).plan
             offers[name] = Offer(package, plan, implementations(arguments.use, plan))
     return offers
 
