@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from typing import Any
 
 from neuronpipe.launch.arguments.sampling import SEEDS
 from neuronpipe.protocol.errors import UserError, quoted
@@ -27,7 +28,8 @@ def with_option(ask: Generate, text: str) -> tuple[Generate, str]:
     UserError that says what can be set, or to what."""
     name, _, value = text.replace("=", " ", 1).partition(" ")
     option = _named(name)
-    changed = dataclasses.replace(ask, **{option.name: _value(option, value.strip())})
+    values: dict[str, Any] = {option.name: _value(option, value.strip())}
+    changed = dataclasses.replace(ask, **values)
     return changed, shown(changed, option.name)
 
 
@@ -72,8 +74,7 @@ def _named(text: str) -> Option:
     import difflib  # only a mistake pays for it
 
     near = difflib.get_close_matches(name, OPTIONS, n=1)
-    meant = f"did you mean {near[0]}?" if near else f"the options are {', '.join(OPTIONS)}"
-    raise UserError(f"there is no option {quoted(text)}; {meant}")
+    raise UserError(f"there is no option {quoted(text)}{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def _value(option: Option, text: str) -> float:

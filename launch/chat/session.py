@@ -132,16 +132,21 @@ class Chat:
         try:
             self._ask, options = change()
         except UserError as error:
-            self._say(f"{error}; /set lists them")
+            self._say(f"{error}{'' if str(error).endswith('?') else ';'} /set lists the options")
         else:
             self._say(options)
 
     def _show(self) -> None:
-        system, turns = self._conversation.system, len(self._conversation.turns)
-        print(f"model     {self._conversation.model}")
-        print(f"system    {'nothing' if system is None else system}")
-        print(f"messages  {turns}")
-        print(f"options   {', '.join(shown(self._ask, name) for name in OPTIONS)}")
+        system = self._conversation.system
+        facts = {
+            "model": self._conversation.model,
+            "system": "nothing" if system is None else system,
+            "messages": str(len(self._conversation.turns)),
+            "options": ", ".join(shown(self._ask, name) for name in OPTIONS),
+        }
+        columns = max(20, shutil.get_terminal_size().columns - 1)
+        for name, fact in facts.items():
+            print(textwrap.fill(fact, columns, initial_indent=f"{name:<10}", subsequent_indent=" " * 10))
 
     def _answer_again(self) -> None:
         turns = self._conversation.turns
