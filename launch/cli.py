@@ -71,6 +71,9 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 MAX_QUOTED_CHARACTERS = 80
 _LONG_QUOTE = re.compile(rf"""(?s)(['"])((?:(?!\1).){{{MAX_QUOTED_CHARACTERS}}})(?:(?!\1).)+\1""")
 
+NUMBERS = {"int": "whole number", "float": "number"}
+_INVALID = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
+
 
 class _Told(KeyboardInterrupt):
     """SIGTERM or SIGHUP: whatever Ctrl-C lets a command put in order, they do as well."""
@@ -108,18 +111,21 @@ class _Parser(argparse.ArgumentParser):
         """Raises UserError."""
         if message.startswith("the following arguments are required"):
             message = self._missing(message)
+        message = _INVALID.sub(lambda match: f"{match[2]} is no {NUMBERS[match[1]]}", message)
         message = _LONG_QUOTE.sub(r"\1\2...\1", message)
         raise UserError(f"{message}{' See' if message.endswith('?') else '; see'} `{self.prog} --help`")
 
     def _missing(self, message: str) -> str:
-        """The same, and what each of the words is that are missing."""
-        missing = message.partition(": ")[2].split(", ")
-        meanings = [
-            f"{name}: {help_of(action)}"
+        """The same, and what each of the words or options is that are missing."""
+        names = message.partition(": ")[2].split(", ")
+        meanings = {
+            name: f"one of {', '.join(map(str, action.choices))}" if action.choices else help_of(action)
             for action in self._actions
-            if (name := str(action.metavar or action.dest)) in missing and not action.option_strings and action.help
-        ]
-        return f"{message} ({'; '.join(meanings)})" if meanings else message
+            if (name := "/".join(action.option_strings) or str(action.metavar or action.dest)) in names
+        }
+        if len(names) > 1:
+            meanings = {name: f"{name}: {meaning}" for name, meaning in meanings.items()}
+        return f"{message} ({'; '.join(meanings.values())})" if all(meanings.values()) else message
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """argparse takes the two dashes of `--option=--` for the end of options, and gives the option an empty list."""

@@ -21,9 +21,12 @@ UNITS = {
     "MIB": 1 << 20,
     "G": 1 << 30,
     "GIB": 1 << 30,
+    "T": 1 << 40,
+    "TIB": 1 << 40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
+    "TB": 10**12,
 }
 ONLY_UTF8 = "not UTF-8, which texts have to be; `iconv -f latin1 -t utf-8` makes Latin-1 so"
 

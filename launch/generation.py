@@ -99,7 +99,9 @@ def sampled_as_asked(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UserError("no prompt: give -p TEXT, or pipe a text into standard input")
+        raise UserError(
+            "no prompt: give -p TEXT, or pipe a text into standard input; `neuronpipe chat` holds a conversation"
+        )
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:

@@ -162,7 +162,10 @@ def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeyp
     place, device = measured_place(print)
     assert place == larger
     assert device.flash is not None
-    assert "reads the file of larger" in flash_of_a_shape(place, device)
+    assert "speeds are measured in brief, with flash as it reads the file of larger" in flash_of_a_shape(place, device)
+    profile = described(read_device("oneplus-12"), Package.open(DEMO).manifest).profile
+    assert "speeds are of the device profile" in flash_of_a_shape(place, dataclasses.replace(device, profile=profile))
+    assert "not expected" in flash_of_a_shape(place, dataclasses.replace(device, flash=None))
 
 
 def test_what_is_no_shape_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
