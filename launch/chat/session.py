@@ -45,7 +45,7 @@ class Chat:
         self._begun = ask
         self._texts = 0
         self._saved: set[Path] = set()
-        self._lines = Lines(WORDS)
+        self._lines = Lines(WORDS, {"/set": OPTIONS, "/unset": OPTIONS})
 
     def hold(self) -> None:
         """Until the input ends. Raises UserError when the run does."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from neuronpipe.launch.chat.wrapping import SoftWrap, columns_of
+from neuronpipe.launch.generation import Screen
 
 SEQUENCE = re.compile(r"\x1b\[(\d+)D|\x1b\[(K)|(\n)|(.)", re.DOTALL)
 
@@ -97,6 +99,27 @@ def test_a_terminal_that_is_made_wider_counts_from_the_next_line() -> None:
     width[0] = 80
     assert on_screen(before, 12) == ["some words ", "here", ""]
     assert wrap.feed("some words here") == "some words here"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdout", "term", "wrapped"), [(Terminal, "xterm", True), (Terminal, "dumb", False), (io.StringIO, "xterm", False)]
+)
+def test_only_a_terminal_that_can_wipe_gets_wrapped_text(
+    stdout: type[io.StringIO], term: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = stdout()
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "The quick brown foxes jump\tfar"
+    Screen().write(text)
+    assert (shown.getvalue() != text) == wrapped
+    assert "\n" in shown.getvalue() or not wrapped
 
 
 WORDS = st.text(st.sampled_from("ab,.-中文。é"), min_size=1, max_size=14)
