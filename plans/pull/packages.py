@@ -125,8 +125,7 @@ def _ggufs_beside(path: Path) -> str:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.name.endswith(".gguf"))
     except OSError:
         return ""
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return f"; there are {', '.join(map(named, names[:MAX_SHOWN]))}{more} in that folder" if names else ""
+    return f"; in that folder {_there_are(names)}" if names else ""
 
 
 def _what_there_is(text: str) -> str:
@@ -138,11 +137,16 @@ def _what_there_is(text: str) -> str:
     import difflib  # only a mistake pays for it
 
     by_folded = {name.casefold(): name for name in names}
-    near = difflib.get_close_matches(text.casefold(), by_folded, n=1)
-    meant = f"did you mean {by_folded[near[0]]}? " if near else ""
-    more = f" and {len(names) - MAX_SHOWN} more: `neuronpipe list`" if len(names) > MAX_SHOWN else ""
-    there_are = f"{meant}There are {', '.join(names[:MAX_SHOWN])}{more}"
-    return there_are if near else f"{there_are}; `neuronpipe pull ORG/NAME` gets another{EXAMPLE}"
+    there_are = f"{_there_are(names)}{': `neuronpipe list`' if len(names) > MAX_SHOWN else ''}"
+    if near := difflib.get_close_matches(text.casefold(), by_folded, n=1):
+        return f"did you mean {by_folded[near[0]]}? T{there_are[1:]}"
+    return f"{there_are}; `neuronpipe pull ORG/NAME` gets another{EXAMPLE}"
+
+
+def _there_are(names: list[str]) -> str:
+    """`there are a, b and 3 more`."""
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(map(named, names[:MAX_SHOWN]))}{more}"
 
 
 def refuse_used(name: str) -> None:
