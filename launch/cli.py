@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from neuronpipe.launch.arguments.settings import Settings, settings_file, settled
-from neuronpipe.launch.arguments.spellings import FORMER_VERBS, in_present_words, take_former_word
+from neuronpipe.launch.arguments.spellings import FOREIGN_VERBS, FORMER_VERBS, in_present_words, take_former_word
 from neuronpipe.launch.formats import as_typed
 from neuronpipe.launch.progress import begin_command
 from neuronpipe.protocol.errors import UserError
@@ -184,7 +184,7 @@ def _check_first(words: list[str], parser: _Parser) -> None:
     if first in VERBS or first in OF_TWO_WORDS or first in parser.options:
         return
     if not first.startswith("-"):
-        near = _nearest(_cut(first), (*VERBS, *ALIASES))
+        near = FOREIGN_VERBS.get(first) or _nearest(_cut(first), (*VERBS, *ALIASES))
         meant = f"did you mean `{near}`?" if near else f"the verbs are {', '.join(VERBS)}."
         raise UserError(f"{_cut(first)!r} is no verb; {meant} See `neuronpipe --help`")
     if (verb := _verb_in(words)) is not None:

@@ -4,6 +4,7 @@ that start a run or plan one."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -91,8 +92,18 @@ def add_packages_argument(parser: argparse.ArgumentParser) -> None:
 def open_package(path: Path, *, plain: bool = False) -> Package:
     """The package that was named, or is made now of the model that was; plain: say so in lines. Raises UserError: where
     there is none it says which there are."""
-    refuse_unknown(path)
+    refuse_missing(path)
     return Package.open(package_of(path, plain=plain) if is_source(path) else path)
+
+
+def refuse_missing(path: Path) -> None:
+    """Raises UserError for what is no path, no name of a package, or that of a shape; a word with blanks passes."""
+    if os.path.exists(path):
+        return
+    from neuronpipe.plans.simulate.models import refuse_shape  # only a mistake pays for it
+
+    refuse_shape(str(path))
+    refuse_unknown(path)
 
 
 def what_the_demo_is() -> str:

@@ -51,6 +51,22 @@ FORMER = (
 FORMER_VERBS = {"cool": "throttle"}
 """Verbs that have another name now."""
 
+FOREIGN_VERBS = {
+    "create": "convert",
+    "quantize": "convert",
+    "server": "serve",
+    "generate": "run",
+    "cli": "chat",
+    "start": "up",
+    "download": "pull",
+    "install": "pull",
+    "remove": "rm",
+    "delete": "rm",
+    "models": "list",
+    "version": "--version",
+}
+"""What other programs call a verb: not taken, but what is meant is named."""
+
 
 @frozen
 class Foreign:

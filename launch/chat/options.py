@@ -45,7 +45,9 @@ def shown(ask: Generate, name: str) -> str:
     value = getattr(ask, name)
     if isinstance(value, bool):
         return f"{name} {'on' if value else 'off'}"
-    return f"{name} as many as fit" if (name, value) == ("max_tokens", MAX_TOKENS) else f"{name} {value:g}"
+    if (name, value) == ("max_tokens", MAX_TOKENS):
+        return f"{name} as many as fit"
+    return f"{name} {value}" if isinstance(value, int) else f"{name} {value:g}"
 
 
 def list_options(ask: Generate, columns: int) -> str:

@@ -22,6 +22,7 @@ from neuronpipe.launch.planning import (
     add_use_argument,
     implementations,
     package_and_plan,
+    refuse_missing,
     what_the_demo_is,
 )
 from neuronpipe.launch.supervisor.logs import last_line
@@ -30,7 +31,6 @@ from neuronpipe.plans.inspect import streams_densely
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.firing import unmeasured_predictor
 from neuronpipe.plans.plan.plan import ACCELERATOR, Plan
-from neuronpipe.plans.pull.packages import refuse_unknown
 from neuronpipe.protocol.errors import MAX_QUOTED_CHARACTERS, UserError, named, quoted
 from neuronpipe.protocol.links import CONTROL
 
@@ -104,9 +104,9 @@ def _refuse_a_prompt_as_package(arguments: argparse.Namespace) -> None:
     """One word without a blank is the package's name, and people give the prompt there."""
     if arguments.prompt is None and not os.path.exists(arguments.package):
         try:
-            refuse_unknown(arguments.package)  # a word, or a repository, is more likely a name
+            refuse_missing(arguments.package)  # a word, or a repository, is more likely a name
         except UserError as error:
-            if "did you mean" in str(error):
+            if "did you mean" in str(error) or "it is a shape" in str(error):
                 raise
             raise UserError(f"{error}; a prompt of one word is given with -p") from None
         text = str(arguments.package)

@@ -160,6 +160,15 @@ def shape_named(text: str) -> str | None:
     return by_folded.get(text.casefold().rpartition("/")[2])
 
 
+def refuse_shape(text: str) -> None:
+    """Raises UserError for the name of a shape where only a package will do."""
+    if (name := shape_named(text)) is not None:
+        raise UserError(
+            f"{text}: no such package; it is a shape, which `neuronpipe plan {name}` and "
+            f"`neuronpipe simulate DEVICE {name}` take without a package"
+        )
+
+
 def model_named(text: str) -> SimulatedModel:
     """A published model or a synthetic shape. Raises UserError that names those there are."""
     name = shape_named(text) or text

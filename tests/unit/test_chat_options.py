@@ -24,6 +24,7 @@ def test_an_option_is_set_within_its_range_and_set_back(name: str) -> None:
     value, text = (True, "on") if option.range is None else (option.range.most, str(option.range.most))
     changed, line = with_option(ASK, f"{name} {text}")
     assert getattr(changed, name) == value
+    assert line == ("max_tokens as many as fit" if name == "max_tokens" else f"{name} {text}")
     assert line == shown(changed, name)
     assert without_option(changed, ASK, name)[0] == ASK == without_option(changed, ASK, "")[0]
     with pytest.raises(UserError, match=f"{name} '?sometimes'?: "):

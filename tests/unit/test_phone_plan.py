@@ -168,6 +168,12 @@ def test_flash_of_a_shape_is_that_of_the_largest_package(tmp_path: Path, monkeyp
     assert "not expected" in flash_of_a_shape(place, dataclasses.replace(device, flash=None))
 
 
+def test_a_verb_that_needs_a_package_says_what_a_shape_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("run", "chat", "bench"):
+        assert main([verb, "qwen3-30b-a3b"]) == 2
+        assert "it is a shape, which `neuronpipe plan qwen3-30b-a3b` and" in capsys.readouterr().err
+
+
 def test_what_is_no_shape_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "turbosparse-mixtral-47"]) == 2
     assert "did you mean turbosparse-mixtral-47b?" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from neuronpipe.launch.arguments.spellings import FOREIGN, FORMER, FORMER_VERBS, PACKAGE_WORD
+from neuronpipe.launch.arguments.spellings import FOREIGN, FOREIGN_VERBS, FORMER, FORMER_VERBS, PACKAGE_WORD
 from neuronpipe.launch.cli import ALIASES, OF_TWO_WORDS, VERBS, _parsed, main, verb_parser
 from neuronpipe.launch.planning import DEMO
 from neuronpipe.protocol.errors import UserError
@@ -158,6 +158,13 @@ def test_help_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out.startswith(f"usage: neuronpipe {verb} [-h]")
     assert main(["help", "rnu"]) == 2
     assert "did you mean `run`?" in capsys.readouterr().err
+
+
+def test_the_verbs_of_other_programs_are_told_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    for theirs, ours in FOREIGN_VERBS.items():
+        assert ours in VERBS or ours == "--version"
+        assert main([theirs, "x"]) == 2
+        assert f"did you mean `{ours}`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--memory", "--gpu-memory"])
