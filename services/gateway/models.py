@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
+from neuronpipe.protocol.errors import quoted
 from neuronpipe.services.gateway.chat import Chat
 from neuronpipe.services.gateway.coordinator import Coordinator, Hold
 from neuronpipe.services.gateway.infill import Infill
 from neuronpipe.services.gateway.live import Live
-from neuronpipe.services.gateway.problems import Problem, quoted, unavailable
+from neuronpipe.services.gateway.problems import Problem, unavailable
 
 HEALTH_S = 2.0
 
@@ -27,7 +28,7 @@ class Run(NamedTuple):
     live: Live
 
     @classmethod
-    def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] = lambda: None) -> Run:
+    def of(cls, endpoint: str, directory: Path, ended: Callable[[], str | None] | None = None) -> Run:
         """The run with this directory. ended: why it is over, where nobody else says so."""
         return cls(Coordinator(endpoint, ended), Live(directory))
 

@@ -7,10 +7,11 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
@@ -51,7 +52,7 @@ class GatewayService:
 
 
 def serve(
-    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] = lambda: None
+    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None = None
 ) -> None:
     """Serve one run until SIGTERM, SIGINT, or its end."""
     _until_told(_serve_run(package, run, listener, run_ended))
@@ -73,7 +74,7 @@ def _until_told(work: Coroutine[None, None, None]) -> None:
 
 
 async def _serve_run(
-    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None]
+    package: Package, run: RunDirectory, listener: Listener, run_ended: Callable[[], str | None] | None
 ) -> None:
     from neuronpipe.services.gateway.models import Model, Models, Run
 
@@ -99,13 +100,15 @@ async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket)
 async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) -> None:
     import uvicorn
     from neuronpipe.services.gateway.application import Gateway
-    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, announcing
+    from neuronpipe.services.gateway.http_server import MAX_HEAD_BYTES, BoundedProtocol, SleepingServer
+    from neuronpipe.services.gateway.memory_account import Account
     from neuronpipe.services.gateway.templates import bounded_growth
 
-    gateway = Gateway(models, listener)
+    account = Account()
+    gateway = Gateway(models, listener, account)
     config = uvicorn.Config(
         gateway.application(),
-        http=BoundedProtocol,
+        http=cast(Any, functools.partial(BoundedProtocol, account)),
         ws="none",
         lifespan="off",
         loop="none",
@@ -115,13 +118,12 @@ async def _serve(models: Models, listener: Listener, over: asyncio.Future[Any]) 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        callback_notify=announcing(SIGNALS, gateway.end),
     )
     # No request may take the machine's memory: it fails alone.
     with bounded_growth(), socket.socket(fileno=listener.descriptor) as listening:
         try:
-            server = uvicorn.Server(config)
-            over.add_done_callback(lambda _: setattr(server, "should_exit", True))
+            server = SleepingServer(config, SIGNALS, gateway.end)
+            over.add_done_callback(lambda _: server.end())
             await server.serve(sockets=[listening])
             over.cancel()
         finally:
