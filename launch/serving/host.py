@@ -32,6 +32,7 @@ from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
+from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
 from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
 from neuronpipe.native import lib
@@ -212,8 +213,8 @@ class Host:
             signal.set_wakeup_fd(-1)
             for number in STOPPING:
                 signal.signal(number, signal.SIG_DFL)
-            assert self._link is not None
-            self._link.close()
+            kept = {0, 1, 2, link.fileno(), self._listener.descriptor}
+            close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
             serve_hosted(self._hosted, self._listener, link)
             code = 0
         except BaseException:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.supervisor import HASTEN, OVERCOME, STOPPING, preload, supervise
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan
@@ -34,12 +35,13 @@ class LiveRun:
     pid: int
     report: int
     overcome: bool = False
+    _reason: str | None = None
 
-    def failed(self, timeout_s: float = 0.0) -> str | None:
-        """The reason when the run is over; None while it lives."""
-        if not select.select([self.report], [], [], timeout_s)[0]:
-            return None
-        return os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
+    def failed(self, timeout_s: float | None = 0.0) -> str | None:
+        """The reason when the run is over; None while it lives. timeout_s: how long to wait for it; None: for ever."""
+        if self._reason is None and select.select([self.report], [], [], timeout_s)[0]:
+            self._reason = os.read(self.report, 1 << 16).decode(errors="replace").strip() or "the run has ended"
+        return self._reason
 
     def begin_to_stop(self) -> None:
         """Tell the run to end. When nothing of it is left, `report` can be read; `stop` is then done at once."""
@@ -52,6 +54,10 @@ class LiveRun:
             self.begin_to_stop()
             _, status = os.waitpid(self.pid, 0)
             self.overcome = os.waitstatus_to_exitcode(status) == OVERCOME
+        if self.report >= 0:
+            self._reason = self.failed() or "the run has ended"
+            os.close(self.report)
+            self.report = -1
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -137,10 +143,11 @@ def _fork(
         directory.remove()
         raise UserError(f"the run's supervisor cannot be started: {error.strerror}; see `ulimit -a`") from None
     if pid == 0:
-        os.close(read_end)
         os.setsid()
         if stays:
             _detach()
+        kept = {0, 1, 2, write_end, *([] if listener is None else [listener.descriptor])}
+        close_descriptors(lambda number, target: number not in kept and target.startswith(("pipe:", "socket:")))
         supervise(directory, package, plan, write_end, () if stays else (client,), uses, listener, fixed)
     os.close(write_end)
     directory.release()
