@@ -12,6 +12,8 @@ not survive a fork.
                               again later, the one before it comes back
     SIGTERM, SIGINT, SIGHUP,  the coordinator ends the others and then itself; processes that are left get SIGTERM,
     an "end" request          then SIGKILL. The gateway ends last: it answers clients until then
+    SIGURG                    the run is used: memory is measured, for a while; without use, and while memory is not
+                              short, it sleeps but for a look every IDLE_LOOK_S
     SIGQUIT                   the same without waiting. A second SIGTERM does not mean that: a service manager sends
                               SIGTERM to the command and to the supervisor at once
 """
@@ -36,15 +38,16 @@ from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
+from neuronpipe.launch.supervisor.stall_trigger import open_stall_trigger
 from neuronpipe.native import lib
-from neuronpipe.plans.device.limits import read_memory, read_oom_kills, read_stalled_share
+from neuronpipe.plans.device.limits import pressure_files, read_memory, read_oom_kills, read_stalled_share
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.layouts.run import BOARD_WORDS
+from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
@@ -60,7 +63,11 @@ RESTARTS, WITHIN_S = 5, 30.0
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
-IDLE_S, REPLACEMENT_POLL_S = 0.25, 0.002
+WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
+REPLACEMENT_POLL_S = 0.002
+USED_S = 2.5  # a coordinator says every second that the run is used
+IDLE_LOOK_S = 5.0
+BOARD_CHANGED = signal.SIGURG  # to the coordinator; from the coordinator: the run is used
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
@@ -74,8 +81,8 @@ def preload(roles: Container[str] = OURS) -> None:
 
 class Supervisor:
     """One run. `watched` are processes whose memory counts and that are not children: the client that started the
-    run. uses: what does the roles' work. listener: the gateway's, if the plan has one. fixed: the fixed tensors, where
-    another run has loaded them."""
+    run. report: a pipe whose reader is that client. uses: what does the roles' work. listener: the gateway's, if the
+    plan has one. fixed: the fixed tensors, where another run has loaded them."""
 
     def __init__(
         self,
@@ -86,9 +93,10 @@ class Supervisor:
         uses: Implementations,
         listener: Listener | None = None,
         fixed: Segment | None = None,
+        report: int | None = None,
     ) -> None:
         self._directory, self._package, self._plan = directory, package, plan
-        self._watched, self._listener = watched, listener
+        self._watched, self._listener, self._report = watched, listener, report
         self._specs = sorted(plan.compute.processes, key=lambda spec: (START_ORDER.index(spec.role), spec.index))
         self._lines = {(spec.role, spec.index): n for n, spec in enumerate(plan.compute.processes)}
         self._processes: dict[int, ProcessSpec] = {}
@@ -115,6 +123,9 @@ class Supervisor:
         self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
         self._withheld[0] = self._pressure.withheld_bytes
         self._memory_usage = MemoryUsage([one.fd for one in self._segments.values()], plan.memory.limit_bytes)
+        self._flash = self._memory.view("board", "flash")
+        self._used_until = self._look_at = 0.0
+        self._stall_trigger = open_stall_trigger(pressure_files(Path("/")))
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -124,7 +135,8 @@ class Supervisor:
         """Start everything, serve until told to stop, end everything."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGCHLD, BOARD_CHANGED):
+            signal.signal(number, lambda *_: None)  # the wake-up is all
         for number in (*STOPPING, HASTEN):
             signal.signal(number, self._told_to_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, HASTEN))  # they waited since the fork
@@ -137,22 +149,40 @@ class Supervisor:
                 if not self._stopping:
                     self._start(spec)
             while not self._stopping and self.failure is None:
-                patience_s = max(0.0, min(IDLE_S, self._memory_usage.due_at - time.monotonic()))
-                if self._replacement is not None:
-                    patience_s = min(patience_s, REPLACEMENT_POLL_S)
-                readable = select.select([wake_read, *self._control.descriptors()], [], [], patience_s)[0]
-                if wake_read in readable:
-                    os.read(wake_read, 4096)
-                    readable.remove(wake_read)
+                ready = self._sleep(wake_read)
+                if wake_read in ready and BOARD_CHANGED in os.read(wake_read, 4096):
+                    self._used_until = time.monotonic() + USED_S
+                    self._look_at = min(self._look_at, self._memory_usage.due_at)
+                if self._stall_trigger in ready:
+                    self._look_at = 0.0
                 self._reap()
-                if readable:
+                if not ready.isdisjoint(self._control.descriptors()):
                     self._answer_requests()
                 self._watch_replacement()
                 self._measure()
-                if self._watched and os.getppid() not in self._watched:
+                if self._report in ready or (self._watched and os.getppid() not in self._watched):
                     self._stopping = True  # the command that started this run is gone
         finally:
             self._shut_down()
+
+    def _sleep(self, wake: int) -> set[int]:
+        """Wait for something to happen, or for the next look. Returns the descriptors on which it happened."""
+        poller = select.poll()
+        for descriptor in (wake, *self._control.descriptors()):
+            poller.register(descriptor, select.POLLIN)
+        if self._stall_trigger is not None:
+            poller.register(self._stall_trigger, select.POLLPRI)
+        if self._watched and self._report is not None:
+            poller.register(self._report, 0)  # it fails when the client that reads it is gone
+        patience_s = REPLACEMENT_POLL_S if self._replacement is not None else self._look_at - time.monotonic()
+        return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * patience_s))}
+
+    def _nudge_coordinator(self) -> None:
+        """The board has changed: a coordinator that sleeps looks at it."""
+        for pid, spec in self._processes.items():
+            if spec.role == "coordinator":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, BOARD_CHANGED)
 
     def _told_to_stop(self, number: int, _: object) -> None:
         self._stopping = True
@@ -202,6 +232,7 @@ class Supervisor:
                     self._replacement = Replacement.parse(request, self._implementations, client, time.monotonic())
                     for key in self._replacement.phases:
                         self._leaving[self._lines[key]] = 1
+                    self._nudge_coordinator()
             except (ValueError, UserError) as error:
                 answer(client, {"error": str(error)})
 
@@ -231,6 +262,7 @@ class Supervisor:
         self._implementations |= replacement.before
         for key in replacement.phases:
             self._leaving[self._lines[key]] = 0
+        self._nudge_coordinator()
         self._kill({key for key, phase in replacement.phases.items() if phase == "starting"})
         answer(replacement.client, {"error": why})
 
@@ -258,7 +290,7 @@ class Supervisor:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD):
+            for number in (signal.SIGTERM, signal.SIGHUP, HASTEN, signal.SIGCHLD, BOARD_CHANGED):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()  # Ctrl-C is for the one who typed the command; it reaches us as a drain
             lib.np_process_die_with(parent)
@@ -311,6 +343,7 @@ class Supervisor:
         )  # before the epoch: readers then see which
         if spec.role != GATEWAY:  # no step waits for it
             self._epoch.advance()
+        self._nudge_coordinator()
         if self._stopping:
             return
         if replacement is not None and replacement.phases.get(key) == "draining":
@@ -362,22 +395,34 @@ class Supervisor:
                 self.failure = why
             else:  # what an accelerator did at first, the decode workers do from now on
                 self._board[self._lines[key] * LINE_WORDS + BOARD_WORDS.index("gone")] = 1
+                self._nudge_coordinator()
             return
         self._implementations[key] = self._earlier.pop(key)
         self._deaths[key].clear()
         self._start(spec)
 
     def _measure(self) -> None:
-        if time.monotonic() < self._memory_usage.due_at:
+        if time.monotonic() < self._look_at:
             return
-        self._memory_usage.sample([os.getpid(), *self._processes, *self._watched])
+        used = self._is_used()
+        self._memory_usage.sample([os.getpid(), *self._processes, *self._watched], scans=used)
         self._board_memory[0] = self._memory_usage.current_bytes
         self._board_memory[1] = self._memory_usage.peak_bytes
         memory, stalled_share = read_memory(Path("/")), read_stalled_share(Path("/"))
         self._pressure.swapped(self._memory_usage.swapped_bytes)
-        self._withheld[0] = self._pressure.look(
-            memory.total_bytes, memory.available_bytes, stalled_share, time.monotonic()
-        )
+        now = time.monotonic()
+        withheld_bytes = self._pressure.look(memory.total_bytes, memory.available_bytes, stalled_share, now)
+        if withheld_bytes != self._withheld[0]:
+            self._withheld[0] = withheld_bytes
+            self._nudge_coordinator()
+        looks_soon = used or self._pressure.is_changing
+        self._look_at = self._memory_usage.due_at if looks_soon else now + IDLE_LOOK_S
+
+    def _is_used(self) -> bool:
+        """True while memory may grow. Of a coordinator that is not ours nobody knows whether it says so."""
+        foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
+        warms_up = bool(self._flash[WARM_UP_LEFT])
+        return foreign or warms_up or self._memory_usage.is_early or time.monotonic() < self._used_until
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:
@@ -422,7 +467,7 @@ def supervise(
     message, status = "", 1
     try:
         lib.np_process_name(b"np-supervisor")
-        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed)
+        supervisor = Supervisor(directory, package, plan, watched, uses, listener, fixed, report)
         supervisor.run()
         message, status = supervisor.failure or "", OVERCOME if supervisor.overcome else 1
     except UserError as error:

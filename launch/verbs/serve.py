@@ -176,7 +176,7 @@ def _serve_run(
                 client = after.enter_context(Client(live.directory.endpoint(CONTROL), live.failed))
                 reason = _warm_up(client, plain=arguments.json)
             while reason is None:
-                reason = live.failed(WATCH_S)
+                reason = live.failed(None)
         except KeyboardInterrupt:
             os.close(listener.descriptor)  # the gateway's alone: no client must wait at a socket that nobody serves
             raise

@@ -27,7 +27,7 @@ TAKE_NO_WORK = ("coordinator", GATEWAY)  # they take no work from the coordinato
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerProcess:
-    """One service: what it said of itself, and when it was last heard."""
+    """One service: what it said of itself, and whether it owes a beat."""
 
     role: str
     index: int
@@ -39,7 +39,7 @@ class WorkerProcess:
     greeted_at: float = -math.inf
     state: State = "starting"
     step: int = 0
-    heard_at: float = 0.0
+    asked_at: float | None = None  # when the beat was asked for that has not come yet
 
     @property
     def name(self) -> ProcessKey:
@@ -58,7 +58,7 @@ class WorkerProcess:
             return "silent"
         if self.state == "ready" and outstanding:
             return "busy"
-        if self.state == "ready" and now - self.heard_at > SILENT_AFTER_S:
+        if self.state == "ready" and self.asked_at is not None and now - self.asked_at > SILENT_AFTER_S:
             return "silent"
         return self.state
 
@@ -110,11 +110,18 @@ class WorkerProcesses:
         return iter(self._processes.values())
 
     # ---- what they say ---------------------------------------------------------------------------------------
-    def heard(self, peer: str, now: float) -> WorkerProcess:
+    def heard(self, peer: str) -> WorkerProcess:
         """Note a sign of life."""
         process = self._processes[peer]
-        process.heard_at = now
+        process.asked_at = None
         return process
+
+    def to_be_asked(self, now: float) -> list[WorkerProcess]:
+        """Those that owe no beat; from now on they do."""
+        unasked = [process for process in self if process.asked_at is None]
+        for process in unasked:
+            process.asked_at = now
+        return unasked
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """An incarnation says Hello; it is ready when it says so."""
@@ -130,7 +137,7 @@ class WorkerProcesses:
 
     def leave(self, process: WorkerProcess) -> None:
         """It is gone."""
-        process.pid, process.incarnation, process.state = 0, -1, "starting"
+        process.pid, process.incarnation, process.state, process.asked_at = 0, -1, "starting", None
         self.credits.forget(process.peer)
 
     # ---- what the board says ---------------------------------------------------------------------------------

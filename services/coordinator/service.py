@@ -15,14 +15,14 @@ from array import array
 from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
-from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
-from neuronpipe.protocol.errors import Full, Lost
+from neuronpipe.protocol.codec import BEAT_MINOR, HELD_MINOR, VERSION, Message
+from neuronpipe.protocol.errors import Full, Lost, quoted
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
 from neuronpipe.protocol.messages.cache import Reserve
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
-from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
+from neuronpipe.protocol.messages.lifecycle import AskBeat, Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
 from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
@@ -63,6 +63,7 @@ from neuronpipe.services.coordinator.processes import (
 from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
+from neuronpipe.services.coordinator.wakefulness import STATUS_LINGER_S, Wakefulness
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
@@ -70,10 +71,11 @@ from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
 
-IDLE_MS = 250
+BOARD_CHANGED = signal.SIGURG  # from the supervisor; to the supervisor: the run is used. Whoever ignores it may
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
 ENDING_MS = 5
+WAKE_BYTES = 4096
 log = logging.getLogger(__name__)
 
 
@@ -101,8 +103,10 @@ class CoordinatorService:
         self._texts = self._memory.view("board", "texts")
         self._tokens = 0
         self._draining = self._ending = False  # told to stop; and this is the run's end
+        self._wakefulness, self._watched = Wakefulness(), False
         self._wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_end)
+        signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+        signal.signal(BOARD_CHANGED, lambda *_: None)  # the wake-up is all
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_draining", True))
         self._context = open_context()
         self._control = Listener(self._context, CONTROL, job.endpoints["control"])
@@ -120,8 +124,14 @@ class CoordinatorService:
         poller.add(self._control)
         poller.add(self._wake)
         poller.add(self._relay.wake)
+        poller.add(self._events)
         while not self._draining:
             readable = poller.wait(self._patience_ms())
+            if self._wake in readable:
+                os.read(self._wake, WAKE_BYTES)
+                self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
+            if self._events in readable:
+                self._watched = self._events.watched
             if self._relay.wake in readable:
                 self._relay.clear_wake()
                 self._take_answers()
@@ -138,6 +148,8 @@ class CoordinatorService:
                 self._handle(Tick())
             self._arm()
             self._step_events.publish(trace.now())
+            self._look_around(time.monotonic())
+        poller.remove(self._events)
         if self._processes.is_leaving("coordinator", 0):  # without it the signal is not the run's end
             poller.remove(self._wake)
             self._end(poller)
@@ -169,9 +181,31 @@ class CoordinatorService:
         """For how long nothing but a message can give it something to do."""
         if self._scheduler.busy:
             return BUSY_MS
-        pause_ms = 1000 * (self._scheduler.throttle.resume_at - time.monotonic())
-        limit_ms = EVERY_MS if self._step_events.waiting else IDLE_MS
+        now = time.monotonic()
+        pause_ms = 1000 * (self._scheduler.throttle.resume_at - now)
+        limit_ms = EVERY_MS if self._step_events.waiting else int(1000 * self._wakefulness.patience_s(now))
         return limit_ms if pause_ms <= 0 else min(limit_ms, 1 + int(pause_ms))
+
+    def _look_around(self, now: float) -> None:
+        """While the run is used: ask for beats, and have the supervisor measure memory."""
+        requests, workers = self._scheduler.requests, self._scheduler.workers
+        under_way = self._scheduler.busy or requests.active or requests.queued
+        if under_way or self._watched or not workers.all_ready(self._processes.gone()):
+            self._wakefulness.used(now)
+        if self._wakefulness.asks_for_beats(now):
+            for process in self._processes.to_be_asked(now):
+                self._ask_for_beat(process)
+        if self._wakefulness.tells_supervisor(now):
+            os.kill(os.getppid(), BOARD_CHANGED)
+
+    def _ask_for_beat(self, process: WorkerProcess) -> None:
+        """One that speaks an older protocol beats without being asked."""
+        if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
+            return
+        try:
+            self._control.send(process.peer, AskBeat())
+        except (Lost, Full):
+            process.asked_at = None  # it is not connected, or not any more: the board says so
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -183,6 +217,7 @@ class CoordinatorService:
             case Throttle(share=share, for_s=for_s):
                 self._handle(ThrottleChanged(share, time.monotonic() + for_s))
             case AskStatus():
+                self._wakefulness.used(time.monotonic(), STATUS_LINGER_S)
                 self._send(peer, self._report.status(self._tokens, ending=self._ending))
             case _ if peer in self._processes:
                 self._take_over(peer, message)
@@ -192,7 +227,7 @@ class CoordinatorService:
                 log.warning("%s sent %s and has no process here", peer, type(message).__name__)
 
     def _take_over(self, peer: str, message: Message) -> None:
-        process = self._processes.heard(peer, time.monotonic())
+        process = self._processes.heard(peer)
         match message:
             case Hello() if self._ending:  # it was starting when the others were told
                 self._send(peer, Drain())
@@ -234,7 +269,7 @@ class CoordinatorService:
             self._send(process.peer, Reject(reason=f"{process.peer}: Hello.numerics is empty, and it computes steps"))
             return
         if self._job.plan.memory.are_scales_moved and is_too_old_for_moved_scales(process.role, hello.protocol):
-            why = f"{process.peer}: speaks {hello.protocol!r}, and looks for scales where this run has none"
+            why = f"{process.peer}: speaks {quoted(hello.protocol)}, and looks for scales where this run has none"
             self._send(process.peer, Reject(reason=why))
             return
         if process.incarnation not in (-1, hello.incarnation):  # its predecessor's end was not noticed yet
@@ -243,7 +278,7 @@ class CoordinatorService:
         self._processes.take(process, hello)
         self._relay.lost(process.name)  # and what it left in its lane is
         if process.role in ("decode", ACCELERATOR) and process.protocol_minor < HELD_MINOR:
-            log.info("%s speaks %r: no accelerator takes part in its steps", process.peer, hello.protocol)
+            log.info("%s speaks %.20r: no accelerator takes part in its steps", process.peer, hello.protocol)
         self._welcome(process.peer)
 
     def _ready(self, process: WorkerProcess) -> None:
@@ -294,7 +329,7 @@ class CoordinatorService:
         answers = self._relay.take()
         for answer in answers:
             role, index = answer.process
-            process = self._processes.heard(f"{role}-{index}", time.monotonic())
+            process = self._processes.heard(f"{role}-{index}")
             self._processes.credits.give_back(process.peer)
             process.step = answer.step
             self._meter.answered(answer.counters)
