@@ -30,7 +30,7 @@ INTERPRETER_BASE_BYTES = 34 * MIB + LIBRARIES_BYTES
 INTERPRETER_PER_PROCESS_BYTES = 6 * MIB
 GATEWAY_LIBRARIES_BYTES = 14 * MIB  # that no other process uses
 REQUESTS_BYTES = 16 * MIB  # of requests in flight: bodies, what they become, answers that wait
-GATEWAY_BYTES = 16 * MIB + REQUESTS_BYTES + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
+GATEWAY_BYTES = 32 * MIB + REQUESTS_BYTES + GATEWAY_LIBRARIES_BYTES  # the HTTP server and what checks requests
 # Reading a tokenizer takes 14 times its file, of which 7 stay (measured with 32,000 and 128,000 tokens).
 TOKENIZER_FACTOR = 14
 # An OpenCL driver with its compiler: measured with PoCL (services/worker/gpu/README.md).

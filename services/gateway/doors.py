@@ -10,11 +10,15 @@ from neuronpipe.protocol.messages.request import SAMPLING_OPTIONS, Generate, Tok
 from neuronpipe.services.gateway.bases import Body
 from neuronpipe.services.gateway.bodies import read_body
 from neuronpipe.services.gateway.coordinator import new_name, tokenized
+from neuronpipe.services.gateway.memory_account import charge_of
 from neuronpipe.services.gateway.models import Models
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import NAMES, TokenId
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
+
+TOKEN_BYTES = 100  # of one token with its piece, as a message
+PIECE_BYTES = 260  # and of what is made of both for the answer
 
 
 class TokenizeRequest(Body):
@@ -51,6 +55,7 @@ class Doors:
         body = await read_body(request, TokenizeRequest)
         ask = Tokenize(request=new_name(), text=body.content, frame=body.add_special)
         answer = await self._ask(ask, body.model, client)
+        charge_of(request.scope).grow((TOKEN_BYTES + PIECE_BYTES * body.with_pieces) * len(answer.tokens))
         if not body.with_pieces:
             return {"tokens": answer.tokens}
         pieces = zip(answer.tokens, answer.pieces, strict=True)

@@ -13,11 +13,11 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from email.utils import formatdate
 from http import HTTPStatus
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from neuronpipe.services.gateway.memory_account import Account, Charge
@@ -152,7 +152,7 @@ class BoundedProtocol(H11Protocol):
         super().handle_events()
         waiting = self.is_idle
         if not waiting:
-            self.cycle.scope[ABORT_KEY] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            cast(MutableMapping[str, Any], self.cycle.scope)[ABORT_KEY] = self.transport.abort
         if not waiting and self._head_due is not None:
             self._head_due.cancel()
             self._head_due = None

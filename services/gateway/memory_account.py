@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+from neuronpipe.native import lib
 from neuronpipe.plans.plan.budget import REQUESTS_BYTES
 from neuronpipe.services.gateway.problems import Problem, unavailable
 
@@ -24,11 +25,22 @@ MAX_QUOTES = 200_000  # with more, separators inside of texts are counted too
 
 
 class Account:
-    """Bytes that requests hold, and the limit for all of them together."""
+    """Bytes that requests hold, and the limit for all of them together. give_back: makes allocators give free memory
+    back to the system; called now and then."""
 
-    def __init__(self, limit_bytes: int = REQUESTS_BYTES) -> None:
+    def __init__(
+        self, limit_bytes: int = REQUESTS_BYTES, give_back: Callable[[], object] = lib.np_memory_give_back
+    ) -> None:
         self.limit_bytes, self.held_bytes = limit_bytes, 0
         self._arriving: dict[Charge, Callable[[], None]] = {}
+        self._give_back, self._released_bytes = give_back, 0
+
+    def released(self, peak_bytes: int) -> None:
+        """A request has ended that held so much. What allocators keep of it would be another's in vain."""
+        self._released_bytes += peak_bytes
+        if self._released_bytes >= self.limit_bytes // 2:
+            self._released_bytes = 0
+            self._give_back()
 
     @contextlib.contextmanager
     def charge(self) -> Iterator[Charge]:
@@ -38,6 +50,7 @@ class Account:
             yield charge
         finally:
             charge.set(0)
+            self.released(charge.peak_bytes)
 
     def has_room(self, more_bytes: int, charge: Charge) -> bool:
         """True if `charge` may take so much more; bodies that are still arriving and larger give way first."""
@@ -64,12 +77,12 @@ class Charge:
     """What one request or connection holds."""
 
     def __init__(self, account: Account) -> None:
-        self.account, self.held_bytes = account, 0
+        self.account, self.held_bytes, self.peak_bytes = account, 0, 0
 
     def set(self, held_bytes: int) -> None:
         """Count so many bytes, whether there is room or not: they are held already."""
         self.account.held_bytes += held_bytes - self.held_bytes
-        self.held_bytes = held_bytes
+        self.held_bytes, self.peak_bytes = held_bytes, max(self.peak_bytes, held_bytes)
 
     def grow(self, more_bytes: int) -> None:
         """Count so many bytes more. Raises Problem where there is no room for them."""

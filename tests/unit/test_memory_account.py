@@ -52,6 +52,15 @@ def test_the_largest_body_that_is_still_arriving_gives_way_to_a_smaller_request(
         assert ended == ["larger"]
 
 
+def test_memory_is_given_back_when_large_requests_have_ended() -> None:
+    given_back = list[int]()
+    account = Account(100, lambda: given_back.append(account.held_bytes))
+    for size in (30, 30, 10):
+        with account.charge() as charge:
+            charge.grow(size)
+    assert given_back == [0]
+
+
 PROMPT, CHAT = b'{"prompt":"x",', b'{"messages":[{"role":"user","content":"x"}],'
 REPEATED: list[tuple[type[Sampling], bytes, bytes, bytes]] = [
     (CompletionRequest, PROMPT + b'"metadata":{"a":[', b"[]", b"]}}"),
