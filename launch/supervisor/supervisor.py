@@ -32,42 +32,36 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Container
-from pathlib import Path
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
 from neuronpipe.launch.supervisor.logs import ProcessLogs
-from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
+from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
-from neuronpipe.launch.supervisor.stall_trigger import open_stall_trigger
 from neuronpipe.native import lib
-from neuronpipe.plans.device.limits import pressure_files, read_memory, read_oom_kills, read_stalled_share
+from neuronpipe.plans.device.limits import read_oom_kills
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
 from neuronpipe.protocol.codec import VERSION
 from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.layout import LINE_WORDS
-from neuronpipe.protocol.layouts.run import BOARD_FLASH, BOARD_WORDS
+from neuronpipe.protocol.layouts.run import BOARD_WORDS
 from neuronpipe.protocol.run_directory import RunDirectory, RunFile, SegmentHandle, own_pid, started
 from neuronpipe.protocol.segments import Segment
 from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.implementations import OURS, Implementation, Implementations, implementation_facts
 from neuronpipe.services.job import Job
-from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.memory import Epoch, RunMemory, create_segments
 from neuronpipe.services.pinning import pin
 from neuronpipe.services.run_summary import run_summary
+from neuronpipe.services.wakefulness import BOARD_CHANGED
 from neuronpipe.services.worker.backend import BACKENDS
 
 RESTARTS, WITHIN_S = 5, 30.0
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
-WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
 REPLACEMENT_POLL_S = 0.002
-USED_S = 2.5  # a coordinator says every second that the run is used
-IDLE_LOOK_S = 5.0
-BOARD_CHANGED = signal.SIGURG  # to the coordinator; from the coordinator: the run is used
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HASTEN = signal.SIGQUIT
 
@@ -111,21 +105,11 @@ class Supervisor:
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
         self._board = self._memory.view("board", "processes")
-        self._board_memory = self._memory.view("board", "memory")
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
-        self._board_memory[2] = plan.memory.limit_bytes
-        self._withheld = self._memory.view("board", "withheld")
         self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
         self._oom_kills = read_oom_kills(Path("/"))
-        self._pressure = Pressure(plan.memory.slots_bytes + plan.memory.lent_bytes, follows=plan.memory.follows)
-        memory = read_memory(Path("/"))
-        self._pressure.begin(memory.total_bytes, memory.available_bytes, plan.memory.total_bytes())
-        self._withheld[0] = self._pressure.withheld_bytes
-        self._memory_usage = MemoryUsage([one.fd for one in self._segments.values()], plan.memory.limit_bytes)
-        self._flash = self._memory.view("board", "flash")
-        self._used_until = self._look_at = 0.0
-        self._stall_trigger = open_stall_trigger(pressure_files(Path("/")))
+        self._memory_watch = MemoryWatch(plan, self._segments, self._memory)
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
         self.failure: str | None = None
@@ -151,10 +135,9 @@ class Supervisor:
             while not self._stopping and self.failure is None:
                 ready = self._sleep(wake_read)
                 if wake_read in ready and BOARD_CHANGED in os.read(wake_read, 4096):
-                    self._used_until = time.monotonic() + USED_S
-                    self._look_at = min(self._look_at, self._memory_usage.due_at)
-                if self._stall_trigger in ready:
-                    self._look_at = 0.0
+                    self._memory_watch.used()
+                if self._memory_watch.stall_trigger in ready:
+                    self._memory_watch.stalled()
                 self._reap()
                 if not ready.isdisjoint(self._control.descriptors()):
                     self._answer_requests()
@@ -170,11 +153,13 @@ class Supervisor:
         poller = select.poll()
         for descriptor in (wake, *self._control.descriptors()):
             poller.register(descriptor, select.POLLIN)
-        if self._stall_trigger is not None:
-            poller.register(self._stall_trigger, select.POLLPRI)
+        if self._memory_watch.stall_trigger is not None:
+            poller.register(self._memory_watch.stall_trigger, select.POLLPRI)
         if self._watched and self._report is not None:
             poller.register(self._report, 0)  # it fails when the client that reads it is gone
-        patience_s = REPLACEMENT_POLL_S if self._replacement is not None else self._look_at - time.monotonic()
+        patience_s = self._memory_watch.due_at - time.monotonic()
+        if self._replacement is not None:
+            patience_s = min(patience_s, REPLACEMENT_POLL_S)
         return {descriptor for descriptor, _ in poller.poll(max(0.0, 1000 * patience_s))}
 
     def _nudge_coordinator(self) -> None:
@@ -402,27 +387,9 @@ class Supervisor:
         self._start(spec)
 
     def _measure(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        used = self._is_used()
-        self._memory_usage.sample([os.getpid(), *self._processes, *self._watched], scans=used)
-        self._board_memory[0] = self._memory_usage.current_bytes
-        self._board_memory[1] = self._memory_usage.peak_bytes
-        memory, stalled_share = read_memory(Path("/")), read_stalled_share(Path("/"))
-        self._pressure.swapped(self._memory_usage.swapped_bytes)
-        now = time.monotonic()
-        withheld_bytes = self._pressure.look(memory.total_bytes, memory.available_bytes, stalled_share, now)
-        if withheld_bytes != self._withheld[0]:
-            self._withheld[0] = withheld_bytes
-            self._nudge_coordinator()
-        looks_soon = used or self._pressure.is_changing
-        self._look_at = self._memory_usage.due_at if looks_soon else now + IDLE_LOOK_S
-
-    def _is_used(self) -> bool:
-        """True while memory may grow. Of a coordinator that is not ours nobody knows whether it says so."""
         foreign = self._implementations["coordinator", 0] != Implementations().of("coordinator", 0)
-        warms_up = bool(self._flash[WARM_UP_LEFT])
-        return foreign or warms_up or self._memory_usage.is_early or time.monotonic() < self._used_until
+        if self._memory_watch.look([*self._processes, *self._watched], always_used=foreign):
+            self._nudge_coordinator()
 
     # ---- the end ---------------------------------------------------------------------------------------------
     def _shut_down(self) -> None:

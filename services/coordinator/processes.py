@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from neuronpipe.plans.plan.plan import ACCELERATOR, GATEWAY, Compute
-from neuronpipe.protocol.codec import HELD_MINOR, LENDING_MINOR, MOVED_MINOR, RATING_MINOR, minor_of
+from neuronpipe.protocol.codec import (
+    BEAT_MINOR,
+    HELD_MINOR,
+    LENDING_MINOR,
+    MOVED_MINOR,
+    RATING_MINOR,
+    Message,
+    minor_of,
+)
 from neuronpipe.protocol.credits import Credits
+from neuronpipe.protocol.errors import Full, Lost
 from neuronpipe.protocol.layout import LINE_WORDS
 from neuronpipe.protocol.layouts.run import BOARD_WORDS
-from neuronpipe.protocol.messages.lifecycle import Hello, State
+from neuronpipe.protocol.messages.lifecycle import AskBeat, Hello, State
 from neuronpipe.protocol.messages.worker import Prefill, Step
 from neuronpipe.services.coordinator.events import ProcessKey
 from neuronpipe.services.memory import RunMemory
@@ -116,12 +125,19 @@ class WorkerProcesses:
         process.asked_at = None
         return process
 
-    def to_be_asked(self, now: float) -> list[WorkerProcess]:
-        """Those that owe no beat; from now on they do."""
-        unasked = [process for process in self if process.asked_at is None]
-        for process in unasked:
+    def ask_for_beats(self, send: Callable[[str, Message], object], now: float) -> None:
+        """Ask those for a beat that do not owe one; send raises Lost or Full. One that speaks an older protocol beats
+        without being asked."""
+        for process in self:
+            if process.asked_at is not None:
+                continue
             process.asked_at = now
-        return unasked
+            if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
+                continue
+            try:
+                send(process.peer, AskBeat())
+            except (Lost, Full):
+                process.asked_at = None  # it is not connected, or not any more: the board says so
 
     def take(self, process: WorkerProcess, hello: Hello) -> None:
         """An incarnation says Hello; it is ready when it says so."""

@@ -15,14 +15,14 @@ from array import array
 from neuronpipe.plans.plan.lending import Lendable
 from neuronpipe.plans.plan.plan import ACCELERATOR, BACKEND_ROLES
 from neuronpipe.protocol.channel import Listener, Poller, Publisher, open_context
-from neuronpipe.protocol.codec import BEAT_MINOR, HELD_MINOR, VERSION, Message
+from neuronpipe.protocol.codec import HELD_MINOR, VERSION, Message
 from neuronpipe.protocol.errors import Full, Lost, quoted
 from neuronpipe.protocol.links import CONTROL, EVENTS
 from neuronpipe.protocol.messages import outcome
 from neuronpipe.protocol.messages.cache import Reserve
 from neuronpipe.protocol.messages.client import Finished, Refused
 from neuronpipe.protocol.messages.event import Life
-from neuronpipe.protocol.messages.lifecycle import AskBeat, Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
+from neuronpipe.protocol.messages.lifecycle import Beat, Drain, Drained, Failed, Hello, Ready, Reject, Welcome
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Next, Score, Throttle, Tokenize
 from neuronpipe.protocol.messages.worker import Release, Step
 from neuronpipe.services import trace
@@ -63,19 +63,17 @@ from neuronpipe.services.coordinator.processes import (
 from neuronpipe.services.coordinator.sampling import Sampler, as_logprobs
 from neuronpipe.services.coordinator.scheduler import Scheduler
 from neuronpipe.services.coordinator.telemetry import EVERY_MS, Meter, Report, StepEvents
-from neuronpipe.services.coordinator.wakefulness import STATUS_LINGER_S, Wakefulness
 from neuronpipe.services.job import Job
 from neuronpipe.services.lending.reservation import Reservation
 from neuronpipe.services.memory import Epoch, RunMemory
 from neuronpipe.services.quarantine import Ledger, Quarantine
 from neuronpipe.services.relay import Relay
 from neuronpipe.services.trace import Trace
+from neuronpipe.services.wakefulness import BOARD_CHANGED, STATUS_LINGER_S, Wakefulness
 
-BOARD_CHANGED = signal.SIGURG  # from the supervisor; to the supervisor: the run is used. Whoever ignores it may
 GREET_AGAIN_S = 1.0
 BUSY_MS = 20  # how soon a lost process is noticed when no message will report it
 ENDING_MS = 5
-WAKE_BYTES = 4096
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +85,7 @@ class CoordinatorService:
         self._memory = RunMemory.open("coordinator", job.segments)
         self._epoch = Epoch(self._memory)
         self._processes = WorkerProcesses(job.plan.compute, self._memory)
-        model, limits = job.package.manifest.model, _limits(job)
+        model, limits = job.package.manifest.model, Limits.of(job)
         tokenizer = FileTokenizer(job.package.tokenizer())
         grammars = Grammars(tokenizer, model.vocabulary, limits.end_tokens)
         self._reserved, self._kv_tokens = (self._memory.view("board", name) for name in ("reserved", "kv_tokens"))
@@ -128,7 +126,7 @@ class CoordinatorService:
         while not self._draining:
             readable = poller.wait(self._patience_ms())
             if self._wake in readable:
-                os.read(self._wake, WAKE_BYTES)
+                os.read(self._wake, 4096)
                 self._wakefulness.used(time.monotonic())  # the cache looks at the board when it is asked for a beat
             if self._events in readable:
                 self._watched = self._events.watched
@@ -189,23 +187,12 @@ class CoordinatorService:
     def _look_around(self, now: float) -> None:
         """While the run is used: ask for beats, and have the supervisor measure memory."""
         requests, workers = self._scheduler.requests, self._scheduler.workers
-        under_way = self._scheduler.busy or requests.active or requests.queued
-        if under_way or self._watched or not workers.all_ready(self._processes.gone()):
+        if requests.active or requests.queued or self._watched or not workers.all_ready(self._processes.gone()):
             self._wakefulness.used(now)
         if self._wakefulness.asks_for_beats(now):
-            for process in self._processes.to_be_asked(now):
-                self._ask_for_beat(process)
+            self._processes.ask_for_beats(self._control.send, now)
         if self._wakefulness.tells_supervisor(now):
             os.kill(os.getppid(), BOARD_CHANGED)
-
-    def _ask_for_beat(self, process: WorkerProcess) -> None:
-        """One that speaks an older protocol beats without being asked."""
-        if process.incarnation >= 0 and process.protocol_minor < BEAT_MINOR:
-            return
-        try:
-            self._control.send(process.peer, AskBeat())
-        except (Lost, Full):
-            process.asked_at = None  # it is not connected, or not any more: the board says so
 
     # ---- messages --------------------------------------------------------------------------------------------
     def _take(self, peer: str, message: Message) -> None:
@@ -461,20 +448,3 @@ class CoordinatorService:
             self._control.send(peer, message)
         except (Lost, Full) as error:
             log.warning("%s", error)
-
-
-def _limits(job: Job) -> Limits:
-    manifest, compute = job.package.manifest, job.plan.compute
-    return Limits(
-        mode=compute.mode,
-        sequences=compute.sequences,
-        context_tokens=compute.context_tokens,
-        prefill_chunk_tokens=compute.prefill_chunk_tokens,
-        logit_rows=compute.logit_rows,
-        vocabulary=manifest.model.vocabulary,
-        end_tokens=frozenset(manifest.end_tokens),
-        plan_id=job.plan.id,
-        blocks=manifest.layout.blocks,
-        held_blocks=compute.held_blocks,
-        held_matrices=compute.held_matrices,
-    )

@@ -284,6 +284,18 @@ def test_a_thousand_connections_leave_nothing_behind(server: Server) -> None:
     assert eventually(lambda: gateway.num_fds() <= before)
 
 
+def test_the_first_view_of_a_ready_run_shows_it_ready_and_what_it_holds(server: Server) -> None:
+    with server.connect() as line:
+        line.sendall(request("GET", "/live"))
+        data = b""
+        while (event := data.partition(b"data: ")[2].partition(b"\n\n"))[1] == b"":
+            data += line.recv(1 << 16)
+    shown = json.loads(event[0])
+    assert shown["ready"]
+    assert 0 < sum(region["used_bytes"] for region in shown["regions"]) < shown["memory_bytes"]
+    assert shown["memory_bytes"] <= shown["memory_peak_bytes"] <= shown["memory_limit_bytes"]
+
+
 def test_pages_opened_again_and_again_keep_the_gateway_alive(server: Server) -> None:
     """Threads for each file of the page and for each view once took all the address space that it allowed itself."""
     pid = server.run.pid("gateway")

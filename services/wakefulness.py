@@ -10,7 +10,11 @@ it is not used      it sleeps until a message or a signal comes, or IDLE_S is ov
 from __future__ import annotations
 
 import math
+import signal
 
+BOARD_CHANGED = signal.SIGURG
+"""From the supervisor to the coordinator; in the other direction it means that the run is used. A program that does not
+handle it is not disturbed."""
 BEAT_S = 0.25
 LINGER_S = 6.0  # longer than cache.core.SHRINK_AFTER_S and reservation.RELEASE_AFTER_S
 STATUS_LINGER_S = 1.0
