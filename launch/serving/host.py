@@ -32,9 +32,10 @@ from neuronpipe.launch.formats import AUTO, show_bytes
 from neuronpipe.launch.planning import implementations, open_package, planned_here, refuse_contradictions
 from neuronpipe.launch.searching import FOLLOWED_LIMIT
 from neuronpipe.launch.serving.restarting import Backoff
+from neuronpipe.launch.supervisor.deaths import RESTARTS, WITHIN_S
 from neuronpipe.launch.supervisor.logs import close_descriptors
 from neuronpipe.launch.supervisor.start import LiveRun, answered, started_run
-from neuronpipe.launch.supervisor.supervisor import RESTARTS, STOPPING, WITHIN_S
+from neuronpipe.launch.supervisor.supervisor import STOPPING
 from neuronpipe.native import lib
 from neuronpipe.plans.device.probe import probe
 from neuronpipe.plans.package.reader import Package

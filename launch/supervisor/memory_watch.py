@@ -3,18 +3,17 @@
 the run is used, fills up or warms up    memory is measured every MemoryUsage.due_at
 slots give memory back, or take it again the same, until nothing changes any more
 neither                                  a look every IDLE_LOOK_S; and at once when the kernel reports that tasks
-                                         wait for memory (stall_trigger.py)
+                                         wait for memory (PSI)
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from neuronpipe.launch.supervisor.memory_usage import MemoryUsage
-from neuronpipe.launch.supervisor.stall_trigger import open_stall_trigger
 from neuronpipe.plans.device.limits import pressure_files, read_memory, read_stalled_share
 from neuronpipe.plans.plan.plan import Plan
 from neuronpipe.protocol.layouts.run import BOARD_FLASH
@@ -26,6 +25,8 @@ USED_S = 2.5  # a coordinator says every second that the run is used
 IDLE_LOOK_S = 5.0
 WARM_UP_LEFT = BOARD_FLASH.index("warm_up_left_bytes")
 ROOT = Path("/")
+# Some task waited for 0.2 of 2 s; without privileges the window must be a multiple of 2 s.
+TRIGGER = b"some 200000 2000000\0"
 
 
 class MemoryWatch:
@@ -80,3 +81,20 @@ class MemoryWatch:
         """True while memory may grow."""
         warms_up = bool(self._flash[WARM_UP_LEFT])
         return warms_up or self._usage.is_early or time.monotonic() < self._used_until
+
+
+def open_stall_trigger(files: Iterable[Path]) -> int | None:
+    """The descriptor, on which poll reports POLLPRI, of the first of these pressure files that takes a trigger; None
+    where none does: on old kernels, and on phones, where only the system may."""
+    for path in files:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            os.write(descriptor, TRIGGER)
+        except OSError:
+            os.close(descriptor)
+            continue
+        return descriptor
+    return None

@@ -30,15 +30,14 @@ import signal
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Container
 
 from neuronpipe.launch.supervisor.control import ControlSocket, answer
+from neuronpipe.launch.supervisor.deaths import WITHIN_S, Causes, RestartBudget
 from neuronpipe.launch.supervisor.logs import ProcessLogs
 from neuronpipe.launch.supervisor.memory_watch import MemoryWatch
 from neuronpipe.launch.supervisor.replacement import ProcessKey, Replacement
 from neuronpipe.native import lib
-from neuronpipe.plans.device.limits import read_oom_kills
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import ACCELERATOR, DEFAULT_BACKEND, GATEWAY, Plan, ProcessSpec
 from neuronpipe.plans.plan.sizes import private_layouts
@@ -57,7 +56,6 @@ from neuronpipe.services.run_summary import run_summary
 from neuronpipe.services.wakefulness import BOARD_CHANGED
 from neuronpipe.services.worker.backend import BACKENDS
 
-RESTARTS, WITHIN_S = 5, 30.0
 OVERCOME = 3  # exit status: a process died too often, which another run may be spared
 DRAIN_S, TERMINATE_S, KILL_S = 1.5, 1.0, 10.0
 START_ORDER = tuple(OURS)
@@ -100,15 +98,14 @@ class Supervisor:
         self._control = ControlSocket(directory.path)
         self._logs = ProcessLogs(directory.path)
         self._incarnations = dict.fromkeys(self._lines, 0)
-        self._deaths: dict[ProcessKey, deque[float]] = {key: deque() for key in self._incarnations}
+        self._budget, self._causes = RestartBudget(self._incarnations), Causes()
         self._segments = create_segments(package.manifest, plan, fixed)
         self._memory = RunMemory.open("supervisor", self._segments)
         self._epoch = Epoch(self._memory)
         self._board = self._memory.view("board", "processes")
         self._leaving = self._memory.view("board", "leaving")
         self._ready = self._memory.view("board", "ready")
-        self._quarantined, self._pardoned = self._memory.view("board", "quarantined"), 0
-        self._oom_kills = read_oom_kills(Path("/"))
+        self._quarantined = self._memory.view("board", "quarantined")
         self._memory_watch = MemoryWatch(plan, self._segments, self._memory)
         self._run = os.urandom(6).hex()
         self._stopping = self._hasty = False
@@ -319,7 +316,7 @@ class Supervisor:
         line = self._lines[key] * LINE_WORDS
         replacement = self._replacement
         self._incarnations[key] += 1
-        self._board[line + BOARD_WORDS.index("signal")] = self._signal_from_outside(code)
+        self._board[line + BOARD_WORDS.index("signal")] = self._causes.signal_from_outside(code)
         if replacement is None or key not in replacement.phases:
             self._board[line + BOARD_WORDS.index("restarts")] += 1
         self._board[line], self._board[line + 1] = (
@@ -344,32 +341,13 @@ class Supervisor:
         if said is not None:
             self._hopeless(spec, said)
             return
-        self._pardon()
-        deaths = self._deaths[key]
-        deaths.append(time.monotonic())
-        while deaths and deaths[0] < deaths[-1] - WITHIN_S:
-            deaths.popleft()
-        if len(deaths) > RESTARTS:
-            often = f"{spec.role}.{spec.index} died {len(deaths)} times within {WITHIN_S:.0f} s"
+        self._budget.pardon(self._quarantined[0], self._earlier.keys())
+        if (deaths := self._budget.count(key, time.monotonic())) is not None:
+            often = f"{spec.role}.{spec.index} died {deaths} times within {WITHIN_S:.0f} s"
             self._hopeless(spec, f"{often}: {self._logs.last_words(spec)}")
             self.overcome = self.failure is not None
             return
         self._start(spec)
-
-    def _signal_from_outside(self, code: int) -> int:
-        """The signal that ended a process, if somebody may have sent it; 0 where the process ended by its own doing,
-        which taking too much memory is."""
-        before, self._oom_kills = self._oom_kills, read_oom_kills(Path("/"))
-        return max(0, -code) if self._oom_kills == before else 0
-
-    def _pardon(self) -> None:
-        """Deaths whose cause was a request, which is refused now, do not count. Those of an implementation that came
-        by `swap` do: the one before it is better."""
-        if self._quarantined[0] != self._pardoned:
-            self._pardoned = self._quarantined[0]
-            for key, deaths in self._deaths.items():
-                if key not in self._earlier:
-                    deaths.clear()
 
     def _hopeless(self, spec: ProcessSpec, why: str) -> None:
         """The implementation cannot do this work: the one before it comes back, or the run ends. An accelerator that
@@ -383,7 +361,7 @@ class Supervisor:
                 self._nudge_coordinator()
             return
         self._implementations[key] = self._earlier.pop(key)
-        self._deaths[key].clear()
+        self._budget.clear(key)
         self._start(spec)
 
     def _measure(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neuronpipe.launch.supervisor.stall_trigger import open_stall_trigger
+from neuronpipe.launch.supervisor.memory_watch import open_stall_trigger
 from neuronpipe.services.lending.pressure import Pressure
 from neuronpipe.services.wakefulness import BEAT_S, IDLE_S, LINGER_S, TELL_SUPERVISOR_S, Wakefulness
 
