@@ -34,20 +34,19 @@ from neuronpipe.protocol.messages.client import (
     Finished,
     ProcessStatus,
     Refused,
-    Scored,
     ScoreFinished,
     Status,
     Token,
     Tokenized,
 )
 from neuronpipe.protocol.messages.request import AskStatus, Cancel, Generate, Score, Tokenize
-from neuronpipe.services.gateway.memory_account import Charge
+from neuronpipe.services.gateway.memory_account import Charge, message_bytes
 from neuronpipe.services.gateway.problems import Problem, from_refusal, unavailable
 from neuronpipe.services.gateway.turns import Turns
 
 QUIET_S = 0.5
 TICK_S = 0.25
-RUN_LOOK_S = 1.0  # at a run that somebody else started, and whose end nobody reports
+RUN_LOOK_S, REPORTED_LOOK_S = 1.0, 30.0  # at a run that another command started; where the kernel reports its end
 FRESH_S = 1.0
 READY_S = 2.0
 POLL_S = 0.02
@@ -61,18 +60,8 @@ MAX_TEXTS = 1024  # of one client, under way or waiting: with so many no further
 MAX_ALL_TEXTS = 4096  # of all
 MAX_WAITING_BYTES = 512 << 10  # of a stream whose reader does not take what there is
 MAX_UNHEARD = 200  # messages sent since one came: below the link's limit, so that a send never waits
-TOKEN_BYTES, LIKELY_BYTES = 640, 224
 log = logging.getLogger(__name__)
 _names = itertools.count(1)
-
-
-def message_bytes(message: Message) -> int:
-    """About what a message takes in memory."""
-    if isinstance(message, Token):
-        return TOKEN_BYTES + 4 * len(message.text) + LIKELY_BYTES * len(message.top)
-    if isinstance(message, Scored):
-        return sum(TOKEN_BYTES + LIKELY_BYTES * len(one.top) for one in message.rated)
-    return TOKEN_BYTES + 4 * len(getattr(message, "text", ""))
 
 
 def new_name() -> str:
@@ -176,7 +165,8 @@ class Coordinator:
         self.over = asyncio.Event()  # the run has ended
         self._ticking: asyncio.TimerHandle | None = None
         self._run_look: asyncio.TimerHandle | None = None
-        self._look_at_run()
+        self.run_look_s = RUN_LOOK_S
+        self.look_at_run()
 
     def _connect(self) -> None:
         self._channel = Connection(self._context, CONTROL, self._endpoint, f"client-{os.urandom(6).hex()}")
@@ -416,12 +406,14 @@ class Coordinator:
                 self._ask_status()
         self._tick_later()
 
-    def _look_at_run(self) -> None:
-        """Notice the run's end."""
-        if self._run_ended is None:
+    def look_at_run(self) -> None:
+        """Notice the run's end; look again every run_look_s."""
+        if self._run_look is not None:
+            self._run_look.cancel()
+        if self._run_ended is None or self._ended is not None:
             return
         if (reason := self._run_ended()) is None:
-            self._run_look = self._loop.call_later(RUN_LOOK_S, self._look_at_run)
+            self._run_look = self._loop.call_later(self.run_look_s, self.look_at_run)
             return
         self.end("ended", reason)
         self.over.set()

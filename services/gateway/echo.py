@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from neuronpipe.protocol.messages.client import Accepted, Finished, Rated, Scored, ScoreFinished, Token
 from neuronpipe.protocol.messages.request import Generate, Score
 from neuronpipe.services.gateway.answers import COMMENT, COMMENT_S, KEPT_FACTOR, Answer, Stream
-from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox, message_bytes, new_name
+from neuronpipe.services.gateway.coordinator import Coordinator, Mailbox, new_name
 from neuronpipe.services.gateway.forms import DONE, Rating, TextForm, usage
+from neuronpipe.services.gateway.memory_account import message_bytes
 from neuronpipe.services.gateway.problems import too_long
 
 LOOK_AHEAD_BYTES = 16  # of a prompt, for a token that does not follow the one before: what a tokenizer left out

@@ -14,6 +14,8 @@ from typing import Any
 
 from neuronpipe.native import lib
 from neuronpipe.plans.plan.budget import REQUESTS_BYTES
+from neuronpipe.protocol.codec import Message
+from neuronpipe.protocol.messages.client import Scored, Token
 from neuronpipe.services.gateway.problems import Problem, unavailable
 
 SCOPE_KEY = "neuronpipe.charge"
@@ -21,6 +23,7 @@ SCOPE_KEY = "neuronpipe.charge"
 ITEM_BYTES, CONTAINER_BYTES = 112, 272
 MAX_WIDTH = 4  # bytes of a character as Python stores a text with an emoji in it
 CHEAP_ITEMS = 1 << 14  # with fewer separators, those inside of texts are counted too
+TOKEN_BYTES, LIKELY_BYTES = 640, 224  # of a token that waits, and of each likely one beside it
 MAX_QUOTES = 200_000  # with more, separators inside of texts are counted too
 
 
@@ -108,6 +111,15 @@ def charge_of(scope: MutableMapping[str, Any]) -> Charge:
     """The charge of an ASGI scope's request; where none was opened, one of an account of its own."""
     charge: Charge = scope.setdefault(SCOPE_KEY, Charge(Account()))
     return charge
+
+
+def message_bytes(message: Message) -> int:
+    """About what a message takes in memory."""
+    if isinstance(message, Token):
+        return TOKEN_BYTES + 4 * len(message.text) + LIKELY_BYTES * len(message.top)
+    if isinstance(message, Scored):
+        return sum(TOKEN_BYTES + LIKELY_BYTES * len(one.top) for one in message.rated)
+    return TOKEN_BYTES + 4 * len(getattr(message, "text", ""))
 
 
 def parsed_bytes(data: bytes | bytearray) -> int:

@@ -7,14 +7,17 @@ no other process of a run pays for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from neuronpipe.plans.package.reader import Package
 from neuronpipe.plans.plan.plan import Plan, read_plan
+from neuronpipe.protocol.errors import UserError
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.protocol.links import CONTROL
 from neuronpipe.protocol.run_directory import PLAN_FILE, RunDirectory
@@ -22,10 +25,12 @@ from neuronpipe.services.gateway.listener import Listener
 from neuronpipe.services.job import Job
 
 if TYPE_CHECKING:
+    from neuronpipe.services.gateway.coordinator import Coordinator
     from neuronpipe.services.gateway.models import Models
 
 KEEP_ALIVE_S = 15
 LAST_WORDS_S = 1
+RUN_ENDS_LOOK_S = 0.1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -81,7 +86,36 @@ async def _serve_run(
     model = Model(package, read_plan(run.path / PLAN_FILE))
     model.run = Run.of(run.endpoint(CONTROL), run.path, run_ended)
     over = asyncio.ensure_future(model.run.coordinator.over.wait())
-    await _serve(Models([model]), listener, over)
+    with _end_reported(run, model.run.coordinator) if run_ended is not None else contextlib.nullcontext():
+        await _serve(Models([model]), listener, over)
+
+
+@contextlib.contextmanager
+def _end_reported(run: RunDirectory, coordinator: Coordinator) -> Iterator[None]:
+    """Meanwhile the kernel reports the end of the run's supervisor, where it can and the process is to be seen from
+    here: then nobody looks for that every second."""
+    from neuronpipe.services.gateway.coordinator import REPORTED_LOOK_S
+
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(run.read().supervisor_pid)
+    except (OSError, AttributeError, UserError):  # an old kernel or libc; the run has just ended
+        yield
+        return
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        coordinator.run_look_s = RUN_ENDS_LOOK_S  # its directory may take a moment to go
+        coordinator.look_at_run()
+
+    loop.add_reader(descriptor, ended)
+    coordinator.run_look_s = REPORTED_LOOK_S
+    coordinator.look_at_run()
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 async def _serve_hosted(hosted: Hosted, listener: Listener, link: socket.socket) -> None:

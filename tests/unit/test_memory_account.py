@@ -12,8 +12,8 @@ import pytest
 from neuronpipe.protocol.messages.client import Likely, Token
 from neuronpipe.services.gateway import bodies
 from neuronpipe.services.gateway.bodies import parse_body, read_body
-from neuronpipe.services.gateway.coordinator import MAX_WAITING_BYTES, Mailbox, message_bytes
-from neuronpipe.services.gateway.memory_account import SCOPE_KEY, Account, Charge, parsed_bytes
+from neuronpipe.services.gateway.coordinator import MAX_WAITING_BYTES, Mailbox
+from neuronpipe.services.gateway.memory_account import SCOPE_KEY, Account, Charge, message_bytes, parsed_bytes
 from neuronpipe.services.gateway.problems import Problem
 from neuronpipe.services.gateway.requests import ChatRequest, CompletionRequest, Sampling
 from starlette.requests import Request
