@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from neuronpipe.services.untrusted.helper import Helper, Outcome
+from neuronpipe.services.untrusted.process import Prepare
 
 
 class AwaitedHelper:
     """A `Helper` whose jobs are awaited. To be made, used and closed in one running loop."""
 
-    def __init__(self, target: str, *, memory_bytes: int, setup: bytes = b"") -> None:
-        self._helper = Helper(target, memory_bytes=memory_bytes, setup=setup)
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
+        self._helper = Helper(work, memory_bytes=memory_bytes, setup=setup)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._helper.descriptor, self._look)
         self._results: dict[int, asyncio.Future[Outcome]] = {}
@@ -29,7 +30,7 @@ class AwaitedHelper:
 
     async def call(self, payload: bytes, timeout_s: float) -> bytes:
         """Run a job after those that were given before. Raises UntrustedError."""
-        result = self._loop.create_future()
+        result: asyncio.Future[Outcome] = self._loop.create_future()
         job = self._helper.submit(payload, timeout_s)
         self._results[job] = result
         self._watch()

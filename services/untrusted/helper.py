@@ -18,24 +18,18 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from typing import Literal
 
 from neuronpipe.protocol.frozen import frozen
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
-from neuronpipe.services.untrusted.process import IDLE_EXIT
+from neuronpipe.services.untrusted.process import IDLE_EXIT, Prepare
+from neuronpipe.services.untrusted.starting import HelperProcess, forked, started_program
 
 START_S = 20.0
 MAX_PAYLOAD_BYTES = 16 << 20
 CHUNK_BYTES = 256 << 10
-PASSED_VARIABLES = frozenset(
-    {"PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR"}
-    | {"PREFIX", "ANDROID_ROOT", "ANDROID_DATA", "ANDROID_ART_ROOT", "ANDROID_I18N_ROOT", "ANDROID_TZDATA_ROOT"}
-)
-
 Reason = Literal["failed", "time", "memory", "died"]
 
 
@@ -76,18 +70,19 @@ class _Job:
 class Helper:
     """Jobs for one kind of untrusted work.
 
-    target: `module:function` of the work; see process.py
+    work: what prepares the work in a new process: `module:function` for a program of its own, which has nothing of
+        the service; or a function, for a fork, which shares the service's memory. See README.md
     setup: what the function is given, in each new process
-    memory_bytes: by how much a process may grow beyond what the imported module takes
+    memory_bytes: by how much a process may grow beyond what it has when it begins to prepare
     descriptor: can be read when `receive` has something to do, except for a deadline: that is due in `due_s` seconds
     """
 
-    def __init__(self, target: str, *, memory_bytes: int, setup: bytes = b"") -> None:
-        self._target, self._memory_bytes, self._setup = target, memory_bytes, setup
+    def __init__(self, work: str | Prepare, *, memory_bytes: int, setup: bytes = b"") -> None:
+        self._work, self._memory_bytes, self._setup = work, memory_bytes, setup
         self._epoll = select.epoll()
         self._jobs: deque[_Job] = deque()  # in the process, the first one under way
         self._numbers = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: HelperProcess | None = None
         self._link: socket.socket | None = None
         self._errors = -1
         self._reader = FrameReader(MAX_PAYLOAD_BYTES)
@@ -174,16 +169,11 @@ class Helper:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._errors = os.memfd_create("untrusted-stderr", os.MFD_CLOEXEC)
-        command = [sys.executable, "-P", "-m", "neuronpipe.services.untrusted.process"]
         try:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), self._target, str(self._memory_bytes)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=[theirs.fileno()],
-                env={name: value for name, value in os.environ.items() if name in PASSED_VARIABLES},
-            )
+            if isinstance(self._work, str):
+                self._process = started_program(self._work, theirs, self._errors, self._memory_bytes)
+            else:
+                self._process = forked(self._work, theirs, self._errors, self._memory_bytes)
         except OSError:
             ours.close()
             os.close(self._errors)
@@ -239,9 +229,8 @@ class Helper:
     def _lost(self, outcomes: list[Outcome]) -> None:
         """The process has closed its end: it has died, or is about to."""
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # so that its own status is seen, not ours
-        code, last_words = self._process.poll(), self._last_words()
+        code = self._process.wait(1.0)  # so that its own status is seen, not that of our signal
+        last_words = self._last_words()
         if code == IDLE_EXIT and self._jobs and not self._jobs[0].attempts:
             self._jobs[0].attempts += 1  # it ended while the job was on its way
             self._restart(list(self._jobs), outcomes)

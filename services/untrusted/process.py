@@ -1,12 +1,12 @@
 """The helper process: runs requests one after the other, within limits that the kernel enforces.
 
-Started as a program, not forked: it has none of the service's memory, descriptors, threads or secrets. It ends with the
-service, at the first request that takes too long, and after IDLE_S without a request.
+It ends with the service, at the first request that takes too long, and after IDLE_S without a request.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import resource
@@ -14,8 +14,10 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from neuronpipe.native import lib
 from neuronpipe.services.untrusted.frames import HEADER, Kind, frame
@@ -29,15 +31,14 @@ MAX_STACK_BYTES = 8 << 20
 Work = Callable[[bytes], bytes]
 """What answers requests. Its errors become failures of the request, with their text."""
 
+Prepare = Callable[[bytes], Work]
+"""Makes the work of a new process from the first frame's payload."""
 
-def main(descriptor: int, parent: int, target: str, memory_bytes: int) -> None:
-    """Serve requests from this socket. target: `module:function`; the function is given the first frame's payload, and
-    returns the `Work`. memory_bytes: by how much private memory may grow once the module is imported."""
-    lib.np_process_die_with(parent)
+
+def serve(link: socket.socket, prepare: Prepare, memory_bytes: int) -> None:
+    """Answer requests until the service closes the link. memory_bytes: by how much private memory may grow from here
+    on."""
     lib.np_process_name(b"np-untrusted")
-    link = socket.socket(fileno=descriptor)
-    module, _, name = target.partition(":")
-    prepare: Callable[[bytes], Work] = getattr(importlib.import_module(module), name)
     _limit(memory_bytes)
     work: Work | None = None
     while (request := _receive(link)) is not None:
@@ -49,6 +50,33 @@ def main(descriptor: int, parent: int, target: str, memory_bytes: int) -> None:
             kind, answer = _attempt(work, payload)
         signal.setitimer(signal.ITIMER_REAL, 0)
         link.sendall(frame(kind, answer))
+
+
+def become(link: socket.socket, errors: int, prepare: Prepare, memory_bytes: int, parent: int) -> NoReturn:
+    """Serve in a forked child, which never returns. errors: the descriptor that standard error goes to."""
+    code = 1
+    try:
+        gc.freeze()  # the collector would write to, and so copy, what the service shares
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        lib.np_process_die_with(parent)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor, target in ((null, 0), (null, 1), (errors, 2)):
+            os.dup2(descriptor, target)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        os.closerange(3, link.fileno())
+        os.closerange(link.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        serve(link, prepare, memory_bytes)
+        code = 0
+    except OSError:  # the service is gone
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _attempt(work: Work, payload: bytes) -> tuple[Kind, bytes]:
@@ -100,8 +128,16 @@ def _limit(memory_bytes: int) -> None:
             resource.setrlimit(limit, (value, value))
 
 
-if __name__ == "__main__":
+def main(descriptor: int, parent: int, target: str, memory_bytes: int) -> None:
+    """Serve as a program of its own. target: `module:function` of the `Prepare`."""
+    lib.np_process_die_with(parent)
+    module, _, name = target.partition(":")
+    prepare: Prepare = getattr(importlib.import_module(module), name)
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    except OSError:  # the service is gone
+        serve(socket.socket(fileno=descriptor), prepare, memory_bytes)
+    except (BrokenPipeError, ConnectionResetError):  # the service is gone
         os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

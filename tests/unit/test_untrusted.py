@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from neuronpipe.services.untrusted import helper as helpers
+from neuronpipe.services.untrusted import process, starting
 from neuronpipe.services.untrusted.awaiting import AwaitedHelper
 from neuronpipe.services.untrusted.frames import FrameReader, Kind, frame
 from neuronpipe.services.untrusted.helper import Helper, UntrustedError
+
+from tests.untrusted_work import prepare
 
 ROOT = Path(__file__).parents[2]
 WORK = "tests.untrusted_work:prepare"
@@ -29,9 +32,9 @@ def _tests_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.fixture
-def helper() -> Iterator[Helper]:
-    one = Helper(WORK, memory_bytes=32 * MIB, setup=b"hello ")
+@pytest.fixture(params=[WORK, prepare], ids=["program", "fork"])
+def helper(request: pytest.FixtureRequest) -> Iterator[Helper]:
+    one = Helper(request.param, memory_bytes=32 * MIB, setup=b"hello ")
     descriptors = len(os.listdir("/proc/self/fd"))
     yield one
     one.close()
@@ -127,41 +130,57 @@ def test_the_descriptor_can_be_read_when_there_is_an_outcome(helper: Helper) -> 
 
 def test_a_job_that_comes_as_an_idle_process_ends_runs_in_the_next(helper: Helper) -> None:
     helper.call(b"idle", LONG_S)  # it ends after that answer, as a process does that has had nothing to do
+    assert helper.pid is not None
+    while _runs(helper.pid):
+        time.sleep(0.001)
     assert helper.call(b"echo there", LONG_S) == b"hello there"
     assert helper.starts == 2
 
 
-def test_a_process_that_cannot_be_prepared_fails_the_jobs_that_wait_for_it() -> None:
-    broken = Helper(WORK, memory_bytes=MIB, setup=b"broken")
+@pytest.mark.parametrize("work", [WORK, prepare], ids=["program", "fork"])
+def test_a_process_that_cannot_be_prepared_fails_the_jobs_that_wait_for_it(work: str | process.Prepare) -> None:
+    broken = Helper(work, memory_bytes=MIB, setup=b"broken")
     with pytest.raises(UntrustedError, match="nothing to work with"):
         broken.call(b"echo", LONG_S)
     broken.dispose()
 
 
+@pytest.mark.parametrize("work", [WORK, prepare], ids=["program", "fork"])
 def test_a_process_that_cannot_be_started_is_the_error_of_the_job(
-    helper: Helper, monkeypatch: pytest.MonkeyPatch
+    work: str | process.Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helpers.sys, "executable", "/nonexistent/python")
+    def no_more_processes() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(starting.sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(starting.os, "fork", no_more_processes)
+    helper = Helper(work, memory_bytes=MIB)
     with pytest.raises(UntrustedError, match="does not start"):
         helper.call(b"echo", LONG_S)
+    helper.dispose()
 
 
-def test_the_process_has_no_descriptors_and_no_secrets_of_the_service(
-    helper: Helper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NEURONPIPE_SECRET", "sesame")
+def test_the_process_has_no_descriptors_of_the_service(helper: Helper) -> None:
     held = os.dup(0)
     os.set_inheritable(held, True)
-    assert helper.call(b"secret", LONG_S) == b"none"
     assert int(helper.call(b"descriptors", LONG_S)) == 4  # the three standard ones, and its link
     os.close(held)
 
 
-def test_the_process_dies_with_its_parent() -> None:
+def test_a_program_has_no_secrets_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURONPIPE_SECRET", "sesame")
+    helper = Helper(WORK, memory_bytes=MIB)
+    assert helper.call(b"secret", LONG_S) == b"none"
+    helper.dispose()
+
+
+@pytest.mark.parametrize("work", [repr(WORK), "prepare"], ids=["program", "fork"])
+def test_the_process_dies_with_its_parent(work: str) -> None:
     code = f"""
 import os, sys
 from neuronpipe.services.untrusted.helper import Helper
-helper = Helper({WORK!r}, memory_bytes=1 << 25)
+from tests.untrusted_work import prepare
+helper = Helper({work}, memory_bytes=1 << 25)
 print(helper.call(b"pid", 20).decode(), flush=True)
 helper.submit(b"loop", 60)
 os.kill(os.getpid(), 9)
