@@ -35,7 +35,8 @@ class DetokenizeRequest(Body):
     """Turn tokens into a text."""
 
     model: str | None = Field(None, description="a name that /v1/models shows; the first where there is none")
-    tokens: list[TokenId] = Field(description="token ids; special ones are no text")
+    tokens: list[TokenId] = Field(description="token ids")
+    skip_special_tokens: bool = Field(False, description="leave the names of special tokens out of the text")
 
 
 class EmbeddingsRequest(Body):
@@ -64,7 +65,7 @@ class Doors:
     async def detokenize(self, request: Request, client: str) -> dict[str, Any]:
         """The text of tokens."""
         body = await read_body(request, DetokenizeRequest)
-        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens))
+        ask = Tokenize(request=new_name(), tokens=tuple(body.tokens), special=not body.skip_special_tokens)
         return {"content": (await self._ask(ask, body.model, client)).text}
 
     def props(self, name: str | None) -> dict[str, Any]:
